@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -81,8 +80,8 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
     """The file, and the offset, the type and the shape of its array."""
-    read = await shard.read_start(4096)
-    begin, dtype, shape, fortran = npy_layout(bytes(read.data[:4096]), shard)
+    shard, first = await shard.read_start(4096)
+    begin, dtype, shape, fortran = npy_layout(bytes(first[:4096]), shard)
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -90,7 +89,7 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...
     if fortran or not math.prod(shape[1:]) or not shape:
         what = "columns come first; save numpy.ascontiguousarray(array)" if fortran else f"shape {shape} has no rows"
         raise shard.error(what)
-    if begin + dtype.itemsize * math.prod(shape) != read.head.size:
-        what = f"{read.head.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
+    if begin + dtype.itemsize * math.prod(shape) != shard.size:
+        what = f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
         raise shard.error(what, begin)
-    return replace(shard, head=read.head), begin, dtype, shape
+    return shard, begin, dtype, shape

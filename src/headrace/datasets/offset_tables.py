@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -67,17 +67,15 @@ class OffsetTableDataset(RangedShards[T_co]):
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
     async def _open(self, store: Store, file: TableFile) -> tuple[Shard, IntArray]:
-        shard = Shard(store, file.key)
         if self._whole:
-            shard, data = replace(shard, head=await store.head(file.key)), None
+            shard, data = Shard(store, file.key, await store.head(file.key)), None
         else:
-            read = await shard.read_start(file.begin)
-            shard, data = replace(shard, head=read.head), read.data[: file.begin]  # of more, without ranges
-        assert shard.head is not None
+            shard, data = await Shard(store, file.key).read_start(file.begin)
         size = file.stored if file.format else file.size
-        if size not in (None, shard.head.size):
-            raise shard.error(f"{shard.head.size:,} bytes, and {size:,} in its index")
-        return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
+        if size not in (None, shard.size):
+            raise shard.error(f"{shard.size:,} bytes, and {size:,} in its index")
+        # Without ranges there are more bytes than were asked for.
+        return shard, np.empty(0, np.int64) if data is None else self._table(file, data[: file.begin], shard)
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> IntArray:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
@@ -132,11 +130,10 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     async def _load(self, number: int) -> ByteArray:
         file, shard = self._files[number], self._shards[number]
-        assert shard.head is not None
         try:
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
         except ShardError:  # perhaps damaged in transit: read once more
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
 
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> ByteArray:
         found = np.frombuffer(data, np.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -160,9 +159,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
-    read = await shard.read_start(_BEGINNING)
-    first, size = bytes(read.data[:_BEGINNING]), read.head.size
-    shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None
+    shard, data = await shard.read_start(_BEGINNING)
+    first, size, key, begin, bounds = bytes(data[:_BEGINNING]), shard.size, shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":

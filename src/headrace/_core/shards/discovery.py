@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from headrace._core.shards.compression import check_content
-from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.head import Head
 from headrace._core.store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._core.store.open import check_shared, traits_of
 from headrace._core.store.ranges import map_all
@@ -52,6 +52,12 @@ class Shard:
         """Its URL, without secrets."""
         return self.store.name(self.key)
 
+    @property
+    def size(self) -> int:
+        """Its size in bytes, of a version that is known."""
+        assert self.head is not None
+        return self.head.size
+
     def error(self, what: str, offset: int | None = None) -> ShardError:
         """The error to raise if the shard is damaged, perhaps at an offset in bytes."""
         return ShardError(what, shard=self.name, offset=offset)
@@ -62,21 +68,21 @@ class Shard:
         size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
         return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
 
-    async def read_start(self, stop: int) -> InitialRead:
-        """Read bytes up to `stop`, or all if the store ignores ranges: `data`, and `head` with size and version."""
+    async def read_start(self, stop: int) -> tuple[Shard, memoryview]:
+        """Read bytes up to `stop`, or all if the store ignores ranges; returns the version and its bytes."""
         if self.head is None:
-            found = await self.store.read_start(self.key, stop)
+            data, head = await self.store.read_start(self.key, stop)
         else:
-            found = InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
-        check_content(found.data, self.name)
-        return found
+            data, head = await self.read(0, min(stop, self.head.size)), self.head
+        check_content(data, self.name)
+        return replace(self, head=head), data
 
-    async def read_end(self, length: int) -> InitialRead:
-        """Read the last bytes, or all if the store ignores ranges, and the metadata."""
-        found = await self.store.read_end(self.key, length, head=self.head)
-        if len(found.data) == found.head.size:
-            check_content(found.data, self.name)
-        return found
+    async def read_end(self, length: int) -> tuple[Shard, memoryview]:
+        """Read the last bytes, or all if the store ignores ranges; returns the version and its bytes."""
+        data, head = await self.store.read_end(self.key, length, head=self.head)
+        if len(data) == head.size:
+            check_content(data, self.name)
+        return replace(self, head=head), data
 
 
 @contextlib.contextmanager
@@ -102,18 +108,18 @@ def is_panic(error: BaseException) -> bool:
 class HeaderReader:
     """Reads headers at their places in a shard, after its first bytes, by requests of at least `least` bytes."""
 
-    def __init__(self, shard: Shard, first: InitialRead, least: int) -> None:
-        self.shard, self.size = replace(shard, head=first.head), first.head.size
-        self._least, self._begin, self._data = least, 0, first.data
+    def __init__(self, shard: Shard, first: memoryview, least: int) -> None:
+        self._shard, self._least, self._begin, self._data = shard, least, 0, first
 
     async def take(self, start: int, stop: int) -> memoryview:
         """Bytes of the shard; raises `TruncatedShardError` if it does not have them."""
-        if not start <= stop <= self.size:
-            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {self.size}"
-            raise TruncatedShardError(what, shard=self.shard.name, offset=self.size)
+        shard = self._shard
+        if not start <= stop <= shard.size:
+            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {shard.size}"
+            raise TruncatedShardError(what, shard=shard.name, offset=shard.size)
         if not self._begin <= start <= stop <= self._begin + len(self._data):
-            least = min(self.size, max(stop, start + self._least))
-            self._begin, self._data = start, memoryview(await self.shard.read(start, least))
+            least = min(shard.size, max(stop, start + self._least))
+            self._begin, self._data = start, memoryview(await shard.read(start, least))
         return self._data[start - self._begin : stop - self._begin]
 
 

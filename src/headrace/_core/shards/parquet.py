@@ -7,13 +7,13 @@ import io
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace._core.failure import as_exception
-from headrace._core.shards.discovery import Shard, list_inside
+from headrace._core.shards.discovery import Shard, list_inside, shard_errors
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
 from headrace._core.shards.tables import Selection, TableFile
@@ -52,24 +52,20 @@ class Footer(TableFile):
     Its shard is the file in the version of the footer.
     """
 
-    def __init__(self, shard: Shard, size: int, data: bytes) -> None:
+    def __init__(self, shard: Shard, data: bytes) -> None:
         import pyarrow.parquet
 
-        self.shard, self.size, self._data = shard, size, data
-        try:
+        self.shard, self._data = shard, data
+        with shard_errors("corrupt footer", shard.name, shard.size - len(data)):
             self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
             any(self.schema.names)  # decodes them
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            offset = self.size - len(self._data)
-            raise ShardError(f"corrupt footer: {one_line(error)}", shard=self.shard.name, offset=offset) from None
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
-            what = f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
-            raise ShardError(what, shard=self.shard.name)
+            raise shard.error(f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Footer, (self.shard, self.size, self._data)
+        return Footer, (self.shard, self._data)
 
     def selected(self, columns: Sequence[str]) -> Any:
         import pyarrow.parquet
@@ -151,14 +147,14 @@ class RowGroup:
                 left -= batch.num_rows
                 yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise self.error(f"cannot decode: {one_line(error)}") from None
+            raise self.error(f"cannot decode: {' '.join(str(error).split())}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
 
     def _batches(self, pieces: Pieces, rows: int) -> Iterator[Any]:
         import pyarrow.parquet
 
-        source = pyarrow.PythonFile(SparseFile(pieces, self.footer.size), mode="r")
+        source = pyarrow.PythonFile(SparseFile(pieces, self.footer.shard.size), mode="r")
         # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked for
         # them.
         file = pyarrow.parquet.ParquetFile(
@@ -172,7 +168,7 @@ class RowGroup:
 
     def _ranges(self) -> Ranges:
         """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
-        metadata, size = self.footer.metadata, self.footer.size
+        metadata, size = self.footer.metadata, self.footer.shard.size
         stored = metadata.row_group(self.number)
         ranges = []
         for leaf in self.footer.leaves(self.selection.columns):
@@ -199,19 +195,18 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     """Read the footer of a file by one request, or by two if it is larger than 64 KiB."""
     if isinstance(shard, Footer):
         return shard
-    read = await shard.read_end(TAIL)
-    shard, size, tail = replace(shard, head=read.head), read.head.size, bytes(read.data)
+    shard, data = await shard.read_end(TAIL)
+    size, tail = shard.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
         what = f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of {_MAGIC!r}"
         raise TruncatedShardError(what, shard=shard.name, offset=size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
-        what = f"corrupt footer: a length of {length - 8} bytes in a file of {size}"
-        raise ShardError(what, shard=shard.name, offset=size - 8)
+        raise shard.error(f"corrupt footer: a length of {length - 8} bytes in a file of {size}", size - 8)
     if length > len(tail):
         rest = await shard.read(size - length, size - len(tail))
         tail = bytes(rest) + tail
-    return Footer(shard, size, tail[len(tail) - length :])
+    return Footer(shard, tail[len(tail) - length :])
 
 
 class SparseFile(io.RawIOBase):
@@ -255,10 +250,6 @@ class SparseFile(io.RawIOBase):
             parts.append(part)
             self._at += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 class _RowGroupReader(BlockReader):

@@ -204,19 +204,22 @@ def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
 
 
+_STACKING = (
+    (torch.Tensor, collate_tensor_fn, _stack),
+    (np.ndarray, collate_numpy_array_fn, _stack_arrays),
+    (int, collate_int_fn, _stack_ints),
+)
+
+
+def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:
+    """Collate by torch's functions, those that stack replaced; types that the user has registered stay."""
+    functions = {**default_collate_fn_map, **ours}
+    replaced = {kind: stack for kind, torchs, stack in _STACKING if functions.get(kind) is torchs}
+    return collate(batch, collate_fn_map=functions | replaced)
+
+
 def _collate_as_torch_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
-
-
-def _collate_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
-
-
-def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
-    """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
-    arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
-    ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
-    return {**functions, **{kind: stack for kind, torchs, stack in ours if functions.get(kind) is torchs}}
+    return _collate_into_destination(batch, {})
 
 
 # A default collate, and the function that stacks into the destination.

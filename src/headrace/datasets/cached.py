@@ -18,7 +18,6 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.ranged import IndexStream
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
-from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -323,7 +322,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         if type(self).aget is not RangedShards.aget:
             name = type(self).__name__
             raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
-        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, checked_seed(seed))
+        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the shard of a sample, and its row there; raises `IndexError` if there is none."""

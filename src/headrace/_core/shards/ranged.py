@@ -39,7 +39,7 @@ class IndexStream(PartStream[T_co]):
         self, dataset: Any, shards: Sequence[Shard], ranks: RankChoice, shuffle: bool, seed: int | None
     ) -> None:
         super().__init__(ranks, shuffle, 0, seed)
-        self._dataset = dataset
+        self._dataset = self._parts = dataset
         self._shards = shards
         self._blocks: Blocks = dataset.blocks
 
@@ -76,9 +76,6 @@ class IndexStream(PartStream[T_co]):
         samples = PartReader([0], self._shards[:1], open_part)
         samples.name_of = name_of
         return samples
-
-    def _part_count(self) -> int:
-        return len(self._dataset)
 
     def _part_names(self) -> Iterable[str]:
         sizes = (None if shard.head is None else shard.head.size for shard in self._shards)

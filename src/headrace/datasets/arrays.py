@@ -80,7 +80,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
     """The file, and the offset, the type and the shape of its array."""
-    shard, first = await shard.read_start(4096)
+    shard, first = await shard.read_version(4096)
     begin, dtype, shape, fortran = npy_layout(bytes(first[:4096]), shard)
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))

@@ -110,7 +110,7 @@ async def _open(shard: Shard) -> _ArrowFile:
     """Find the messages of a file, of which each says where the next begins."""
     import pyarrow
 
-    shard, first = await shard.read_start(_PIECE)
+    shard, first = await shard.read_version(_PIECE)
     reader, size, is_file = HeaderReader(shard, first, _PIECE), shard.size, first[: len(_MAGIC)] == _MAGIC
     at, schema, message, rows, extents, dictionaries = 8 * is_file, None, b"", list[int](), [], list[tuple[int, int]]()
     while True:

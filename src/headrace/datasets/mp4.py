@@ -31,7 +31,7 @@ def _check(good: object, what: str) -> None:
 
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
-    shard, first = await shard.read_start(_FIRST)
+    shard, first = await shard.read_version(_FIRST)
     reader, size = HeaderReader(shard, first, _LATER), shard.size
     at, kind, header, length = 0, b"", 0, 0
     for _ in range(1000):

@@ -70,7 +70,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         if self._whole:
             shard, data = Shard(store, file.key, await store.head(file.key)), None
         else:
-            shard, data = await Shard(store, file.key).read_start(file.begin)
+            shard, data = await Shard(store, file.key).read_version(file.begin)
         size = file.stored if file.format else file.size
         if size not in (None, shard.size):
             raise shard.error(f"{shard.size:,} bytes, and {size:,} in its index")

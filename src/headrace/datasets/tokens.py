@@ -159,7 +159,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
-    shard, data = await shard.read_start(_BEGINNING)
+    shard, data = await shard.read_version(_BEGINNING)
     first, size, key, begin, bounds = bytes(data[:_BEGINNING]), shard.size, shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")

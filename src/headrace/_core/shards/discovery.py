@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from headrace._core.shards.compression import check_content
-from headrace._core.store.head import Head
+from headrace._core.store.head import Head, InitialRead
 from headrace._core.store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._core.store.open import check_shared, traits_of
 from headrace._core.store.ranges import map_all
@@ -68,21 +68,26 @@ class Shard:
         size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
         return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
 
-    async def read_start(self, stop: int) -> tuple[Shard, memoryview]:
-        """Read bytes up to `stop`, or all if the store ignores ranges; returns the version and its bytes."""
+    async def read_start(self, stop: int) -> InitialRead:
+        """Read bytes up to `stop`, or all if the store ignores ranges: `data`, and `head` with size and version."""
         if self.head is None:
-            data, head = await self.store.read_start(self.key, stop)
+            found = await self.store.read_start(self.key, stop)
         else:
-            data, head = await self.read(0, min(stop, self.head.size)), self.head
-        check_content(data, self.name)
+            found = InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
+        check_content(found.data, self.name)
+        return found
+
+    async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
+        """As `read_start`; returns the version of the shard that was read, and its bytes."""
+        data, head = await self.read_start(stop)
         return replace(self, head=head), data
 
-    async def read_end(self, length: int) -> tuple[Shard, memoryview]:
-        """Read the last bytes, or all if the store ignores ranges; returns the version and its bytes."""
-        data, head = await self.store.read_end(self.key, length, head=self.head)
-        if len(data) == head.size:
-            check_content(data, self.name)
-        return replace(self, head=head), data
+    async def read_end(self, length: int) -> InitialRead:
+        """Read the last bytes, or all if the store ignores ranges, and the metadata."""
+        found = await self.store.read_end(self.key, length, head=self.head)
+        if len(found.data) == found.head.size:
+            check_content(found.data, self.name)
+        return found
 
 
 @contextlib.contextmanager

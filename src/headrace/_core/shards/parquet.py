@@ -7,7 +7,7 @@ import io
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -195,8 +195,8 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     """Read the footer of a file by one request, or by two if it is larger than 64 KiB."""
     if isinstance(shard, Footer):
         return shard
-    shard, data = await shard.read_end(TAIL)
-    size, tail = shard.size, bytes(data)
+    data, head = await shard.read_end(TAIL)
+    shard, size, tail = replace(shard, head=head), head.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
         what = f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of {_MAGIC!r}"
         raise TruncatedShardError(what, shard=shard.name, offset=size)

@@ -50,7 +50,7 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
     """A header, lengths of sequences in tokens, the bytes at which they begin, and at which of them documents begin."""
     file = replace(shard, key=shard.key[:-4] + ".idx", head=None)
     begin = _MEGATRON_HEADER.size
-    file, first = await file.read_start(begin)
+    file, first = await file.read_version(begin)
     magic, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(bytes(first[:begin]).ljust(begin, b"\0"))
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
         what = f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, type {code}"
@@ -90,8 +90,7 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
     metadata, index = (replace(shard, key=shard.key + ending, head=None) for ending in (".metadata", ".index"))
     file, width, count, ends = metadata, 0, 0, None
     try:
-        _, data = await metadata.read_start(_METADATA)
-        first, tokens = bytes(data[:_METADATA]).split(b"\n")[:2]
+        first, tokens = bytes((await metadata.read_start(_METADATA)).data[:_METADATA]).split(b"\n")[:2]
         width, count = int(first.rpartition(b"|")[2]), int(tokens)
     except ObjectNotFoundError:
         pass  # DocumentTokenizer writes it if asked to
@@ -99,7 +98,7 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
         raise file.error("not the bytes of a token and the number of tokens, of datatrove") from None
     if documents or not width:  # of a large index only the last end is read, and only to find the type
         file = index
-        data = await index.store.read_all(index.key) if documents else (await index.read_end(8))[1][-8:]
+        data = await index.store.read_all(index.key) if documents else (await index.read_end(8)).data[-8:]
         if len(data) % 8:
             raise file.error(f"truncated: {len(data)} bytes are not whole numbers of 64 bits")
         ends = np.concatenate(([0], np.frombuffer(data, "<i8")))

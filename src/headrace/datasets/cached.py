@@ -8,7 +8,7 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from headrace._core.streams.kinds import (
     Blocks,
     Capabilities,
     ReadRange,
+    T_co,
     Views,
     blocks_of,
     capabilities,
@@ -34,7 +35,6 @@ from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
 
-T_co = TypeVar("T_co", covariant=True)
 
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpa
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.kinds import Blocks, Capabilities
+from headrace._core.streams.kinds import Blocks, Capabilities, T_co
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
@@ -27,7 +27,6 @@ __all__ = [
     "checked", "decode_fields", "raw_image", "read_index", "several",
 ]  # fmt: skip
 
-T_co = TypeVar("T_co", covariant=True)
 FieldDecoder = Callable[[memoryview], Any]
 
 _CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}

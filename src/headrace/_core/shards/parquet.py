@@ -224,9 +224,6 @@ class SparseFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def size(self) -> int:
-        return self._size
-
     def tell(self) -> int:
         return self._at
 

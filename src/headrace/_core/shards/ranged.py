@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace._core.failure import as_exception
 from headrace._core.order.samplers import BlockSampler
@@ -18,9 +18,7 @@ from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartRea
 from headrace._core.shards.stream import PartStream
 from headrace._core.store.ranges import map_all, read_ranges
 from headrace._core.streams.epochs import Order
-from headrace._core.streams.kinds import Blocks, capabilities
-
-T_co = TypeVar("T_co", covariant=True)
+from headrace._core.streams.kinds import Blocks, T_co, capabilities
 
 _SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
 _SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn

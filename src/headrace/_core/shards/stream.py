@@ -6,7 +6,7 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.shards.compression import refuse_unsupported
@@ -16,13 +16,11 @@ from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardR
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import signature_of
+from headrace._core.streams.kinds import T_co, signature_of
 from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
 from headrace._core.text import check_keywords, whole_number
 from headrace.errors import StateError
-
-T_co = TypeVar("T_co", covariant=True)
 
 # Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of
 # 2 MiB, 1.4 GB/s in pieces of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s

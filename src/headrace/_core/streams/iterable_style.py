@@ -14,14 +14,13 @@ from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
-from headrace._core.streams.kinds import propagate_epoch
+from headrace._core.streams.kinds import T_co, propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name, whole_number
 
-T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
 

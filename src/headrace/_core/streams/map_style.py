@@ -21,6 +21,7 @@ from headrace._core.streams.kinds import (
     Blocks,
     Capabilities,
     ReadRange,
+    T_co,
     Views,
     blocks_of,
     capabilities,
@@ -31,7 +32,6 @@ from headrace._core.streams.kinds import (
 from headrace._core.text import check_function, dataset_repr, function_name, short_repr
 from headrace.errors import ShardError
 
-T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
 

@@ -159,11 +159,8 @@ class CachedDataset(AsyncDataset[T_co]):
         # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is computed once.
         self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"dataset": self.dataset, "cache": self._cache, "version": self._version}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.dataset, self._cache, self._version)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footer, read_footer_or_list
+from headrace._core.shards.parquet import (
+    SUFFIXES,
+    RowGroup,
+    RowGroupStream,
+    TableReading,
+    read_footer,
+    read_footer_or_list,
+)
 from headrace._core.shards.stream import PartStream
 from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
 from headrace._core.store.listing import require_pyarrow
@@ -57,8 +64,9 @@ class TableStream(PartStream[Any]):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
         super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed)
         self._format, self._table_rows = format, table_rows
-        self._prefetch_row_groups = whole_number("prefetch_row_groups", prefetch_row_groups, 1)
-        self._prefetch_bytes = whole_number("prefetch_bytes", prefetch_bytes, 1)
+        row_groups = whole_number("prefetch_row_groups", prefetch_row_groups, 1)
+        most_bytes = whole_number("prefetch_bytes", prefetch_bytes, 1)
+        self._reading = TableReading(table_rows, format == "rows", row_groups, most_bytes)
         filters = as_expression(filters)
         self._filters = filter_text(filters)
         files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
@@ -96,14 +104,7 @@ class TableStream(PartStream[Any]):
         return {**super()._options(), **own}
 
     def _read(self, parts: Sequence[int]) -> RowGroupStream:
-        return RowGroupStream(
-            self._parts,
-            parts,
-            rows=self._table_rows,
-            as_rows=self._format == "rows",
-            prefetch_row_groups=self._prefetch_row_groups,
-            prefetch_bytes=self._prefetch_bytes,
-        )
+        return RowGroupStream(self._parts, parts, self._reading)
 
     def _samples_of(self, group: RowGroup) -> int:
         if self._format == "rows":

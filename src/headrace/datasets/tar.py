@@ -179,8 +179,8 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[dict[str, Any]]:
         """Make the samples of a batch; raises `ShardError` if the checksum of a field is wrong."""
         shards, rows, places = self._rows(indices)
-        parts = zip(shards.tolist(), rows.tolist(), self._starts[places].tolist(), data, strict=True)
-        return [self._sample(*part) for part in parts]
+        begins = self._starts[places]
+        return list(map(self._sample, shards.tolist(), rows.tolist(), begins.tolist(), data))
 
     def _sample(self, number: int, row: int, begin: int, data: memoryview) -> dict[str, Any]:
         """The sample in a row of an index, of its bytes, which begin at a place of the shard."""
@@ -209,11 +209,10 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
             return tuple(range(len(index.fields)))
         missing = [field for field in self._fields if field not in index.fields]
         if missing and index.keys:
-            raise ShardError(f"no sample has field {missing[0]!r}", shard=index.shard.name)
+            raise index.shard.error(f"no sample has field {missing[0]!r}")
         columns = tuple(index.fields.index(field) for field in self._fields if field in index.fields)
         lacking = np.argwhere(index.offsets[:, list(columns)] == ABSENT)
         if len(lacking):
             row, column = map(int, lacking[0])
-            what = f"sample {index.keys[row]!r} lacks {self._fields[column]!r}"
-            raise ShardError(what, shard=index.shard.name)
+            raise index.shard.error(f"sample {index.keys[row]!r} lacks {self._fields[column]!r}")
         return columns

@@ -213,7 +213,7 @@ class EpochOrder:
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
         """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
         if self.computed is not None:
-            self.computed.exclusions = tuple(Exclusion(*each) for each in exclusions)
+            self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
         elif exclusions:
             raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace._core.failure import as_exception
 from headrace._core.shards.discovery import Shard, list_inside, shard_errors
@@ -249,6 +249,15 @@ class SparseFile(io.RawIOBase):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+class TableReading(NamedTuple):
+    """How row groups are read ahead, and what their samples are."""
+
+    rows: int | None  # of a table; None for those of a row group
+    as_rows: bool  # whether samples are rows, and not tables
+    row_groups: int  # the most that are read at once
+    bytes: int  # the most compressed bytes of these
+
+
 class _RowGroupReader(BlockReader):
     """Reads one row group and decodes it one block ahead of the consumer.
 
@@ -256,20 +265,20 @@ class _RowGroupReader(BlockReader):
     """
 
     def __init__(
-        self, group: RowGroup, rows: int | None, as_rows: bool, position: PartPosition, on_fetched: Callable[[], None]
+        self, group: RowGroup, reading: TableReading, position: PartPosition, on_fetched: Callable[[], None]
     ) -> None:
         self._group = group
         self.size, decoded_bytes = group.sizes
         self.fetched = False  # whether its bytes are there
         self._on_fetched = on_fetched
-        self._table_rows = rows or group.rows
-        if as_rows:
+        self._table_rows = reading.rows or group.rows
+        self._as_rows = reading.as_rows
+        if self._as_rows:
             self._rows, self._bytes_at_once = _ROWS_AT_ONCE, 0
         else:
             table_bytes = max(1, decoded_bytes * self._table_rows // group.rows)
             tables = max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // table_bytes))
             self._rows, self._bytes_at_once = self._table_rows * tables, _TABLE_BYTES_AT_ONCE
-        self._as_rows = as_rows
         self._undecoded = group.rows
         self._drop = position.drop
         self._decoded = position  # after the last block that was produced
@@ -340,28 +349,17 @@ def _tables(whole: Any, rows: int) -> list[object]:
 class RowGroupStream(PartReader[_RowGroupReader]):
     """The samples of row groups in order, the next groups prefetched.
 
-    Its position is the number of samples that were given out of the current row group; that is read again. At most
-    `prefetch_row_groups` are read at once, ahead of the current one as soon as its bytes are there, and at most
-    `prefetch_bytes` compressed bytes; at least one is read whatever its size.
+    Its position is the number of samples that were given out of the current row group; that is read again. The next
+    groups are read ahead of the current one as soon as its bytes are there; at least one is read whatever its size.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[RowGroup],
-        parts: Sequence[int],
-        *,
-        rows: int | None,
-        as_rows: bool,
-        prefetch_row_groups: int,
-        prefetch_bytes: int,
-    ) -> None:
+    def __init__(self, groups: Sequence[RowGroup], parts: Sequence[int], reading: TableReading) -> None:
         super().__init__(parts, [group.footer.shard for group in groups], self._open_group)
         self._groups = groups
-        self._rows, self._as_rows = rows, as_rows
-        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
+        self._reading = reading
 
     def _open_group(self, position: PartPosition, _shard: Shard, _standby: bool) -> _RowGroupReader:
-        return _RowGroupReader(self._groups[position.part], self._rows, self._as_rows, position, self._prefetch)
+        return _RowGroupReader(self._groups[position.part], self._reading, position, self._prefetch)
 
     async def _fill(self, reader: _RowGroupReader) -> None:
         self._prefetch()
@@ -369,9 +367,9 @@ class RowGroupStream(PartReader[_RowGroupReader]):
 
     def _prefetch(self) -> None:
         """Read further groups ahead of the first one, which counts until its bytes are there."""
-        while self._open and len(self._ahead) + (not self._open[0].fetched) < self._prefetch_row_groups:
-            position, reading = self._peek(), sum(reader.size for reader in (*self._open, *self._ahead))
-            if position is None or reading + self._groups[position.part].sizes[0] > self._prefetch_bytes:
+        while self._open and len(self._ahead) + (not self._open[0].fetched) < self._reading.row_groups:
+            position, size = self._peek(), sum(reader.size for reader in (*self._open, *self._ahead))
+            if position is None or size + self._groups[position.part].sizes[0] > self._reading.bytes:
                 return
             if (reader := self._open_next()) is not None:
                 self._ahead.append(reader)

@@ -136,7 +136,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
     def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:
         """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
-        return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+        return list(map(self.sample_of, indices, data))
 
     async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
         """The bytes of the samples that are cached, None for others; called only with that capability."""
@@ -179,7 +179,7 @@ class RangedDataset(AsyncDataset[T_co]):
         if not capabilities(self).ranges:
             return list(await asyncio.gather(*map(self.aget, indices)))
         views = await read_ranges(self.ranges(indices), self.read_range)
-        return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
+        return list(map(self.sample_of, indices, views))
 
 
 def positions(indices: Sequence[Any], length: int) -> IntArray:

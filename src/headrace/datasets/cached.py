@@ -338,11 +338,6 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         shards = np.searchsorted(self._ends, places, side="right")
         return shards, places - self._firsts[shards], places
 
-    def range(self, index: int) -> tuple[int, int, int]:
-        """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
-        number, start, stop = (int(column[0]) for column in self.ranges([index]))
-        return number, start, stop
-
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
         number, start, stop = self.range(index)

@@ -284,9 +284,6 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
 class MappedStream(MapComposition, _SteppedStream[T_co]):
     step = "map"
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
 
 class FilteredStream(_SteppedStream[T_co]):
     step = "filter"
@@ -354,9 +351,6 @@ class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
 
     def __init__(self, datasets: Sequence[object]) -> None:
         self.sources = tuple(datasets)
-
-    def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __aiter__(self) -> AsyncIterator[object]:
         return Concat(self.sources, numbered=self.numbered)

@@ -124,6 +124,11 @@ class RangedDataset(AsyncDataset[T_co]):
         """
         raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
 
+    def range(self, index: Any) -> tuple[int, int, int]:
+        """Object, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
+        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        return number, start, stop
+
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
         """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
         raise NotImplementedError(
@@ -171,7 +176,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
     async def read_bytes(self, index: Any) -> memoryview:
         """Fetch the bytes of the sample at `index`."""
-        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        number, start, stop = self.range(index)
         return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
 
     async def agets(self, indices: Sequence[Any]) -> list[T_co]:
@@ -204,9 +209,6 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
     def __repr__(self) -> str:
         return f"{dataset_repr(self.dataset)}.map({function_name(self.fn)})"
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     async def aget(self, index: object) -> T_co:
         """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
         sample: T_co = self.fn(await self.dataset.aget(index))
@@ -232,9 +234,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             what = "the same label means different classes; give folders the same classes="
             raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
-
-    def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __len__(self) -> int:
         return self._ends[-1]

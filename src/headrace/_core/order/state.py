@@ -79,7 +79,8 @@ class Run(NamedTuple):
 RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
 """The values of a `Run`; empty before the first epoch."""
 
-Triples: TypeAlias = tuple[tuple[int, int, int], ...]
+Triple: TypeAlias = tuple[int, int, int]
+Triples: TypeAlias = tuple[Triple, ...]
 
 
 class Past(NamedTuple):
@@ -107,19 +108,19 @@ class LoaderState(NamedTuple):
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
     sampler: object = None  # state of a user's sampler after the samples given out
     # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
-    last_indices: tuple[int, int, int] | None = None
+    last_indices: Triple | None = None
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
-    delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
+    delivered: tuple[Triple | tuple[int, int, int, int, int], ...] = ()
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
     lost: Triples = ()
     found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
-    skipped: tuple[int, int, int] = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
+    skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
     def is_between_epochs(self) -> bool:

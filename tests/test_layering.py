@@ -12,7 +12,7 @@ SOURCE = Path(headrace.__file__).parent
 
 # From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on its own.
 FLOORS = (
-    {"_version", "_core.cgroup", "_core.text", "_core.permutation", "_core.randomized"},
+    {"_version", "_core.array_types", "_core.cgroup", "_core.text", "_core.permutation", "_core.randomized"},
     {"errors", "_core.descriptors"},
     {"_core.ranks"},
     {"_core.torchcompat"},

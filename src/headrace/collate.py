@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
+from headrace._core.array_types import AnyArray
 from headrace._core.batches import Rows
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
@@ -27,6 +27,8 @@ from headrace._core.torchcompat.private import (
     np_str_obj_array_pattern,
     tree_flatten_with_path,
 )
+
+CollateFn = Callable[[Any], object]
 
 
 def default_collate(batch: Sequence[object]) -> Any:
@@ -52,7 +54,7 @@ def default_collate(batch: Sequence[object]) -> Any:
     return collate(batch, collate_fn_map={**default_collate_fn_map, **_OURS})
 
 
-def is_default(collate_fn: Callable[[Any], object]) -> bool:
+def is_default(collate_fn: CollateFn) -> bool:
     """Whether it is a default collate of torch or of this module, or one of `destined`; by identity."""
     return any(collate_fn is default for pair in _DESTINED for default in pair)
 
@@ -71,12 +73,11 @@ def _keep_none(batch: Sequence[object], **options: Any) -> None:
         raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
 
 
-_Array = npt.NDArray[np.generic]
 _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
-def collated(collate_fn: Callable[[object], object], samples: Sequence[object]) -> object:
+def collated(collate_fn: CollateFn, samples: Sequence[object]) -> object:
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
     if type(samples) is not Rows:
         return collate_fn(samples)
@@ -122,7 +123,7 @@ def collate_into(destination: Destination) -> None:
     _destination = destination
 
 
-def destined(collate_fn: Callable[[Any], object]) -> Callable[[object], object]:
+def destined(collate_fn: CollateFn) -> CollateFn:
     """The default collates as functions that stack into the destination; any other function as it is.
 
     A function of the user's that calls a default collate itself is left alone: it may keep the batch.
@@ -190,7 +191,7 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_arrays(batch: Sequence[_Array], **options: Any) -> torch.Tensor:
+def _stack_arrays(batch: Sequence[AnyArray], **options: Any) -> torch.Tensor:
     if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
         collate_numpy_array_fn(batch, **options)  # raises torch's error
     return collate([torch.as_tensor(array) for array in batch], **options)  # type: ignore[no-any-return]
@@ -203,29 +204,32 @@ def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
 
 
+_STACKING = (
+    (torch.Tensor, collate_tensor_fn, _stack),
+    (np.ndarray, collate_numpy_array_fn, _stack_arrays),
+    (int, collate_int_fn, _stack_ints),
+)
+
+
+def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:
+    """Collate by torch's functions, those that stack replaced; types that the user has registered stay."""
+    functions = {**default_collate_fn_map, **ours}
+    replaced = {kind: stack for kind, torchs, stack in _STACKING if functions.get(kind) is torchs}
+    return collate(batch, collate_fn_map=functions | replaced)
+
+
 def _collate_as_torch_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking(default_collate_fn_map))
-
-
-def _collate_into_destination(batch: object) -> object:
-    return collate(batch, collate_fn_map=_stacking({**default_collate_fn_map, **_OURS}))
-
-
-def _stacking(functions: _FunctionsByType) -> _FunctionsByType:
-    """Torch's functions, with ours in place of those that stack; types that the user has registered stay."""
-    arrays, ints = (np.ndarray, collate_numpy_array_fn, _stack_arrays), (int, collate_int_fn, _stack_ints)
-    ours = (torch.Tensor, collate_tensor_fn, _stack), arrays, ints
-    return {**functions, **{kind: stack for kind, torchs, stack in ours if functions.get(kind) is torchs}}
+    return _collate_into_destination(batch, {})
 
 
 # A default collate, and the function that stacks into the destination.
-_DESTINED: tuple[tuple[Callable[[Any], object], Callable[[object], object]], ...] = (
+_DESTINED: tuple[tuple[CollateFn, CollateFn], ...] = (
     (torch_default_collate, _collate_as_torch_into_destination),
     (default_collate, _collate_into_destination),
 )
 
 
-def draws_nothing(function: Callable[[object], object]) -> bool:
+def draws_nothing(function: CollateFn) -> bool:
     """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
     called = function.func if isinstance(function, functools.partial) else function
     return is_default(called) or called is default_convert

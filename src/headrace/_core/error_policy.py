@@ -58,8 +58,13 @@ class EpochFailures:
     def error(self, reason: str) -> TooManySkippedError:
         """The error that so many samples were skipped; the last failure is its cause."""
         examples = tuple(shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples)
-        counts = {"skipped": self.skipped, "delivered": self.delivered, "examples": examples}
-        error = TooManySkippedError(reason=reason, failures="; ".join(examples), **counts)
+        error = TooManySkippedError(
+            reason=reason,
+            failures="; ".join(examples),
+            skipped=self.skipped,
+            delivered=self.delivered,
+            examples=examples,
+        )
         if self.examples:  # not of an epoch that was restored after them
             error.__cause__ = self.examples[-1].exception()
         return error

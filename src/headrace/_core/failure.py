@@ -113,18 +113,14 @@ class Failure:
     def where(self) -> str:
         """Where it happened, in words: stage, batch, index, key, worker, attempt."""
         stage = f"stage {self.stage}" if self.unskippable is None else f"stage {self.stage} ({self.unskippable})"
-        words = [stage, f"batch {self.batch}"]
-        if self.index is not None:
-            words.append(f"index {short_repr(self.index)}")
-        if self.key is not None:
-            words.append(f"key {short_repr(self.key, KEY_LIMIT)}")
-        if self.samples is not None:
-            words.append(self.samples)
-        if self.worker is not None:
-            words.append(f"worker {self.worker}")
-        if self.attempt > 1:
-            words.append(f"attempt {self.attempt}")
-        return ", ".join(words)
+        known = (
+            None if self.index is None else f"index {short_repr(self.index)}",
+            None if self.key is None else f"key {short_repr(self.key, KEY_LIMIT)}",
+            self.samples,
+            None if self.worker is None else f"worker {self.worker}",
+            f"attempt {self.attempt}" if self.attempt > 1 else None,
+        )
+        return ", ".join([stage, f"batch {self.batch}", *filter(None, known)])
 
     def exception(self, *, as_torch: bool = False) -> Exception:
         """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
+from headrace._core.array_types import AnyDType
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
 from headrace._core.store.ranges import Ranges
@@ -60,7 +60,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the rows at `indices`, by shard; raises `IndexError` if there is no such row."""
-        shards, rows = self._rows(indices)
+        shards, rows, _ = self._rows(indices)
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)
 
@@ -78,10 +78,10 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         return torch.from_numpy(np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("=")))
 
 
-async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tuple[int, ...]]:
+async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
     """The file, and the offset, the type and the shape of its array."""
-    read = await shard.read_start(4096)
-    begin, dtype, shape, fortran = npy_layout(bytes(read.data[:4096]), shard)
+    shard, first = await shard.read_version(4096)
+    begin, dtype, shape, fortran = npy_layout(bytes(first[:4096]), shard)
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -89,7 +89,7 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, np.dtype[np.generic], tu
     if fortran or not math.prod(shape[1:]) or not shape:
         what = "columns come first; save numpy.ascontiguousarray(array)" if fortran else f"shape {shape} has no rows"
         raise shard.error(what)
-    if begin + dtype.itemsize * math.prod(shape) != read.head.size:
-        what = f"{read.head.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
+    if begin + dtype.itemsize * math.prod(shape) != shard.size:
+        what = f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
         raise shard.error(what, begin)
-    return replace(shard, head=read.head), begin, dtype, shape
+    return shard, begin, dtype, shape

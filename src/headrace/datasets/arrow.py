@@ -55,7 +55,7 @@ class _RecordBatch(RowGroup):
     def _batches(self, pieces: Pieces, rows: int) -> Iterator[Any]:
         import pyarrow
 
-        stored = SparseFile(pieces, self.footer.shard.head.size)
+        stored = SparseFile(pieces, self.footer.shard.size)
         parts, size = [(0, memoryview(self.footer.schema_message))], len(self.footer.schema_message)
         for start, stop in self.footer.extents[self.number]:
             stored.seek(start)
@@ -110,8 +110,8 @@ async def _open(shard: Shard) -> _ArrowFile:
     """Find the messages of a file, of which each says where the next begins."""
     import pyarrow
 
-    reader = HeaderReader(shard, first := await shard.read_start(_PIECE), _PIECE)
-    shard, size, is_file = reader.shard, reader.size, first.data[: len(_MAGIC)] == _MAGIC
+    shard, first = await shard.read_version(_PIECE)
+    reader, size, is_file = HeaderReader(shard, first, _PIECE), shard.size, first[: len(_MAGIC)] == _MAGIC
     at, schema, message, rows, extents, dictionaries = 8 * is_file, None, b"", list[int](), [], list[tuple[int, int]]()
     while True:
         start, (mark, length) = at, struct.unpack("<Ii", await reader.take(at, at + 8))

@@ -64,9 +64,16 @@ def batch_by_tokens(
     (stream,), is_stream = require_async([dataset])
     if not is_stream:
         raise TypeError("batch_by_tokens() is for streams, but got a map-style dataset")
-    options = {"max_tokens": max_tokens, "length": length, "boundaries": bounds, "padded": bool(padded)}
-    shown = f"batch_by_tokens({{}}, {max_tokens})"
-    return OperatedStream(stream, shown, _TokenBatchIterator, **options, drop_last=drop_last)
+    return OperatedStream(
+        stream,
+        f"batch_by_tokens({{}}, {max_tokens})",
+        _TokenBatchIterator,
+        max_tokens=max_tokens,
+        length=length,
+        boundaries=bounds,
+        padded=bool(padded),
+        drop_last=drop_last,
+    )
 
 
 class _TokenBatchIterator(MarkingOperation[list[object]]):

@@ -8,21 +8,21 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
 from headrace._core.store.ranges import Ranges
-from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
     Capabilities,
     ReadRange,
+    T_co,
     Views,
     blocks_of,
     capabilities,
@@ -35,7 +35,6 @@ from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
 
-T_co = TypeVar("T_co", covariant=True)
 
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries
@@ -160,11 +159,8 @@ class CachedDataset(AsyncDataset[T_co]):
         # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is computed once.
         self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"dataset": self.dataset, "cache": self._cache, "version": self._version}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.dataset, self._cache, self._version)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -323,7 +319,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         if type(self).aget is not RangedShards.aget:
             name = type(self).__name__
             raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
-        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, checked_seed(seed))
+        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the shard of a sample, and its row there; raises `IndexError` if there is none."""
@@ -333,16 +329,14 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         number = int(np.searchsorted(self._ends, index % length, side="right"))
         return number, index % length - int(self._firsts[number])
 
-    def _rows(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The number of the shard of each sample, and its row there; raises `IndexError` if there is none."""
+    def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
+        """For each sample the number of its shard, its row there, and its position in the dataset.
+
+        Raises `IndexError` if there is no such sample.
+        """
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")
-        return shards, places - self._firsts[shards]
-
-    def range(self, index: int) -> tuple[int, int, int]:
-        """Shard, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
-        number, start, stop = (int(column[0]) for column in self.ranges([index]))
-        return number, start, stop
+        return shards, places - self._firsts[shards], places
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""

@@ -23,8 +23,13 @@ from headrace.datasets.objects import ObjectDataset, ObjectSample
 __all__ = ["CocoDataset"]
 
 _BOX_FIELDS = ("bbox", "category_id", "area", "iscrowd")
-_TENSORS = {"ids": torch.int64, "boxes": torch.float32, "labels": torch.int64}
-_TENSORS |= {"area": torch.float32, "iscrowd": torch.bool}
+_TENSORS = {
+    "ids": torch.int64,
+    "boxes": torch.float32,
+    "labels": torch.int64,
+    "area": torch.float32,
+    "iscrowd": torch.bool,
+}
 
 
 class CocoDataset(ObjectDataset):

@@ -123,10 +123,17 @@ def mix(
         schedule = [[0, weights_at(weights)]]
     said = function_name(weights) if callable(weights) else shorten(repr(weights))
     said = said.replace("{", "{{").replace("}", "}}")  # for `format`
-    names = [*map(str, names)]
-    options = {"names": names, "weights": schedule, "stop": str(stop), "strict": strict}
     seed = checked_seed(seed)
-    return OperatedStream(tuple(streams), f"mix({{}}, {said}, seed={seed}, stop={stop!r})", Mix, **options, seed=seed)
+    return OperatedStream(
+        tuple(streams),
+        f"mix({{}}, {said}, seed={seed}, stop={stop!r})",
+        Mix,
+        names=[*map(str, names)],
+        weights=schedule,
+        stop=str(stop),
+        strict=strict,
+        seed=seed,
+    )
 
 
 MixWeights = Sequence[float] | Mapping[str, float]

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace._core.failure import as_exception
 from headrace._core.order.samplers import BlockSampler
@@ -18,11 +18,9 @@ from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartRea
 from headrace._core.shards.stream import PartStream
 from headrace._core.store.ranges import map_all, read_ranges
 from headrace._core.streams.epochs import Order
-from headrace._core.streams.kinds import Blocks, capabilities
+from headrace._core.streams.kinds import Blocks, T_co, capabilities
 
 __all__ = ["IndexStream"]
-
-T_co = TypeVar("T_co", covariant=True)
 
 _IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
 _SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
@@ -42,7 +40,7 @@ class IndexStream(PartStream[T_co]):
         self, dataset: Any, shards: Sequence[Shard], ranks: RankChoice, shuffle: bool, seed: int | None
     ) -> None:
         super().__init__(ranks, shuffle, 0, seed)
-        self._dataset = dataset
+        self._dataset = self._parts = dataset
         self._shards = shards
         self._blocks: Blocks = dataset.blocks
 
@@ -81,9 +79,6 @@ class IndexStream(PartStream[T_co]):
         samples = PartReader([0], self._shards[:1], open_part)
         samples.name_of = name_of
         return samples
-
-    def _part_count(self) -> int:
-        return len(self._dataset)
 
     def _part_names(self) -> Iterable[str]:
         sizes = (None if shard.head is None else shard.head.size for shard in self._shards)

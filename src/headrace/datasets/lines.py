@@ -85,8 +85,8 @@ class LinesDataset(ShardedStream[Any]):
         return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
 
     def _name_of(self, part: int, number: int) -> str:
-        line = "non-empty line" if self._format_of(self._shards[part]) == "json" else "line"
-        return f"{self._shards[part].name}, {line} {number + 1:,}"
+        line = "non-empty line" if self._format_of(self._parts[part]) == "json" else "line"
+        return f"{self._parts[part].name}, {line} {number + 1:,}"
 
 
 def _is_document(value: Any) -> bool:

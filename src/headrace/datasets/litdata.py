@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from headrace._core.array_types import ByteArray, IntArray
 from headrace._core.shards.discovery import Shard, shard_errors
 from headrace._core.shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
 from headrace._core.store.listing import require_pyarrow
@@ -82,7 +82,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         fields = [(f"leaf {leaf}, {format}", _decoder(format), None) for leaf, format in enumerate(formats)]
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
-    def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+    def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> IntArray:
         begin = file.begin
         if len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little"):
             require_pyarrow("reading rows of Arrow tables")
@@ -101,7 +101,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         step = self._seq_len * self._width
         return (begin + row * step, begin + (row + 1) * step) if step else (begin, end)
 
-    def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+    def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> ByteArray:
         """Unpack a chunk; one of frames, or of an Arrow table, as if its rows had been compressed as a whole."""
         if data[-8:] == _ARROW and not self._seq_len:
             return _rows_of_arrow(file, shard, data, self._largest)
@@ -124,7 +124,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return whole
 
 
-def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, largest: int) -> NDArray[np.uint8]:
+def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, largest: int) -> ByteArray:
     """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
     require_pyarrow("reading rows of Arrow tables")
     import pyarrow

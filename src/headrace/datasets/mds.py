@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyArray
 from headrace._core.shards.unpacked import UNPACKED_BYTES
 from headrace._core.store.store import StoreLike
 from headrace.datasets import offset_tables as tables
@@ -110,7 +110,7 @@ def _scalar(type: str, data: memoryview) -> Any:
     return value
 
 
-def _array(type: str, shape: tuple[int, ...] | None, data: memoryview) -> NDArray[Any]:
+def _array(type: str, shape: tuple[int, ...] | None, data: memoryview) -> AnyArray:
     code = _TYPES[type] if type else _CODES[data[0]]
     data = data if type else data[1:]
     if shape is None:

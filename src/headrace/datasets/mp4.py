@@ -31,16 +31,16 @@ def _check(good: object, what: str) -> None:
 
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     """Read the index of a file by one to three requests; the shard is returned with its size and version."""
-    first = await shard.read_start(_FIRST)
-    reader = HeaderReader(shard, first, _LATER)
-    shard, size, at, kind, header, length = reader.shard, reader.size, 0, b"", 0, 0
+    shard, first = await shard.read_version(_FIRST)
+    reader, size = HeaderReader(shard, first, _LATER), shard.size
+    at, kind, header, length = 0, b"", 0, 0
     for _ in range(1000):
         at += length
         kind, header, length = _header(await reader.take(at, at + 16), size - at)
         if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        what = f"not mp4 or mov with a whole index (moov): begins as {bytes(first.data[:12])!r}"
+        what = f"not mp4 or mov with a whole index (moov): begins as {bytes(first[:12])!r}"
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
         raise shard.error(f"{what}; {remedy}", at)
     with shard_errors("no video that can be read by ranges", shard.name, at):

@@ -21,7 +21,7 @@ from headrace._core.store.listing import (
 )
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_keywords, sample_repr
+from headrace._core.text import check_keywords, check_names, sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
@@ -118,8 +118,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         **unknown: Never,
     ) -> None:
         check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
-        if isinstance(keys, str):
-            raise TypeError("keys= must be a sequence of keys, not one str")
+        check_names("keys", keys)
         if keys is not None and (suffix is not None or listing_file is not None):
             raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
         if keys is not None and len(keys) == 0:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import ByteArray, IntArray
 from headrace._core.shards.compression import check_content
 from headrace._core.shards.discovery import Shard, map_shards, shard_errors
 from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.kinds import Blocks, Capabilities
+from headrace._core.streams.kinds import Blocks, Capabilities, T_co
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
@@ -27,7 +27,6 @@ __all__ = [
     "checked", "decode_fields", "raw_image", "read_index", "several",
 ]  # fmt: skip
 
-T_co = TypeVar("T_co", covariant=True)
 FieldDecoder = Callable[[memoryview], Any]
 
 _CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
@@ -66,20 +65,18 @@ class OffsetTableDataset(RangedShards[T_co]):
         super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
         self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
 
-    async def _open(self, store: Store, file: TableFile) -> tuple[Shard, NDArray[np.int64]]:
-        shard = Shard(store, file.key)
+    async def _open(self, store: Store, file: TableFile) -> tuple[Shard, IntArray]:
         if self._whole:
-            shard, data = replace(shard, head=await store.head(file.key)), None
+            shard, data = Shard(store, file.key, await store.head(file.key)), None
         else:
-            read = await shard.read_start(file.begin)
-            shard, data = replace(shard, head=read.head), read.data[: file.begin]  # of more, without ranges
-        assert shard.head is not None
+            shard, data = await Shard(store, file.key).read_version(file.begin)
         size = file.stored if file.format else file.size
-        if size not in (None, shard.head.size):
-            raise shard.error(f"{shard.head.size:,} bytes, and {size:,} in its index")
-        return shard, np.empty(0, np.int64) if data is None else self._table(file, data, shard)
+        if size not in (None, shard.size):
+            raise shard.error(f"{shard.size:,} bytes, and {size:,} in its index")
+        # Without ranges there are more bytes than were asked for.
+        return shard, np.empty(0, np.int64) if data is None else self._table(file, data[: file.begin], shard)
 
-    def _table(self, file: TableFile, data: memoryview, shard: Shard) -> NDArray[np.int64]:
+    def _table(self, file: TableFile, data: memoryview, shard: Shard) -> IntArray:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
         if len(data) < file.begin:
             raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
@@ -106,10 +103,10 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""
-        shards, rows = self._rows(indices)
+        shards, rows, places = self._rows(indices)
         if self._whole:
             return Ranges(shards, rows, rows + 1)
-        at = self._firsts[shards] + rows + shards  # a table has one offset more than samples
+        at = places + shards  # a table has one offset more than samples
         return Ranges(shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64))
 
     def extent(self, index: int) -> Extent:
@@ -130,15 +127,14 @@ class OffsetTableDataset(RangedShards[T_co]):
         begin, end = np.frombuffer(data, "<u4", 2, 4 * row + 4).tolist()
         return begin, end
 
-    async def _load(self, number: int) -> NDArray[np.uint8]:
+    async def _load(self, number: int) -> ByteArray:
         file, shard = self._files[number], self._shards[number]
-        assert shard.head is not None
         try:
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
         except ShardError:  # perhaps damaged in transit: read once more
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.head.size))
+            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
 
-    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> NDArray[np.uint8]:
+    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> ByteArray:
         found = np.frombuffer(data, np.uint8)
         if file.format:
             found = unpack(data, file.format, file.size, shard, self._largest)
@@ -202,7 +198,7 @@ def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, in
     return values
 
 
-def raw_image(data: memoryview) -> NDArray[np.uint8]:
+def raw_image(data: memoryview) -> ByteArray:
     """The pixels of a raw image of PIL: uint8 of shape (height, width), or (height, width, channels)."""
     width, height, length = np.frombuffer(data[:12], "<u4").tolist()
     mode, pixels = bytes(data[12 : 12 + length]).decode(), np.frombuffer(data[12 + length :], np.uint8)

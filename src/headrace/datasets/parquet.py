@@ -8,12 +8,19 @@ from typing import Any, ClassVar, Literal
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet import SUFFIXES, RowGroup, RowGroupStream, read_footer, read_footer_or_list
+from headrace._core.shards.parquet import (
+    SUFFIXES,
+    RowGroup,
+    RowGroupStream,
+    TableReading,
+    read_footer,
+    read_footer_or_list,
+)
 from headrace._core.shards.stream import PartStream
 from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import StoreLike
-from headrace._core.text import check_names
+from headrace._core.text import check_names, whole_number
 from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ParquetDataset", "TableStream"]
@@ -50,8 +57,6 @@ class TableStream(PartStream[Any]):
             raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
         if table_rows is not None and (table_rows < 1 or format == "rows"):
             raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
-        if buffer_size < 0 or (seed or 0) < 0 or prefetch_row_groups < 1 or prefetch_bytes < 1:
-            raise ValueError("buffer_size, seed must be at least 0, prefetch_row_groups, prefetch_bytes at least 1")
         require_pyarrow(f"reading {type(self).__name__}")
         check_names("columns", columns)
         names = None if columns is None else tuple(columns)
@@ -59,55 +64,47 @@ class TableStream(PartStream[Any]):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
         super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed)
         self._format, self._table_rows = format, table_rows
-        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
+        row_groups = whole_number("prefetch_row_groups", prefetch_row_groups, 1)
+        most_bytes = whole_number("prefetch_bytes", prefetch_bytes, 1)
+        self._reading = TableReading(table_rows, format == "rows", row_groups, most_bytes)
         filters = as_expression(filters)
         self._filters = filter_text(filters)
         files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
         selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
-        self._groups = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
+        self._parts = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
 
     def __repr__(self) -> str:
-        rows = sum(group.rows for group in self._groups)
+        rows = sum(group.rows for group in self._parts)
         passing = "" if self._filters is None else f", those with {self._filters}"
-        return f"{type(self).__name__}({len(self._groups)} {self.parts_name}, {rows} rows{passing})"
+        return f"{type(self).__name__}({len(self._parts)} {self.parts_name}, {rows} rows{passing})"
 
     @property
     def schema(self) -> Any:
         """The `pyarrow.Schema` that holds the rows of all files."""
         import pyarrow
 
-        selections = {group.selection.serialized: group.selection for group in self._groups}.values()
+        selections = {group.selection.serialized: group.selection for group in self._parts}.values()
         return pyarrow.unify_schemas([each.given for each in selections], promote_options="permissive")
 
-    def _part_count(self) -> int:
-        return len(self._groups)
-
     def _sample_counts(self) -> Sequence[int] | None:
-        return None if self._filters is not None else [self._samples_of(group) for group in self._groups]
+        return None if self._filters is not None else [self._samples_of(group) for group in self._parts]
 
     def _name_of(self, part: int, number: int) -> str:
-        group = self._groups[part]
+        group = self._parts[part]
         if self._filters is not None:
             return f"{group.footer.shard.name}, {group.kind} {group.number}, sample {number + 1:,} that passes filters="
         rows = 1 if self._format == "rows" else self._table_rows or group.rows
         return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
 
     def _part_names(self) -> Iterator[str]:
-        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._groups)
+        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._parts)
 
     def _options(self) -> dict[str, object]:
         own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
         return {**super()._options(), **own}
 
     def _read(self, parts: Sequence[int]) -> RowGroupStream:
-        return RowGroupStream(
-            self._groups,
-            parts,
-            rows=self._table_rows,
-            as_rows=self._format == "rows",
-            prefetch_row_groups=self._prefetch_row_groups,
-            prefetch_bytes=self._prefetch_bytes,
-        )
+        return RowGroupStream(self._parts, parts, self._reading)
 
     def _samples_of(self, group: RowGroup) -> int:
         if self._format == "rows":

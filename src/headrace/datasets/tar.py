@@ -16,7 +16,6 @@ from headrace._core.shards.tar_index import ABSENT, TarIndex, load_indices
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.map_style import positions
 from headrace._core.text import check_names
 from headrace.datasets.cached import RangedShards
 from headrace.errors import ShardError
@@ -170,8 +169,8 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
-        rows = positions(indices, len(self))
-        return Ranges(np.searchsorted(self._ends, rows, side="right"), self._starts[rows], self._stops[rows])
+        shards, _, places = self._rows(indices)
+        return Ranges(shards, self._starts[places], self._stops[places])
 
     def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
         """Make the sample at `index` of its bytes; raises `ShardError` if the checksum of a field is wrong."""
@@ -179,10 +178,9 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[dict[str, Any]]:
         """Make the samples of a batch; raises `ShardError` if the checksum of a field is wrong."""
-        numbers, rows = self._rows(indices)
-        begins = self._starts[self._firsts[numbers] + rows]
-        places = zip(numbers.tolist(), rows.tolist(), begins.tolist(), data, strict=True)
-        return [self._sample(*place) for place in places]
+        shards, rows, places = self._rows(indices)
+        begins = self._starts[places]
+        return list(map(self._sample, shards.tolist(), rows.tolist(), begins.tolist(), data))
 
     def _sample(self, number: int, row: int, begin: int, data: memoryview) -> dict[str, Any]:
         """The sample in a row of an index, of its bytes, which begin at a place of the shard."""
@@ -211,11 +209,10 @@ class IndexedTarDataset(RangedShards[dict[str, Any]]):
             return tuple(range(len(index.fields)))
         missing = [field for field in self._fields if field not in index.fields]
         if missing and index.keys:
-            raise ShardError(f"no sample has field {missing[0]!r}", shard=index.shard.name)
+            raise index.shard.error(f"no sample has field {missing[0]!r}")
         columns = tuple(index.fields.index(field) for field in self._fields if field in index.fields)
         lacking = np.argwhere(index.offsets[:, list(columns)] == ABSENT)
         if len(lacking):
             row, column = map(int, lacking[0])
-            what = f"sample {index.keys[row]!r} lacks {self._fields[column]!r}"
-            raise ShardError(what, shard=index.shard.name)
+            raise index.shard.error(f"sample {index.keys[row]!r} lacks {self._fields[column]!r}")
         return columns

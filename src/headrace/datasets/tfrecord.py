@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Unpack
 
+from headrace._core.extras import require
 from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.streams.resumable import State, expect
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -46,8 +46,7 @@ class TFRecordDataset(ShardedStream[bytes]):
     suffixes = tuple(name + packed for name in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", *SUFFIXES))
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
-        if not importlib.util.find_spec("google_crc32c"):
-            raise MissingExtraError(what="TFRecordDataset", package="google-crc32c", extra="tfrecord")
+        require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")
         super().__init__(shards, **options)
 
     def decoder(self, shard: Shard) -> _Records:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
@@ -127,7 +126,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} {kind})"
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> IntArray:
         """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
         if self._bounds is None:
             return np.full(len(self), self._seq_len)
@@ -138,9 +137,9 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
-        shards, rows = self._rows(indices)
+        shards, rows, places = self._rows(indices)
         if self._bounds is not None:
-            at = self._firsts[shards] + rows + shards
+            at = places + shards
             return Ranges(shards, self._bounds[at], self._bounds[at + 1])
         starts = self._begins[shards] + rows * self._stride * self._sizes[shards]
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
@@ -160,9 +159,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
-    read = await shard.read_start(_BEGINNING)
-    first, size = bytes(read.data[:_BEGINNING]), read.head.size
-    shard, key, begin, bounds = replace(shard, head=read.head), shard.key.lower(), 0, None
+    shard, data = await shard.read_version(_BEGINNING)
+    first, size, key, begin, bounds = bytes(data[:_BEGINNING]), shard.size, shard.key.lower(), 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":
@@ -210,7 +208,7 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
-def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, np.dtype[np.generic], int]:
+def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, AnyDType, int]:
     kind, version, count = np.frombuffer(first[:12].ljust(12, b"\0"), "<u4").tolist()
     if len(first) < _LLMC_HEADER or (kind, version) not in _LLMC_TYPES:
         what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"

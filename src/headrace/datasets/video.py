@@ -11,7 +11,6 @@ import torch
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.map_style import positions
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
 from headrace.datasets.opening import OnOpeningError, opened
@@ -96,9 +95,9 @@ class VideoDataset(RangedShards[VideoClip]):
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the clips at `indices`; raises `IndexError` if there is no such clip."""
-        rows = positions(indices, len(self))
-        clips = self._clips[rows]
-        return Ranges(np.searchsorted(self._ends, rows, side="right"), clips["start"], clips["stop"])
+        shards, _, places = self._rows(indices)
+        clips = self._clips[places]
+        return Ranges(shards, clips["start"], clips["stop"])
 
     def sample_key(self, index: int) -> str:
         """The file and the start of the clip at `index`."""

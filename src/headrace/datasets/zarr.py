@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from headrace._core.array_types import AnyArray
 from headrace._core.extras import require
 from headrace._core.shards.discovery import shard_errors, split_url
 from headrace._core.shards.unpacked import UnpackedShards
@@ -139,7 +140,7 @@ class ZarrDataset(RangedDataset[Any]):
         sample = [_tensor(values[0, ...]) for values in data.arrays]
         return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
 
-    async def _read_block(self, number: int, block: int) -> np.ndarray[Any, Any]:
+    async def _read_block(self, number: int, block: int) -> AnyArray:
         """The samples of a chunk, along the first axis."""
         array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
         first = block * array.chunks[axis]
@@ -154,7 +155,7 @@ class ZarrDataset(RangedDataset[Any]):
 class _Rows:
     """Neighbours in some arrays. A slice is a copy: a view would keep the chunk, and torch would pickle all of it."""
 
-    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+    def __init__(self, arrays: list[AnyArray]) -> None:
         self.arrays = arrays
 
     def __len__(self) -> int:

@@ -482,12 +482,12 @@ class Failing(Numbers):
         return index
 
 
-async def failing():
+async def failing_stream():
     for index in range(4):
         yield await Failing(4).aget(index)
 
 
-@pytest.mark.parametrize("dataset", [Failing(8), hr.from_async_iterable(failing)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [Failing(8), hr.from_async_iterable(failing_stream)], ids=["map", "stream"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
 def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, options):
     gc.disable()
@@ -499,6 +499,6 @@ def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, option
                 next(batches)
             dropped = weakref.ref(batches)
             del batches
-            assert dropped() is None
+        assert dropped() is None
     finally:
         gc.enable()

@@ -135,15 +135,16 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"shards_in_parallel": 0}, "shards_in_parallel must be an int of at least 1"),
-        ({"buffer_size": None}, "buffer_size must be an int of at least 0"),
-        ({"buffer_size": -1}, "buffer_size must be an int of at least 0"),
+        ({"shards_in_parallel": 0}, "shards_in_parallel=0 must be at least 1"),
+        ({"buffer_size": None}, "buffer_size must be an int, but got None"),
+        ({"buffer_size": -1}, "buffer_size=-1 must be at least 0"),
         ({"rank": 1}, "give both"),
         ({"rank": 2, "world_size": 2}, "rank=2 is out of range"),
     ],
 )
 def test_invalid_options_are_refused(folder, options, what):
-    with pytest.raises(ValueError, match=what):
+    error = TypeError if None in options.values() else ValueError
+    with pytest.raises(error, match=what):
         hr.TarDataset(folder / "{0000..0005}.tar", **options)
 
 

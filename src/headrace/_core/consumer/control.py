@@ -338,7 +338,7 @@ class LoaderControl:
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws one
-        drawn = self._seeds.draw(loader, epoch, order, resumed)
+        drawn = self._seeds.draw(loader, order, resumed)
         base_seed = drawn[1] if seed is None else None
         if continued is None:
             sampler = order.sampler_at_start

@@ -6,11 +6,11 @@ import heapq
 import itertools
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyArray, IntArray
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.seeding import batch_seed
@@ -29,8 +29,8 @@ class Cursor(NamedTuple):
 
 
 def balanced_batches(
-    lengths: NDArray[Any], max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
-) -> Iterator[tuple[NDArray[np.int64], Cursor]]:
+    lengths: AnyArray, max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
+) -> Iterator[tuple[IntArray, Cursor]]:
     """The batches of an epoch from a position on, over all ranks, each with the position after it.
 
     At least `window` samples are planned together; all if there are fewer.
@@ -62,9 +62,7 @@ def balanced_batches(
             yield batches[shuffled[at]], Cursor(number, at + 1, checksum)
 
 
-def of_rank(
-    batches: Iterator[tuple[NDArray[np.int64], Cursor]], shard: ShardOptions
-) -> Iterator[tuple[list[int], Cursor]]:
+def of_rank(batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions) -> Iterator[tuple[list[int], Cursor]]:
     """A rank's batches, each with the position after its step: every W-th, so that any number of ranks can continue."""
     while step := list(itertools.islice(batches, shard.count)):
         # The last step may have fewer batches than ranks: each of them is dealt to several, and if it has fewer
@@ -75,7 +73,7 @@ def of_rank(
         yield (own if len(own) else batch[part % len(batch)][None]).tolist(), step[-1][1]
 
 
-def _deal(tokens: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
+def _deal(tokens: IntArray, max_tokens: int) -> IntArray:
     """The number of the batch for each sample, by tokens in descending order, of few batches with at most `max_tokens`.
 
     Longest first, each into the batch with the fewest tokens: they differ by less than a short sample, if there are

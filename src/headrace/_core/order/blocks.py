@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace._core.array_types import IntArray
 from headrace._core.permutation import Permutation
 from headrace._core.seeding import batch_seed
 
@@ -42,11 +43,11 @@ class BlockOrder:
     def __len__(self) -> int:
         return self._n
 
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
+    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[IntArray]:
         """The indices at the positions ``range(start, stop, step)``, as an array for each group."""
         return self.at(range(self._n)[start:stop:step])
 
-    def at(self, positions: range | NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    def at(self, positions: range | IntArray) -> Iterator[IntArray]:
         """The indices at some positions, ascending, as an array for each group."""
         while len(positions):
             number, first = divmod((int(positions[0]) + self._shift) % self._n, self._group_size)
@@ -58,13 +59,13 @@ class BlockOrder:
             group = self._group if self._shuffle else self._group_in_order
             yield group(number, size, part - start)
 
-    def _group_in_order(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _group_in_order(self, number: int, size: int, within: IntArray) -> IntArray:
         each, longer = divmod(size, self._lanes)  # the first lanes have one sample more
         steps, lane = np.divmod(within, self._lanes)
         starts = lane * each + np.minimum(lane, longer)
         return number * self._group_size + starts + steps
 
-    def _group(self, number: int, size: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _group(self, number: int, size: int, within: IntArray) -> IntArray:
         lanes, each = self._lanes, -(-size // self._lanes)
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
         ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
@@ -80,10 +81,10 @@ class BlockOrder:
         row = np.empty(lanes, dtype=np.int64)
         row[own] = np.arange(len(own))
         block, offset = np.divmod(starts[lane] + _ranks_of(draws)[row[lane], steps], self._block_size)
-        indices: NDArray[np.int64] = self._numbers(number)[block] * self._block_size + offset
+        indices: IntArray = self._numbers(number)[block] * self._block_size + offset
         return indices
 
-    def _numbers(self, group: int) -> NDArray[np.int64]:
+    def _numbers(self, group: int) -> IntArray:
         first = group * self._lanes
         if first not in self._known[0]:
             end = first + max(4096 // self._lanes, 1) * self._lanes
@@ -93,7 +94,7 @@ class BlockOrder:
         return self._known[1][start : start + self._lanes]
 
 
-def _ranks_of(draws: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _ranks_of(draws: NDArray[np.uint64]) -> IntArray:
     """A random permutation of each row's columns, by sorting random numbers: as `argsort`, in half the time."""
     columns = np.arange(draws.shape[-1], dtype=np.uint64)
     mask = np.uint64((1 << draws.shape[-1].bit_length()) - 1)

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import IntArray
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.permutation import BLOCK, Permutation
 
@@ -47,14 +47,14 @@ def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Or
 
 
 class OrderWithout:
-    def __init__(self, order: BaseOrder, left_out: NDArray[np.int64]) -> None:
+    def __init__(self, order: BaseOrder, left_out: IntArray) -> None:
         self._order, self._left_out = order, left_out
         self._before = left_out - np.arange(len(left_out))  # samples that are left before each
 
     def __len__(self) -> int:
         return len(self._order) - len(self._left_out)
 
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
+    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[IntArray]:
         """The indices at the positions ``range(start, stop, step)`` of what is left."""
         wanted = range(len(self))[start:stop:step]
         for first in range(0, len(wanted), BLOCK):
@@ -71,7 +71,7 @@ class OrderWithout:
         return position - int(np.searchsorted(self._left_out, position))
 
 
-def taken(order: BaseOrder, positions: range | NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def taken(order: BaseOrder, positions: range | IntArray) -> Iterator[IntArray]:
     """The indices at ascending positions of an order, in blocks."""
     if isinstance(order, BlockOrder):
         yield from order.at(positions)

@@ -213,7 +213,7 @@ class EpochOrder:
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
         """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
         if self.computed is not None:
-            self.computed.exclusions = tuple(Exclusion(*each) for each in exclusions)
+            self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
         elif exclusions:
             raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 
@@ -245,7 +245,7 @@ class EpochOrder:
 
     @property
     def batch_size(self) -> int | None:
-        return self._batch_sampler.batch_size if self._batch_sampler is not None else None
+        return getattr(self._batch_sampler, "batch_size", None)
 
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
@@ -278,7 +278,7 @@ class EpochOrder:
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
         size = self.batch_size
-        drop_last = self._batch_sampler is not None and self._batch_sampler.drop_last
+        drop_last = getattr(self._batch_sampler, "drop_last", False)
         if holes:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
         return indices if size is None else iter(BatchSampler(cast(Any, indices), size, drop_last))

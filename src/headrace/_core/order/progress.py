@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
 from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.state import LoaderState, checksum, encoded
+from headrace._core.order.state import LoaderState, Triples, checksum, encoded
 from headrace._core.seeding import batch_seed, random_key
 from headrace._core.streams.resumable import State, state_of_dataset
 
@@ -211,9 +211,9 @@ class EpochProgress(Iterator[BatchPlan]):
         return None if self._begun.batches else self._begun.sampler
 
     @property
-    def lost(self) -> tuple[tuple[int, int, int], ...]:
+    def lost(self) -> Triples:
         """The lost batches up to the last batch, also of earlier epochs; see `LoaderState.lost`."""
-        lost: tuple[tuple[int, int, int], ...] = self._last.skipped[3]
+        lost: Triples = self._last.skipped[3]
         return lost
 
     @property

@@ -153,9 +153,7 @@ class EpochSeeds:
         self._is_async = spec.kind.is_async
         self.kept: int | None = None
 
-    def draw(
-        self, loader: TorchLoader, epoch: int, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int]:
+    def draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
         """The sampler's draws and the seed of the batches' seeds, from `resumed` on."""
         try:
             return self._draw(loader, order, resumed)

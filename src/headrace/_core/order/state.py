@@ -9,7 +9,7 @@ import json
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -76,12 +76,19 @@ class Run(NamedTuple):
     exclusions: int = 0  # how many of the state's are in force
 
 
+RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
+"""The values of a `Run`; empty before the first epoch."""
+
+Triple: TypeAlias = tuple[int, int, int]
+Triples: TypeAlias = tuple[Triple, ...]
+
+
 class Past(NamedTuple):
     """The fields of a state that describe the batches before it."""
 
-    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, int, int], ...] = ()  # see `Exclusion`
-    lost: tuple[tuple[int, int, int], ...] = ()  # see `LoaderState`
+    run: RunValues = ()
+    excluded: Triples = ()  # see `Exclusion`
+    lost: Triples = ()  # see `LoaderState`
 
 
 class LoaderState(NamedTuple):
@@ -101,19 +108,19 @@ class LoaderState(NamedTuple):
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
     sampler: object = None  # state of a user's sampler after the samples given out
     # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
-    last_indices: tuple[int, int, int] | None = None
+    last_indices: Triple | None = None
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
     # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
     # the first and last position.
-    delivered: tuple[tuple[int, int, int] | tuple[int, int, int, int, int], ...] = ()
-    run: tuple[()] | tuple[int, int, int, int, int, int] = ()  # see `Run`; empty before the first epoch
-    excluded: tuple[tuple[int, int, int], ...] = ()  # samples that are left out; see `Exclusion`
+    delivered: tuple[Triple | tuple[int, int, int, int, int], ...] = ()
+    run: RunValues = ()
+    excluded: Triples = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
-    lost: tuple[tuple[int, int, int], ...] = ()
+    lost: Triples = ()
     found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
-    skipped: tuple[int, int, int] = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
+    skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
     def is_between_epochs(self) -> bool:

@@ -51,6 +51,12 @@ class Shard:
         """Its URL, without secrets."""
         return self.store.name(self.key)
 
+    @property
+    def size(self) -> int:
+        """Its size in bytes, of a version that is known."""
+        assert self.head is not None
+        return self.head.size
+
     def error(self, what: str, offset: int | None = None) -> ShardError:
         """The error to raise if the shard is damaged, perhaps at an offset in bytes."""
         return ShardError(what, shard=self.name, offset=offset)
@@ -69,6 +75,11 @@ class Shard:
             found = InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
         check_content(found.data, self.name)
         return found
+
+    async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
+        """As `read_start`; returns the version of the shard that was read, and its bytes."""
+        data, head = await self.read_start(stop)
+        return replace(self, head=head), data
 
     async def read_end(self, length: int) -> InitialRead:
         """Read the last bytes, or all if the store ignores ranges, and the metadata."""
@@ -101,18 +112,18 @@ def is_panic(error: BaseException) -> bool:
 class HeaderReader:
     """Reads headers at their places in a shard, after its first bytes, by requests of at least `least` bytes."""
 
-    def __init__(self, shard: Shard, first: InitialRead, least: int) -> None:
-        self.shard, self.size = replace(shard, head=first.head), first.head.size
-        self._least, self._begin, self._data = least, 0, first.data
+    def __init__(self, shard: Shard, first: memoryview, least: int) -> None:
+        self._shard, self._least, self._begin, self._data = shard, least, 0, first
 
     async def take(self, start: int, stop: int) -> memoryview:
         """Bytes of the shard; raises `TruncatedShardError` if it does not have them."""
-        if not start <= stop <= self.size:
-            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {self.size}"
-            raise TruncatedShardError(what, shard=self.shard.name, offset=self.size)
+        shard = self._shard
+        if not start <= stop <= shard.size:
+            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {shard.size}"
+            raise TruncatedShardError(what, shard=shard.name, offset=shard.size)
         if not self._begin <= start <= stop <= self._begin + len(self._data):
-            least = min(self.size, max(stop, start + self._least))
-            self._begin, self._data = start, memoryview(await self.shard.read(start, least))
+            least = min(shard.size, max(stop, start + self._least))
+            self._begin, self._data = start, memoryview(await shard.read(start, least))
         return self._data[start - self._begin : stop - self._begin]
 
 

@@ -6,10 +6,11 @@ import io
 
 import numpy as np
 
+from headrace._core.array_types import AnyDType
 from headrace._core.shards.discovery import Shard, shard_errors
 
 
-def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, np.dtype[np.generic], tuple[int, ...], bool]:
+def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> tuple[int, AnyDType, tuple[int, ...], bool]:
     """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes."""
     stream = io.BytesIO(first)
     with shard_errors(f"not a .npy file{remedy}", shard.name):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace._core.failure import as_exception
-from headrace._core.shards.discovery import Shard, list_inside
+from headrace._core.shards.discovery import Shard, list_inside, shard_errors
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Block, BlockReader, PartReader
 from headrace._core.shards.tables import Selection, TableFile
@@ -52,24 +52,20 @@ class Footer(TableFile):
     Its shard is the file in the version of the footer.
     """
 
-    def __init__(self, shard: Shard, size: int, data: bytes) -> None:
+    def __init__(self, shard: Shard, data: bytes) -> None:
         import pyarrow.parquet
 
-        self.shard, self.size, self._data = shard, size, data
-        try:
+        self.shard, self._data = shard, data
+        with shard_errors("corrupt footer", shard.name, shard.size - len(data)):
             self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
             self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
             any(self.schema.names)  # decodes them
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            offset = self.size - len(self._data)
-            raise ShardError(f"corrupt footer: {one_line(error)}", shard=self.shard.name, offset=offset) from None
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
-            what = f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
-            raise ShardError(what, shard=self.shard.name)
+            raise shard.error(f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Footer, (self.shard, self.size, self._data)
+        return Footer, (self.shard, self._data)
 
     def selected(self, columns: Sequence[str]) -> Any:
         import pyarrow.parquet
@@ -151,14 +147,14 @@ class RowGroup:
                 left -= batch.num_rows
                 yield self.selection.apply(batch)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise self.error(f"cannot decode: {one_line(error)}") from None
+            raise self.error(f"cannot decode: {' '.join(str(error).split())}") from None
         if left:
             raise self.error(f"cannot decode: {left} of {self.rows} rows are missing")
 
     def _batches(self, pieces: Pieces, rows: int) -> Iterator[Any]:
         import pyarrow.parquet
 
-        source = pyarrow.PythonFile(SparseFile(pieces, self.footer.size), mode="r")
+        source = pyarrow.PythonFile(SparseFile(pieces, self.footer.shard.size), mode="r")
         # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked for
         # them.
         file = pyarrow.parquet.ParquetFile(
@@ -172,7 +168,7 @@ class RowGroup:
 
     def _ranges(self) -> Ranges:
         """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
-        metadata, size = self.footer.metadata, self.footer.size
+        metadata, size = self.footer.metadata, self.footer.shard.size
         stored = metadata.row_group(self.number)
         ranges = []
         for leaf in self.footer.leaves(self.selection.columns):
@@ -199,19 +195,18 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     """Read the footer of a file by one request, or by two if it is larger than 64 KiB."""
     if isinstance(shard, Footer):
         return shard
-    read = await shard.read_end(TAIL)
-    shard, size, tail = replace(shard, head=read.head), read.head.size, bytes(read.data)
+    data, head = await shard.read_end(TAIL)
+    shard, size, tail = replace(shard, head=head), head.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
         what = f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of {_MAGIC!r}"
         raise TruncatedShardError(what, shard=shard.name, offset=size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
-        what = f"corrupt footer: a length of {length - 8} bytes in a file of {size}"
-        raise ShardError(what, shard=shard.name, offset=size - 8)
+        raise shard.error(f"corrupt footer: a length of {length - 8} bytes in a file of {size}", size - 8)
     if length > len(tail):
         rest = await shard.read(size - length, size - len(tail))
         tail = bytes(rest) + tail
-    return Footer(shard, size, tail[len(tail) - length :])
+    return Footer(shard, tail[len(tail) - length :])
 
 
 class SparseFile(io.RawIOBase):
@@ -228,9 +223,6 @@ class SparseFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def size(self) -> int:
-        return self._size
 
     def tell(self) -> int:
         return self._at
@@ -257,8 +249,13 @@ class SparseFile(io.RawIOBase):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+class TableReading(NamedTuple):
+    """How row groups are read ahead, and what their samples are."""
+
+    rows: int | None  # of a table; None for those of a row group
+    as_rows: bool  # whether samples are rows, and not tables
+    row_groups: int  # the most that are read at once
+    bytes: int  # the most compressed bytes of these
 
 
 class _RowGroupReader(BlockReader):
@@ -268,20 +265,20 @@ class _RowGroupReader(BlockReader):
     """
 
     def __init__(
-        self, group: RowGroup, rows: int | None, as_rows: bool, position: PartPosition, on_fetched: Callable[[], None]
+        self, group: RowGroup, reading: TableReading, position: PartPosition, on_fetched: Callable[[], None]
     ) -> None:
         self._group = group
         self.size, decoded_bytes = group.sizes
         self.fetched = False  # whether its bytes are there
         self._on_fetched = on_fetched
-        self._table_rows = rows or group.rows
-        if as_rows:
+        self._table_rows = reading.rows or group.rows
+        self._as_rows = reading.as_rows
+        if self._as_rows:
             self._rows, self._bytes_at_once = _ROWS_AT_ONCE, 0
         else:
             table_bytes = max(1, decoded_bytes * self._table_rows // group.rows)
             tables = max(1, min(_TABLES_AT_ONCE, _TABLE_BYTES_AT_ONCE // table_bytes))
             self._rows, self._bytes_at_once = self._table_rows * tables, _TABLE_BYTES_AT_ONCE
-        self._as_rows = as_rows
         self._undecoded = group.rows
         self._drop = position.drop
         self._decoded = position  # after the last block that was produced
@@ -352,28 +349,17 @@ def _tables(whole: Any, rows: int) -> list[object]:
 class RowGroupStream(PartReader[_RowGroupReader]):
     """The samples of row groups in order, the next groups prefetched.
 
-    Its position is the number of samples that were given out of the current row group; that is read again. At most
-    `prefetch_row_groups` are read at once, ahead of the current one as soon as its bytes are there, and at most
-    `prefetch_bytes` compressed bytes; at least one is read whatever its size.
+    Its position is the number of samples that were given out of the current row group; that is read again. The next
+    groups are read ahead of the current one as soon as its bytes are there; at least one is read whatever its size.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[RowGroup],
-        parts: Sequence[int],
-        *,
-        rows: int | None,
-        as_rows: bool,
-        prefetch_row_groups: int,
-        prefetch_bytes: int,
-    ) -> None:
+    def __init__(self, groups: Sequence[RowGroup], parts: Sequence[int], reading: TableReading) -> None:
         super().__init__(parts, [group.footer.shard for group in groups], self._open_group)
         self._groups = groups
-        self._rows, self._as_rows = rows, as_rows
-        self._prefetch_row_groups, self._prefetch_bytes = prefetch_row_groups, prefetch_bytes
+        self._reading = reading
 
     def _open_group(self, position: PartPosition, _shard: Shard, _standby: bool) -> _RowGroupReader:
-        return _RowGroupReader(self._groups[position.part], self._rows, self._as_rows, position, self._prefetch)
+        return _RowGroupReader(self._groups[position.part], self._reading, position, self._prefetch)
 
     async def _fill(self, reader: _RowGroupReader) -> None:
         self._prefetch()
@@ -381,9 +367,9 @@ class RowGroupStream(PartReader[_RowGroupReader]):
 
     def _prefetch(self) -> None:
         """Read further groups ahead of the first one, which counts until its bytes are there."""
-        while self._open and len(self._ahead) + (not self._open[0].fetched) < self._prefetch_row_groups:
-            position, reading = self._peek(), sum(reader.size for reader in (*self._open, *self._ahead))
-            if position is None or reading + self._groups[position.part].sizes[0] > self._prefetch_bytes:
+        while self._open and len(self._ahead) + (not self._open[0].fetched) < self._reading.row_groups:
+            position, size = self._peek(), sum(reader.size for reader in (*self._open, *self._ahead))
+            if position is None or size + self._groups[position.part].sizes[0] > self._reading.bytes:
                 return
             if (reader := self._open_next()) is not None:
                 self._ahead.append(reader)

@@ -6,7 +6,7 @@ import functools
 import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.shards.compression import refuse_unsupported
@@ -14,22 +14,19 @@ from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.positions import PartPosition, names_digest
 from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.store.store import StoreLike
-from headrace._core.streams.epochs import FollowsEpoch, Order
+from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import signature_of
+from headrace._core.streams.kinds import T_co, signature_of
 from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, check_number
+from headrace._core.text import check_keywords, whole_number
 from headrace.errors import StateError
 
-T_co = TypeVar("T_co", covariant=True)
-
-SHARDS_IN_PARALLEL = 4
-REQUESTS_PER_SHARD = 4
-# Bytes of one request. Over loopback, nginx: 4 requests at once give 2.4 GB/s in pieces of 2 MiB, 1.4 GB/s in pieces
-# of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s (`benchmarks/tar_stream.py`); a store with 30 ms to the
-# first byte gives about 0.5 GB/s with the 16 requests of the defaults.
-CHUNK_BYTES = 2 << 20
+# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of
+# 2 MiB, 1.4 GB/s in pieces of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s
+# (`benchmarks/tar_stream.py`); a store with 30 ms to the first byte gives about 0.5 GB/s with the
+# 16 requests of the defaults.
+_READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
 # After the first free block of this size, the greatest that counts, glibc keeps up to twice as much of what is freed.
 # Else it returns the memory of chunks and samples to the kernel all the time, for which a sample of 56 KB has 3 page
 # faults, and a loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and the like take precedence.
@@ -53,18 +50,20 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     parts_name: ClassVar[str]
     """What the parts are, in errors."""
 
+    _parts: Sequence[Any]
+
     def __init__(self, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int | None) -> None:
         self._ranks = ranks
         self._shuffle = bool(shuffle)
-        self._buffer_size = buffer_size
-        self._seed = seed
+        self._buffer_size = whole_number("buffer_size", buffer_size)
+        self._seed = checked_seed(seed)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
         rank = self._ranks.shard()
-        if 1 < rank.count > self._part_count():
+        if 1 < rank.count > len(self._parts):
             raise ValueError(
-                f"{self._part_count()} {self.parts_name} cannot be divided among {rank.count} ranks; apply .split() "
+                f"{len(self._parts)} {self.parts_name} cannot be divided among {rank.count} ranks; apply .split() "
                 f"to the stream"
             )
         return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
@@ -84,7 +83,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _parts_of(self, reader: ShardOptions, order: Order) -> list[int]:
         """The numbers of the parts of one reader, in the order of the epoch."""
-        parts = list(range(self._part_count()))
+        parts = list(range(len(self._parts)))
         if self._shuffle:
             random.Random(order.key()).shuffle(parts)
         return parts[reader.index :: reader.count]
@@ -107,10 +106,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     @functools.cached_property
     def _parts_digest(self) -> str:
         return names_digest(self._part_names())
-
-    @abstractmethod
-    def _part_count(self) -> int:
-        """Number of parts."""
 
     @abstractmethod
     def _part_names(self) -> Iterable[str]:
@@ -213,9 +208,6 @@ class StreamOptions(TypedDict, total=False):
     store: StoreLike | None
 
 
-_LEAST = {"buffer_size": 0, "seed": 0} | dict.fromkeys(ReadAhead.__slots__, 1)
-
-
 class ShardedStream(PartStream[T_co]):
     """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
 
@@ -232,38 +224,29 @@ class ShardedStream(PartStream[T_co]):
         own = signature_of(type(self)).parameters.keys() - {"options"}
         check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
         ranks = RankChoice(options.get("rank"), options.get("world_size"))
-        given: Mapping[str, object] = options
-        for name, least in _LEAST.items():
-            if (value := given.get(name, least)) is not None or name != "seed":
-                check_number(name, value, least, whole=True)
-        self._ahead = ReadAhead(
-            options.get("shards_in_parallel", SHARDS_IN_PARALLEL),
-            options.get("requests_per_shard", REQUESTS_PER_SHARD),
-            options.get("chunk_bytes", CHUNK_BYTES),
-        )
+        given: Mapping[str, Any] = options
+        sizes = (whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items())
+        self._ahead = ReadAhead(*sizes)
         shuffle, buffer_size = options.get("shuffle", False), options.get("buffer_size", 0)
         super().__init__(ranks, shuffle, buffer_size, options.get("seed"))
-        self._shards = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
-        for shard in self._shards if self.suffixes else ():
+        self._parts = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
+        for shard in self._parts if self.suffixes else ():
             refuse_unsupported(shard.name)
 
     @property
     def shards(self) -> tuple[str, ...]:
         """URLs of the shards of all ranks, without secrets."""
-        return tuple(shard.name for shard in self._shards)
+        return tuple(shard.name for shard in self._parts)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} shards from {self._shards[0].name!r})"
+        return f"{type(self).__name__}({len(self._parts)} shards from {self._parts[0].name!r})"
 
     def decoder(self, shard: Shard) -> Decoder:
         """The decoder of one shard."""
         raise NotImplementedError  # each format has its own
 
-    def _part_count(self) -> int:
-        return len(self._shards)
-
     def _name_of(self, part: int, number: int) -> str:
-        return f"{self._shards[part].name}, sample {number + 1:,}"
+        return f"{self._parts[part].name}, sample {number + 1:,}"
 
     def _part_names(self) -> Iterable[str]:
         return self.shards
@@ -277,4 +260,4 @@ class ShardedStream(PartStream[T_co]):
         def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
             return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
 
-        return PartReader(parts, self._shards, open_part, self._ahead.shards_in_parallel)
+        return PartReader(parts, self._parts, open_part, self._ahead.shards_in_parallel)

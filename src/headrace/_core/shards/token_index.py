@@ -6,8 +6,8 @@ import struct
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.discovery import Shard
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
@@ -18,7 +18,7 @@ _METADATA = 4096  # bytes, at most: a name, two numbers and a comment
 
 
 # The type of the tokens, their number, and, if asked for, the bytes at which documents begin and the last ends.
-TokenIndex = tuple[np.dtype[np.generic], int, NDArray[np.int64] | None]
+TokenIndex = tuple[AnyDType, int, IntArray | None]
 
 
 async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool) -> TokenIndex | None:
@@ -43,22 +43,22 @@ async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool
 
 
 # The file, the type of the tokens, their number, and, if asked for, the ends of documents, after a 0.
-_Contents = tuple[Shard, str, int, NDArray[np.int64] | None]
+_Contents = tuple[Shard, str, int, IntArray | None]
 
 
 async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
     """A header, lengths of sequences in tokens, the bytes at which they begin, and at which of them documents begin."""
     file = replace(shard, key=shard.key[:-4] + ".idx", head=None)
-    first, head = await file.read_start(_MEGATRON_HEADER.size)
-    file, begin = replace(file, head=head), _MEGATRON_HEADER.size
+    begin = _MEGATRON_HEADER.size
+    file, first = await file.read_version(begin)
     magic, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(bytes(first[:begin]).ljust(begin, b"\0"))
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
         what = f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, type {code}"
         raise file.error(f"{what}; raw tokens need dtype=")
     pointers = begin + 4 * sequences
     orders = pointers + 8 * sequences
-    if head.size - orders - 8 * bounds not in (0, sequences):  # those of several modalities have a byte for each
-        what = f"{head.size} bytes are not those of {sequences} sequences and {bounds} bounds of documents"
+    if file.size - orders - 8 * bounds not in (0, sequences):  # those of several modalities have a byte for each
+        what = f"{file.size} bytes are not those of {sequences} sequences and {bounds} bounds of documents"
         raise file.error(what)
     kind = _MEGATRON_TYPES[code]
     width = np.dtype(kind).itemsize

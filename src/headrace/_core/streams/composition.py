@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace._core.streams.kinds import propagate_epoch
+from headrace._core.text import dataset_repr
 
 Functions = tuple[Callable[[Any], object], ...]
 """Functions that are applied to a sample, the first one first."""
@@ -39,6 +40,9 @@ class MapComposition(Composition):
     def sources(self) -> Sequence[Any]:  # type: ignore[override]
         return (self.dataset,)
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         return sources[0], (*functions[0], self.fn)
 
@@ -48,6 +52,9 @@ class ConcatComposition(Composition):
 
     numbered = False
     """Whether samples are pairs of a source's number and its sample, for `PartFunctions`, as functions differ."""
+
+    def __repr__(self) -> str:
+        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         common = len({tuple(map(id, each)) for each in functions}) == 1

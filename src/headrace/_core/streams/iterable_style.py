@@ -14,14 +14,13 @@ from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
-from headrace._core.streams.kinds import propagate_epoch
+from headrace._core.streams.kinds import T_co, propagate_epoch
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name, whole_number
 
-T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
 
@@ -285,9 +284,6 @@ class _SteppedStream(AsyncIterableDataset[T_co]):
 class MappedStream(MapComposition, _SteppedStream[T_co]):
     step = "map"
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
 
 class FilteredStream(_SteppedStream[T_co]):
     step = "filter"
@@ -355,9 +351,6 @@ class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
 
     def __init__(self, datasets: Sequence[object]) -> None:
         self.sources = tuple(datasets)
-
-    def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __aiter__(self) -> AsyncIterator[object]:
         return Concat(self.sources, numbered=self.numbered)

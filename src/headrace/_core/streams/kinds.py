@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
@@ -19,6 +19,9 @@ from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import short_repr
 from headrace.errors import DatasetTypeError
+
+T_co = TypeVar("T_co", covariant=True)
+"""The type of a dataset's samples."""
 
 
 class DatasetKind(enum.Enum):

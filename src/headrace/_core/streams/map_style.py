@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from headrace._core.array_types import IntArray
 from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
@@ -20,6 +21,7 @@ from headrace._core.streams.kinds import (
     Blocks,
     Capabilities,
     ReadRange,
+    T_co,
     Views,
     blocks_of,
     capabilities,
@@ -30,7 +32,6 @@ from headrace._core.streams.kinds import (
 from headrace._core.text import check_function, dataset_repr, function_name, short_repr
 from headrace.errors import ShardError
 
-T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 
 
@@ -123,6 +124,11 @@ class RangedDataset(AsyncDataset[T_co]):
         """
         raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
 
+    def range(self, index: Any) -> tuple[int, int, int]:
+        """Object, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
+        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        return number, start, stop
+
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
         """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
         raise NotImplementedError(
@@ -135,7 +141,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
     def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:
         """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
-        return [self.sample_of(index, each) for index, each in zip(indices, data, strict=True)]
+        return list(map(self.sample_of, indices, data))
 
     async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
         """The bytes of the samples that are cached, None for others; called only with that capability."""
@@ -170,7 +176,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
     async def read_bytes(self, index: Any) -> memoryview:
         """Fetch the bytes of the sample at `index`."""
-        number, start, stop = (int(column[0]) for column in self.ranges([index]))
+        number, start, stop = self.range(index)
         return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
 
     async def agets(self, indices: Sequence[Any]) -> list[T_co]:
@@ -178,10 +184,10 @@ class RangedDataset(AsyncDataset[T_co]):
         if not capabilities(self).ranges:
             return list(await asyncio.gather(*map(self.aget, indices)))
         views = await read_ranges(self.ranges(indices), self.read_range)
-        return [self.sample_of(index, view) for index, view in zip(indices, views, strict=True)]
+        return list(map(self.sample_of, indices, views))
 
 
-def positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def positions(indices: Sequence[Any], length: int) -> IntArray:
     """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
     found = np.asarray(indices)
     if found.dtype.kind not in "iu":
@@ -202,9 +208,6 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
 
     def __repr__(self) -> str:
         return f"{dataset_repr(self.dataset)}.map({function_name(self.fn)})"
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     async def aget(self, index: object) -> T_co:
         """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
@@ -231,9 +234,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             what = "the same label means different classes; give folders the same classes="
             raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
-
-    def __repr__(self) -> str:
-        return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
     def __len__(self) -> int:
         return self._ends[-1]

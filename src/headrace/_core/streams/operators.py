@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Concat(StreamOperation[Any]):
     """Streams one after the other; `numbered` samples are pairs of the stream's number and its sample."""
 
     operation = "concat"
-    options: ClassVar[tuple[str, ...]] = ("parts",)
+    options = ("parts",)
     fields = ("begun", "gave")
 
     def __init__(self, datasets: Sequence[Any], *, numbered: bool = False) -> None:

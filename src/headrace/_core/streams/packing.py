@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from headrace._core.array_types import AnyArray
 from headrace._core.streams.resumable import NOTHING, MarkingOperation
 from headrace.errors import StateError
 
@@ -17,7 +18,7 @@ _LONGEST_WAIT = 4  # windows of sequences, which an open one waits at most for m
 _IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
-_Piece = tuple[Sequence[np.ndarray[Any, Any]], int, int]  # the columns of a document, one for each field; start, stop
+_Piece = tuple[Sequence[AnyArray], int, int]  # the columns of a document, one for each field; start, stop
 
 
 class _Sequence(NamedTuple):
@@ -116,7 +117,7 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         self._close(0)
         return self._ready.popleft()
 
-    def _columns(self, sample: object) -> list[np.ndarray[Any, Any]]:
+    def _columns(self, sample: object) -> list[AnyArray]:
         names = self._names
         parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
         columns = [np.asarray(part) for part in parts]

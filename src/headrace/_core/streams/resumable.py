@@ -14,11 +14,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runt
 
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.epochs import Order, keys_within, spawn_key, stream_seeds
-from headrace._core.streams.kinds import has_method, signature_of
+from headrace._core.streams.kinds import T_co, has_method, signature_of
 from headrace._core.text import dataset_repr, error_message, warn_user
 from headrace.errors import StateError
 
-T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
 MAX_ERRORS_IN_A_ROW = 100  # of a stream that are passed over; the next one is raised

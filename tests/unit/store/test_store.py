@@ -104,4 +104,4 @@ def test_datasets_of_one_store_share_one_client():
         objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
         assert bytes(objects[0].data) == b"a"
         assert list(lines) == ["b"]
-        assert objects._store is lines._shards[0].store
+        assert objects._store is lines._parts[0].store

@@ -310,3 +310,11 @@ def test_steps_of_another_batch_size_are_left_out():
 def test_streams_are_filtered():
     with pytest.raises(ValueError, match="filter"):
         hr.DataLoader(reading.stream(1), batch_size=1).exclude(steps={0: [0]})
+
+
+def test_an_epoch_whose_samples_all_failed_has_no_steps():
+    stream = reading.Count(1).map(lambda number: 1 / number)
+    with hr.DataLoader(stream, batch_size=1, seed=0, on_error="skip") as loader:
+        for step in (0, 1):
+            with pytest.raises(IndexError, match=f"epoch 0 ends before step {step}"):
+                loader.batch_at(0, step)

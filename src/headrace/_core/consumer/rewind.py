@@ -23,7 +23,7 @@ from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
 from headrace._core.streams.map_style import positions
 from headrace._core.streams.resumable import is_stateful
-from headrace.errors import StateError
+from headrace.errors import StateError, TooManySkippedError
 
 
 def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
@@ -37,7 +37,9 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
                 batch = next(batches)
             except StopIteration:
                 raise _no_step(epoch, step) from None
-            except Exception:  # the error of an earlier step is a step too, and the stream goes on after the error
+            except Exception as error:  # of an earlier step, which is a step too: the stream goes on after the error
+                if batches.closed and isinstance(error, TooManySkippedError):  # at the end of the epoch
+                    raise _no_step(epoch, step) from error
                 if number == before or batches.closed:
                     raise
         return batch

@@ -553,8 +553,9 @@ def _looking_back(case):
     if not (same and case.in_order and (case.order in COMPUTED or case.is_stream)) or case.excluded:
         changes["rewinds"] = ()
     elif case.failing and case.on_error == "skip":  # lost batches are known of epochs that were read
-        read = case.lives[0].epochs
-        changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch < read)
+        first = case.set_epoch or 0
+        read = range(first, first + case.lives[0].epochs)
+        changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)
     elastic = case.order == "shuffle" and case.seed is not None and not case.generator
     elastic = elastic or case.order.startswith("elastic") or case.order == "blocks"
     if not (elastic and case.in_order and case.size >= 8 and not case.failing):

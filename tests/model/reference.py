@@ -512,7 +512,7 @@ class Iteration:
             self.plans, rest = itertools.tee(self.plans)
         over = self.over and getattr(self.loader.dataset, "undivided", None) is not None
         if self.loader.order is not None:
-            over = not self.loader.order.of_rank(self.epoch, self.cursor, self.rank, self.world_size)
+            over = next(self._computed(self.cursor), None) is None
         given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
         return self.loader.next_epoch()._replace(**given, over=over, rest=rest)
 

@@ -76,6 +76,17 @@ def batched(pairs, batch_size, drop_last):
             yield tuple(zip(*batch, strict=True))
 
 
+def in_turn(iterators):
+    """One item of each iterator in turn; none is read before its turn."""
+    while iterators:
+        for iterator in list(iterators):
+            for item in iterator:
+                yield item
+                break
+            else:
+                iterators.remove(iterator)
+
+
 def side_by_side(sampler):
     """The indices of groups of neighbouring blocks: one of each block of a group in turn."""
     size, at_once = sampler.block_size, sampler.blocks_at_once

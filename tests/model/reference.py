@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 import headrace as hr
 from headrace.errors import TooManySkippedError
-from tests.model import parts
-from tests.model.drawn import batched, chosen, place_of_program, random_numbers, shuffled, side_by_side, state_of
+from tests.model import drawn, parts
+from tests.model.drawn import chosen, place_of_program, random_numbers, shuffled, state_of
 from tests.model.parts import BadSampleError
 
 
@@ -288,7 +288,7 @@ class BlockShuffleSampler(ComputedOrder):
     def whole(self, epoch):
         self.sampler.set_epoch(epoch)
         by_ranks = not self.shuffle and place_of_program()[1] > 1
-        return side_by_side(self.sampler) if by_ranks else list(self.sampler)
+        return drawn.side_by_side(self.sampler) if by_ranks else list(self.sampler)
 
 
 class Position(NamedTuple):
@@ -464,7 +464,7 @@ class Iteration:
 
     def _computed(self, cursor):
         dealt = self.loader.order.of_rank(self.epoch, cursor, self.rank, self.world_size)
-        return batched(dealt, self.loader.batch_size, self.loader.drop_last)
+        return drawn.batched(dealt, self.loader.batch_size, self.loader.drop_last)
 
     def _stream_plans(self, start):
         loader, stream = self.loader, self.loader.dataset
@@ -472,9 +472,7 @@ class Iteration:
         if loader.copies:
             workers = [stream.in_worker(worker, loader.copies) for worker in range(loader.copies)]
             batches = [self._batches(zip(items, itertools.count(), strict=False)) for items in workers]
-            rounds = itertools.zip_longest(*batches)
-            in_turn = (batch for batches in rounds for batch in batches if batch is not None)
-            return self._after(start.batches, in_turn)
+            return self._after(start.batches, drawn.in_turn(batches))
         if stream.undivided is None:
             items = zip(stream.items(place), itertools.count(), strict=False)
             return self._after(start.batches, self._batches(items))
@@ -512,7 +510,8 @@ class Iteration:
             self.plans, rest = itertools.tee(self.plans)
         over = self.over and getattr(self.loader.dataset, "undivided", None) is not None
         if self.loader.order is not None:
-            over = next(self._computed(self.cursor), None) is None
+            # An epoch of which nothing was given is at its beginning, whether it has a batch on this rank or not.
+            over = self.batches > 0 and next(self._computed(self.cursor), None) is None
         given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
         return self.loader.next_epoch()._replace(**given, over=over, rest=rest)
 

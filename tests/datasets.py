@@ -32,7 +32,7 @@ class SlowDataset(AsyncDataset):
     async def aget(self, index):
         if not -self.length <= index < self.length:
             raise IndexError(f"index {index} is out of range for {self.length} samples")
-        await asyncio.sleep(self.latency)
+        await asyncio.sleep(self.latency)  # of a store
         index %= self.length
         return index if self.make is None else self.make(index)
 

@@ -173,7 +173,7 @@ class Slow(Numbers):
         self.latency = latency
 
     async def aget(self, index: int) -> Any:
-        await asyncio.sleep(self.latency)
+        await asyncio.sleep(self.latency)  # of a store
         return index
 
 

@@ -87,7 +87,7 @@ class IndexStream(PartStream[T_co]):
 
 
 class _IndexReader(BlockReader):
-    """Reads the samples at some indices, `at_once` of them in a block; its position is their number."""
+    """Reads the samples at some indices in blocks of `at_once` samples. The position is the number of samples."""
 
     def __init__(self, dataset: Any, indices: Iterator[int], at_once: int, position: PartPosition) -> None:
         self._dataset = dataset
@@ -103,7 +103,7 @@ class _IndexReader(BlockReader):
             return Block(deque())
         try:
             samples = await self._read(indices)
-        except Exception:  # of one request or index: samples that are read by themselves show which
+        except Exception:  # of one request or index: read sample by sample, the error names the sample
             samples = deque(await map_all(self._alone, indices, _SAMPLES_OF_WHOLE))
         self._position = replace(self._position, given=self._position.given + len(indices))
         return Block(samples, self._position)
@@ -126,7 +126,7 @@ class _IndexReader(BlockReader):
         return samples
 
     async def _alone(self, index: int) -> Any:
-        """The sample at an index, read by itself; its error in place of a sample that cannot be made."""
+        """Read one sample by itself; a `BadRecord` with the error if the sample cannot be made."""
         try:
             return await self._dataset.aget(index)
         except Exception as error:

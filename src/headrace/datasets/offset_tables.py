@@ -152,7 +152,7 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     def decode(self, number: int, data: memoryview) -> T_co:
         """Make a sample of the shard with that number of its bytes."""
-        raise NotImplementedError
+        raise NotImplementedError  # each format has its own
 
     def sample_key(self, index: int) -> str:
         """The shard and the row of the sample at `index`."""

@@ -50,8 +50,8 @@ class FailureHandler:
     def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
         """Count a batch: whether it is delivered to the consumer, and the error to raise in its place.
 
-        The error is returned: the traceback of a raised error would hold this frame, and with it the batch, which
-        holds the error. The iterator would live until Python's garbage collector runs.
+        The error is returned, not raised. A traceback would hold this frame, the frame the batch, and the batch the
+        error: the iterator would live until Python's garbage collector runs.
         """
         self.lost = False
         try:

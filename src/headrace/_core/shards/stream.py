@@ -36,7 +36,7 @@ _KEPT_BYTES = (32 << 20) - (64 << 10)
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
 
-    Each rank reads every W-th part, so that ranks may have different numbers of samples.
+    Each rank reads every W-th part. Ranks may have different numbers of samples.
     """
 
     splits_by_rank = True
@@ -117,7 +117,7 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _read(self, parts: Sequence[int]) -> PartReader[Any]:
         """Start reading the samples of some parts."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of part has its own
 
 
 class PartIterator(ResumableIterator[T_co]):

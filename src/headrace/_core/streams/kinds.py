@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(dataset: object) -> Blocks | None:
-    """The blocks in which a dataset is read; None for a dataset without an order of its own."""
+    """The blocks in which a dataset is read. None: a loader reads the dataset in torch's order."""
     found = getattr(dataset, "blocks", None)
     return found if isinstance(found, Blocks) else None
 

@@ -75,7 +75,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
-        self._drawn_ahead = deque[Any]()  # in an order by arithmetic: the draw of the next plan
+        self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
 
@@ -111,7 +111,7 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._plan(indices, self._positions(before, len(indices)), before)
 
     def _next_drawn(self) -> Any:
-        """The next draw. An order by arithmetic is drawn one draw further, to know the end with the last batch."""
+        """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
         draws, ahead = self._spec.draws, self._drawn_ahead
         if not self._order.is_by_arithmetic:
             return next(draws)

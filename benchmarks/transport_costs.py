@@ -27,12 +27,13 @@ from harness import describe_machine, interleave_figures, parse_arguments
 from many_tensors import BATCH as FEW
 from many_tensors import Numbers, many
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.serving import ServedSession, Worker, WorkerMain
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance
-from headrace._core.pool.worker import INHERITED, Worker
+from headrace._core.pool.children import StartSession
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
@@ -86,24 +87,28 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         seeds=False,
     )
     ours, theirs = Connection.pair()
-    engine, channel = BlockingChannel(ours), BlockingChannel(theirs)
-    worker = Worker(channel, 0, 1)
-    worker.add(INHERITED, lambda: task)
+    control, others = Connection.pair()
+    worker = Worker(WorkerMain(0, 1, task), others)
+    worker.begin(lambda: None)
+    engine, session = BlockingChannel(ours), ServedSession(worker, theirs)
+    engine.send(StartSession(None, 0, SessionStart()))
+    session.receive()
+    engine.receive()  # it has started
     smallest = [float("inf")] * 5
     generator = torch.Generator().manual_seed(0)
     for number in range(batches):
         indices = torch.randint(len(work.dataset), (work.size,), generator=generator).tolist()
-        raw = RawBatch(BatchPlan(number, tuple(indices), seed=number, positions=range(work.size)), None, worker=0)
+        plan = BatchPlan(number, tuple(indices), seed=number, positions=range(work.size))
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
-        engine.send_message(dump_message((raw.flat(), INHERITED, None, frozenset()), plain=True))
+        engine.send_message(dump_message([plan], plain=True))
         times.append(time.thread_time())
-        worker.answer_next()
+        session.receive()
         times.append(time.thread_time())
         answer = engine.receive()
         times.append(time.thread_time())
-        batch = opened(HostBatch.from_flat(answer[0], raw.plan))
+        batch = opened(HostBatch.from_flat(answer, plan))
         times.append(time.thread_time())
         pairs = zip(values(batch), values(expected), strict=True)
         if not all(torch.equal(came, made) for came, made in pairs):
@@ -112,7 +117,9 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
             min(least, after - before) for least, before, after in zip(smallest, times, times[1:], strict=False)
         ]
     engine.close()
-    channel.close()
+    session.close()
+    for connection in (control, others):
+        connection.close()
     return *(1e6 * each for each in smallest), smallest[0] / sum(smallest[1:])
 
 

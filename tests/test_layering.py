@@ -100,7 +100,7 @@ def test_no_module_imports_itself_by_way_of_others():
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("headrace._core.pool.supervisor", "from headrace._core.engine.fetch import FetchStage"),
+        ("headrace._core.pool.group", "from headrace._core.engine.fetch import FetchStage"),
         ("headrace._core.engine.engine", "from headrace._core.links import thread"),
         ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
         ("headrace._core.streams.kinds", "from headrace.datasets.combine import mix"),

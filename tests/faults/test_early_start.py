@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.pool import launch, supervisor
+from headrace._core.pool import children, launch
 from tests.faults.watching import Numbers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -129,7 +129,7 @@ def test_why_it_cannot_be_started_is_raised_by_the_first_iteration(monkeypatch):
 @pytest.mark.parametrize("how", ["blocks", "ignores"])
 def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_workers(how, run):
     def program():
-        supervisor.WORK_DEADLINE = 1000.0  # the loader gives up before, with a warning
+        children.WORK_DEADLINE = 1000.0  # the loader gives up before, with a warning
         if how == "blocks":
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         else:

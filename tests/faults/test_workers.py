@@ -167,11 +167,11 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(tmp_path: Path)
         return torch.stack([filled(index) for index in samples]), other
 
     def without_shared_memory_dies_in_mid_frame(worker):
-        def sendmsg(self, pieces):
+        def sendmsg(self, pieces, *rest):
             if sum(map(len, pieces)) > 100_000 and first_call(marker):
                 self.send(pieces[0])
                 die()
-            return send(self, pieces)
+            return send(self, pieces, *rest)
 
         def no_memory(*_):
             raise OSError(28, "No space left on device")

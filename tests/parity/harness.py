@@ -57,7 +57,7 @@ class Setting:
 # torch's loader without workers is what it is compared with.
 SETTINGS = (
     Setting("torch dataset, 0 workers", False, "inline", {"num_workers": 0}, {"num_workers": 0}),
-    Setting("torch dataset, 2 workers", False, "thread", {"num_workers": 2}, {"num_workers": 2}),
+    Setting("torch dataset, 2 workers", False, "process", {"num_workers": 2}, {"num_workers": 2}),
     Setting("async dataset, thread", True, "thread", {"num_workers": 0}, {"num_workers": 0, "placement": "thread"}),
     Setting("async dataset, workers", True, "process", {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
 )

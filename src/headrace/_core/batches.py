@@ -168,21 +168,14 @@ class RawBatch(NamedTuple):
     """A batch whose samples have been fetched and not been transformed."""
 
     plan: BatchPlan
-    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer. None
-    # where the worker fetches them itself.
+    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer.
     samples: Any
     end: bool = False  # the stream this came from has nothing more
-    worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
     whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
     stream_state: Mapping[str, object] | None = None  # the stream's state after this batch; None of a map-style dataset
     began: float = 0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
     fetch_seconds: float = 0.0  # the duration of one of them
     origin: Callable[[Any], str | None] | None = None  # names samples of a stream by their indices; not in a worker
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it holds no object of the user's: the samples are yet to be fetched."""
-        return self.samples is None and self.stream_state is None and self.plan.is_plain
 
     def flat(self) -> tuple[Any, ...]:
         """The batch without types of ours, for each of which a pickler that looks for the user's takes 5 µs."""

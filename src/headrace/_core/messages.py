@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from headrace._core.batches import BatchPlan, HostBatch
+from headrace._core.batches import HostBatch
 from headrace.errors import ForkedError
 
-# To an engine; besides these, lists of plans.
+# To an engine; besides these, lists of plans, or of work on samples that were fetched.
 
 
 class Consumed(NamedTuple):
@@ -40,7 +40,7 @@ class WorkersRequest(NamedTuple):
     number: int
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
+Request = list[Any] | Consumed | StatusRequest | TraceRequest | WorkersRequest
 
 # From an engine; besides these, batches.
 
@@ -61,6 +61,22 @@ class Call(NamedTuple):
     function: Callable[[], None]
 
 
+class StepsAnswer(NamedTuple):
+    """The outcomes of samples that are not yet in a batch, or an error and what it came from."""
+
+    number: int
+    outcomes: tuple[list[object], float] | None
+    error: BaseException | None = None
+    packing: bool = False  # whether the outcomes could not be pickled
+
+
+class Unread(NamedTuple):
+    """The error of unpickling a request: the oldest that has no answer, whose number the link adds."""
+
+    error: BaseException
+    number: int | None = None
+
+
 class SessionEnd(NamedTuple):
     """The last message, with the error that ended the session, if any."""
 
@@ -68,7 +84,7 @@ class SessionEnd(NamedTuple):
     death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
 
 
-Answer = HostBatch | Started | Status | Call | SessionEnd
+Answer = HostBatch | StepsAnswer | Unread | Started | Status | Call | SessionEnd
 
 
 class Link:

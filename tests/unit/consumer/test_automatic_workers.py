@@ -111,7 +111,7 @@ def test_engine_that_is_started_again_has_the_workers_that_were_found(numbers):
     numbers.update({2: 3})
     with loader(worker_init_fn=remember, transform=worker) as automatic:
         list(automatic)
-        process = automatic._control.sessions._placements._current._engines[0].process
+        process = automatic._control.sessions._placements._current.children.started[0].process
         process.signal(signal.SIGKILL)
         wait_readable(process.sentinel, timeout=20)
         assert set(torch.cat(list(automatic)).tolist()) == {0, 1, 2}

@@ -14,13 +14,19 @@ from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Se
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import TRUST, AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
-from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
+from headrace._core.engine.executors import (
+    Executor,
+    ProcessExecutor,
+    ThreadExecutor,
+    ThreadSession,
+    Work,
+    WorkerSession,
+)
 from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.engine.stepping import Apply, SessionSteps
-from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
-from headrace._core.engine.worker_tasks import StartEpoch
+from headrace._core.engine.stepping import Apply, Chunk, Outcomes, SessionSteps, StepsTask
+from headrace._core.engine.streams import StreamFetch
 from headrace._core.eventloop.watchdog import LoopWatch
 from headrace._core.failure import describe_samples
 from headrace._core.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
@@ -42,7 +48,6 @@ from headrace._core.store.request_stats import BodyReader, RequestStats, session
 from headrace._core.streams.epochs import session_epoch, session_seed
 from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
 from headrace._core.streams.steps import compute
-from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 
 
@@ -73,20 +78,18 @@ class Engine:
         opening = self._opening
         if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
             return False
-        return self.executor.broken is None
+        return not self.executor.broken
 
     def start(self, session: Session) -> None:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run())
         self._running[session] = task
-        if self.config.kind.is_async:  # otherwise no user code runs on the loop
-            self.watch.begin()
+        self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
 
     def _forget(self, session: Session) -> None:
         del self._running[session]
-        if self.config.kind.is_async:
-            self.watch.end()
+        self.watch.end()
 
     async def prepare(self, start: SessionStart) -> None:
         # In the context of the session's task, which its fetchers' contexts are copied from.
@@ -96,12 +99,6 @@ class Engine:
         if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.shield(self._opening)
-        if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
-            running = frozenset(session.start.epoch for session in self._running)
-            states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
-            self.executor.broadcast(
-                lambda worker: StartEpoch(start.epoch, running, start.set_epoch, states.get(worker))
-            )
 
     async def close(self, deadline: float) -> None:
         """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
@@ -119,9 +116,6 @@ class Engine:
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset, options = self.config, self.config.dataset, self.config.options
-        if not config.kind.is_async:
-            streams = config.kind.is_iterable
-            return DispatchToWorkers(context, start, config.num_workers, streams=streams, in_order=config.in_order)
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
@@ -167,11 +161,12 @@ class Session:
         self._engine = engine
         self._assembler = config.assembler
         self._sizes, self._watch = engine.sizes, engine.watch
-        executor = self._executor = engine.executor
+        self._executor = engine.executor
+        self._worker: ThreadSession | WorkerSession | None = None  # while it runs
         self._work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        apply = steps or executor.apply
-        self._steps = SessionSteps(apply, lambda: executor.workers, seed, common_seed)
+        apply = steps or self._apply
+        self._steps = SessionSteps(apply, lambda: engine.executor.workers, seed, common_seed)
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
@@ -186,7 +181,6 @@ class Session:
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
         self._changed = asyncio.Event()  # there are plans, or memory for them
-        self._left = False  # whether the consumer has left the epoch
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
         self._blocked_before = self._watch.blocked_seconds
@@ -226,20 +220,10 @@ class Session:
             samples = describe_samples(missing, self._sample_key)
             count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
             return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
-        worker = self._executor.worker_of(number)
-        stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
+        worker = None if self._worker is None else self._worker.worker_of(number)
+        stage = "assemble (transform and collate)"
         who = "" if worker is None else f", worker {worker}"
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
-
-    def leave(self) -> None:
-        """End, since the consumer has left the epoch.
-
-        Workers with a torch dataset first read what they were asked for, as torch's do: what such a worker does in the
-        next epoch must not depend on how far it has come.
-        """
-        self._left = True
-        if self._engine.config.kind.is_async or not self._outstanding:
-            self.cancel()
 
     def cancel(self) -> None:
         """Admit nothing more and end."""
@@ -253,10 +237,11 @@ class Session:
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            if not self._context.stopping or self.start.streams:  # which workers that persist keep for the next epoch
+            if not self._context.stopping:
                 await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
+                self._worker = self._executor.begin(self._work, self.start)
                 await self._run_stages()
         except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
             error = None if self._context.stopping else caught
@@ -265,6 +250,8 @@ class Session:
             if not isinstance(error, Exception | None):
                 raise
         finally:
+            if self._worker is not None:
+                self._worker.close()
             self._requests.bodies.close()
             self._send(SessionEnd(error))
             # Frees the functions' shared memory now, not at the next garbage collection.
@@ -309,14 +296,16 @@ class Session:
         else:
             self._put(raw, host, fetched, load)
 
+    async def _apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
+        assert self._worker is not None
+        return await self._worker.apply(task, chunk)
+
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
-        if raw.samples is None:
-            host = await self._executor.assemble(raw, self._work)
-        else:
-            # Failures stay in this process: an exception of user code is not sent to a worker and back.
-            kept, lost = raw.without_failures()
-            nothing = self._assembler.nothing_to_do(kept, lost)
-            host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
+        assert self._worker is not None
+        # Failures stay in this process: an exception of user code is not sent to a worker and back.
+        kept, lost = raw.without_failures()
+        nothing = self._assembler.nothing_to_do(kept, lost)
+        host = (nothing or await self._worker.assemble(kept)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 
@@ -327,7 +316,7 @@ class Session:
         if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
-        host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
+        host = host.located(raw.origin or self._sample_key)
         state = host.stream_state if raw.stream_state is None else raw.stream_state
         (_, admitted), work = self._outstanding[host.plan.number], host.times
         times = StageTimes(
@@ -342,7 +331,7 @@ class Session:
             time.thread_time(),
             self._watch.blocked_seconds,
             self._watch.place,
-            self._executor.take_deaths(),
+            0 if self._worker is None else self._worker.take_deaths(),
             self._watch.queued_seconds,
             *self._requests.take_times(),
             work.work_cpu,
@@ -360,5 +349,3 @@ class Session:
             del self._outstanding[self._next_number]
             self._next_number += 1
             self._send(ready)
-        if self._left and not self._outstanding:
-            self.cancel()

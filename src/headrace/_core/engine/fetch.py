@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
@@ -81,10 +81,6 @@ class FetchStage(ABC):
 
     def load(self) -> FetchLoad:
         return FetchLoad()
-
-    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Note that a delivered batch was assembled; may change whether it ends the stream."""
-        return host
 
 
 @dataclass(slots=True, eq=False)

@@ -78,12 +78,9 @@ class StepsTask:
                 earlier.popitem(last=False)
         return self._pickled
 
-    def start(self, worker: int, workers: int) -> None:
-        pass  # the assembly's task was started before
-
-    def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
-        """The outcomes of a `Chunk` in a worker process, with errors that can be pickled."""
-        outcomes = self.apply(Chunk(*request))
+    def outcomes(self, chunk: Chunk) -> Outcomes:
+        """The outcomes in a worker process, with errors that can be pickled."""
+        outcomes = self.apply(chunk)
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
                 outcomes.of_samples[place] = Raised(noted_error(outcome.error, "in a worker process"))

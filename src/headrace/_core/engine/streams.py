@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, RawBatch, SessionStart
 from headrace._core.engine.assemble import Catch
 from headrace._core.engine.fetch import FetchContext, FetchStage
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.streams.epochs import keys_within
 from headrace._core.streams.operators import Pipe
 from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
@@ -256,53 +255,3 @@ class StreamFetch(FetchStage):
 def _origin(stream: ResumableIterator[Any] | None, first: int, index: int) -> str | None:
     """The name of the sample at an index of a stream, which was started at the index `first`."""
     return None if stream is None else stream.origin(index - first)
-
-
-class DispatchToWorkers(FetchStage):
-    """Sends plans to the numbered workers, which have copies of a torch dataset.
-
-    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
-    a slow worker delays only its own plans. With `streams` each worker reads a stream, which can end.
-    """
-
-    def __init__(
-        self, context: FetchContext, start: SessionStart, workers: int, *, streams: bool, in_order: bool
-    ) -> None:
-        super().__init__(context)
-        ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
-        turns = ((start.next_worker + turn) % workers for turn in range(workers))
-        self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
-        self._streams = streams
-        self._in_order = in_order
-        self._loads = [0] * workers
-        self._waiting: deque[BatchPlan] = deque()
-
-    def admit(self, plan: BatchPlan) -> None:
-        """Send the plan to a worker whose stream has not ended."""
-        self._waiting.append(plan)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        while self._waiting and self._active:
-            worker: int | None = self._active[0]
-            if not self._in_order:
-                worker = next((each for each in self._active if self._loads[each] < PINNED_AHEAD), None)
-            if worker is None:
-                return
-            self._active.rotate(-self._active.index(worker) - 1)
-            self._loads[worker] += 1
-            self.context.deliver(RawBatch(self._waiting.popleft(), None, worker=worker))
-        while self._waiting:
-            self.context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
-
-    def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Free the worker's slot; the whole stream ends with the last worker's."""
-        if raw.worker is None:
-            return host
-        self._loads[raw.worker] -= 1
-        if host.end and self._streams and raw.worker in self._active:
-            self._active.remove(raw.worker)
-        # Of a map-style dataset, the worker could not start, or died; its next batch may succeed.
-        host = host._replace(worker=raw.worker, end=host.end and self._streams and not self._active)
-        self._dispatch()
-        return host

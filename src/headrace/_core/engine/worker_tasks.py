@@ -6,8 +6,8 @@ import functools
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dum
 from headrace._core.engine.assemble import Assembler, now, set_worker, times_since
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.worker import Plain
+from headrace._core.pool.children import StartSession
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import session_epoch
@@ -40,9 +40,13 @@ from headrace.errors import NotPicklableError
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
 
+Make = Callable[[Any], HostBatch]
+"""Makes the batch of a plan, or of a `RawBatch`."""
+
+
 @dataclass(kw_only=True)
 class AssembleTask:
-    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
+    """Transforms and collates what was fetched elsewhere; randomness belongs to the batch, not to the process."""
 
     assembler: Assembler
     rank: RankInfo  # of the consumer's process
@@ -50,31 +54,27 @@ class AssembleTask:
     copies: bool = False  # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
 
     def start(self, worker: int, workers: int) -> None:
+        """Prepare a worker process, once."""
         adopt_rank(self.rank)
         set_worker(worker)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
 
+    def open(self, opening: StartSession) -> Make:
+        """Begin a session."""
+        return self.assemble
+
     @functools.cached_property
     def _generators(self) -> TransformGenerators:
         return self.assembler.generators()
 
-    def __call__(self, request: Any) -> Any:
-        in_thread = type(request) is RawBatch
-        raw = request if in_thread else RawBatch.from_flat(request)
+    def assemble(self, raw: RawBatch) -> HostBatch:
         self._generators.seed(raw.plan.seed)
-        host = self.assembler(raw)
-        return to_wire(host, copied=self.copies) if in_thread else _flat(host, raw.plan)
+        return self.assembler(raw)
 
-
-class StartEpoch(NamedTuple):
-    """The request to a worker to begin a new pass over its dataset."""
-
-    epoch: int
-    running: frozenset[int]  # the passes still being read
-    set_epoch: bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
-    # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error of a class in it.
-    state: PickledPayload | None
+    def __call__(self, raw: RawBatch) -> HostBatch:
+        """The batch, ready to be sent to another process."""
+        return to_wire(self.assemble(raw), copied=self.copies)
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,6 @@ class ReadTask(AssembleTask):
     iterable: bool
     drop_last: bool
     base_seed: int
-    _readers: dict[int, Callable[[BatchPlan], HostBatch]] = field(default_factory=dict)
 
     def start(self, worker: int, workers: int) -> None:
         """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
@@ -99,42 +98,33 @@ class ReadTask(AssembleTask):
         become_worker(worker, workers, seed=seed, dataset=self.dataset)
         super().start(worker, workers)
 
-    def __call__(self, request: Any) -> Any:
-        """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
-        if type(request) is StartEpoch:
-            self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
-            self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
-            return None
-        plan = RawBatch.from_flat(request).plan
+    def open(self, opening: StartSession) -> Make:
+        """Begin an epoch: read from its beginning, or from the state in `opening`."""
+        start, state = opening.start, opening.state
+        session_epoch.set(start.epoch)
+        try:
+            # An epoch that goes on in another process was begun before.
+            set_epoch = start.set_epoch and opening.again is None
+            propagate_epoch(self.dataset, start.epoch, only_wanted=not set_epoch)
+            restored = None if state is None else cast(State, state.loads())
+            reader = StreamReader if self.iterable else MapReader
+            read: Make = reader(self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds)
+        except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
+            read = cannot_start(error, restoring=state is not None)
+        if opening.again is not None:  # not what its predecessor drew
+            self._seed(batch_seed(self.base_seed, start.epoch, opening.again) >> 1)
+        return functools.partial(self._read, read)
+
+    def _read(self, read: Make, plan: BatchPlan) -> HostBatch:
         if self.iterable:  # each worker counts the samples of its own part
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
-        epoch = plan.epoch
-        if epoch not in self._readers:  # the worker was replaced in mid-epoch
-            self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
-            self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)  # not what its predecessor drew
-        session_epoch.set(epoch)
-        return _flat(self._readers[epoch](plan), plan)
+        session_epoch.set(plan.epoch)
+        return read(plan)
 
     def _seed(self, base_seed: int) -> None:
         random.seed(base_seed + self._worker)
         torch.manual_seed(base_seed + self._worker)
         np.random.seed(numpy_seed(base_seed, self._worker))
-
-    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
-        session_epoch.set(epoch)
-        try:
-            propagate_epoch(self.dataset, epoch, only_wanted=not set_epoch)
-            restored = None if state is None else cast(State, state.loads())
-            reader = StreamReader if self.iterable else MapReader
-            return reader(self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds)
-        except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
-            return cannot_start(error, restoring=state is not None)
-
-
-def _flat(host: HostBatch, plan: BatchPlan) -> Any:
-    host = to_wire(host)
-    flat = host.flat(plan)
-    return flat if host.failures else Plain(flat)
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:

@@ -6,15 +6,14 @@ engine it comes.
 
 from __future__ import annotations
 
-import selectors
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from headrace._core.batches import GROWING, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
-from headrace._core.links.dealing import Dealer
-from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.messages import Answer, Consumed, Link, Request, Started, Status, StatusRequest
+from headrace._core.pool.dealing import Dealer, Plan
+from headrace._core.pool.group import Lost, ProcessGroup
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
@@ -25,10 +24,8 @@ DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then th
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 
 
-class EngineGroup(Link):
-    """The link to several engines, among which plans are dealt."""
-
-    guarded = True
+class EngineGroup(ProcessGroup):
+    """The link to several engines, each of which fetches the samples of many plans at once."""
 
     def __init__(
         self,
@@ -40,81 +37,41 @@ class EngineGroup(Link):
         cluster: RayPlacement | None = None,  # where they may take long to start, and are lost with their nodes
         later: Sequence[int] = (),  # engines that are linked when another has begun: the first batch needs a core
     ) -> None:
-        self.messages: deque[Answer] = deque()
-        self._connect = connect
+        chunked = capabilities(config.dataset).ranges
+        super().__init__(connect, Dealer(range(engines), first=first, in_order=config.in_order, chunked=chunked))
         self._engines = engines
-        self._dealer = Dealer(
-            engines,
-            first=first,
-            in_order=config.in_order,
-            chunked=capabilities(config.dataset).ranges,
-        )
         self._cluster = cluster
+        self.looks_at_all = cluster is not None
         self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
         self._least = 1 if cluster is None else min(cluster.least, engines)  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
-        self._links: dict[int, Link] = {}
         self._running = set(range(engines)) if cluster is None else set[int]()  # or will run within a moment
         self._later = later
-        self._lost: dict[int, str] = {}  # engines that have died, and how
         self._ends: dict[int, str] = {}  # how the last process of each engine has ended
         self._times: dict[Link, StageTimes] = {}  # of the last batch of each link, also of a former one
         self._standing: dict[type, Request] = {}  # the last request of each kind that is for all engines
-        self._over = False
-        self._selector = selectors.DefaultSelector()
-        self.source = self._selector.fileno()
-        try:
-            for number in range(engines):
-                if number not in later:
-                    self._add(number)
-        except BaseException:  # Ctrl-C too: nothing owns the links yet
-            self.leave()
-            self.close()
-            raise
+        self._open(number for number in range(engines) if number not in later)
 
-    def send(self, message: Request) -> None:
-        if isinstance(message, list):
-            self._dealer.waiting.extend(message)
-            self._deal()
-        elif isinstance(message, Consumed):
-            next_one = self._dealer.engine_of(message.number + 1)
+    def _send_to_all(self, message: Request) -> None:
+        if isinstance(message, Consumed):
+            next_one = self._dealer.process_of(message.number + 1)
             for number, link in self._links.items():
                 times = self._times.get(link)
                 if number == next_one or (times is not None and times.load.held_plans):
                     link.send(message)
-        elif isinstance(message, StatusRequest):
-            engine = self._dealer.engine_of(message.number)
-            if engine in self._links:
-                self._links[engine].send(message)
-            else:
-                why = self._shortage if self._cluster and len(self._running) < self._least else "others have ended"
-                self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
+            return
+        self._standing[type(message)] = message
+        for link in self._links.values():
+            link.send(message)
+
+    def _request_status(self, message: StatusRequest) -> None:
+        engine = self._dealer.process_of(message.number)
+        if engine in self._links:
+            self._links[engine].send(message)
         else:
-            self._standing[type(message)] = message
-            for link in self._links.values():
-                link.send(message)
-
-    def receive(self) -> None:
-        """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
-        # Those elsewhere are looked after also if nothing arrives.
-        ready = [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
-        arrived = self._take_in(ready)
-        if arrived and self._later:
-            later, self._later = self._later, ()
-            try:
-                for number in later:
-                    self._add(number)
-            except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
-                self._end(error)
-        while self._lost and not self._over:
-            self._take_in([*self._links])  # all that have died by now: none gets the batches of another
-            if not self._over:
-                self._replace_lost()
-        self._deal()
-
-    def must_wait(self) -> bool:
-        return not self.messages and all(link.must_wait() for link in self._links.values())
+            why = self._shortage if self._cluster and len(self._running) < self._least else "others have ended"
+            self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
 
     @property
     def look_by(self) -> float | None:  # type: ignore[override]
@@ -123,50 +80,33 @@ class EngineGroup(Link):
         soon = time.monotonic() + CHECK_EVERY
         return soon if self._deadline is None else min(soon, self._deadline)
 
-    def leave(self) -> None:
-        for link in list(self._links.values()):
-            link.leave()
-
-    def close(self) -> None:
-        for link in list(self._links.values()):
-            link.close()
-        self._links.clear()
-        self._selector.close()
-
     def _add(self, number: int) -> None:
-        link = self._links[number] = self._connect(number)
-        self._selector.register(link.source, selectors.EVENT_READ, number)
+        super()._add(number)
         if self._cluster is None:
             self._running.add(number)
         for message in self._standing.values():
-            link.send(message)
-        if plans := self._dealer.shares[number].plans:
-            link.send(list(plans.values()))
+            self._links[number].send(message)
 
-    def _end(self, error: BaseException | None) -> None:
-        self._over = True
-        self.messages.append(SessionEnd(error))
+    def _send_plans(self, link: Link, plans: list[Plan]) -> None:
+        link.send(plans)
 
-    def _take_in(self, numbers: Iterable[int]) -> bool:
-        arrived = False
-        for number in numbers:
-            link = self._links[number]
-            link.receive()
-            while link.messages and not self._over:
-                arrived = True
-                message = link.messages.popleft()
-                if isinstance(message, HostBatch):
-                    host = message._replace(times=self._times_of_all(link, message.times))
-                    self.messages.extend(self._dealer.receive(number, host))
-                elif isinstance(message, Started):
-                    self._running.add(number)
-                elif isinstance(message, Status):
-                    self.messages.append(Status(f"{message.text}, in engine {number} of {self._engines}"))
-                elif isinstance(message, SessionEnd) and message.death is not None:
-                    self._lost[number] = message.death
-                elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
-                    self._end(message.error)
-        return arrived
+    def _on_message(self, number: int, link: Link, message: Answer) -> None:
+        if self._later:
+            later, self._later = self._later, ()
+            try:
+                for other in later:
+                    self._add(other)
+            except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+                self._end(error)
+        if isinstance(message, HostBatch):
+            host = message._replace(times=self._times_of_all(link, message.times))
+            self.messages.extend(self._dealer.receive(number, host))
+        elif isinstance(message, Started):
+            self._running.add(number)
+        elif isinstance(message, Status) and self._engines > 1:
+            self.messages.append(Status(f"{message.text}, in engine {number} of {self._engines}"))
+        else:
+            self.messages.append(message)
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
@@ -179,39 +119,43 @@ class EngineGroup(Link):
         steps = sum(each.steps_seconds for each in self._times.values())
         return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means)
 
+    def _ready_for_plans(self) -> list[int]:
+        return sorted(self._running)
+
     def _deal(self) -> None:
         if self._over or not self._dealer.waiting:
             return
         if len(self._running) < self._least:
-            if (cluster := self._cluster) is None:
-                return
-            if self._deadline is None:
-                self._deadline = time.monotonic() + cluster.start_timeout
-            elif time.monotonic() >= self._deadline:
-                error = EngineStartError(
-                    running=len(self._running),
-                    engines=self._engines,
-                    least=self._least,
-                    seconds=cluster.start_timeout,
-                    shortage=self._shortage,
-                )
-                self._end(error)
+            self._wait_for_engines()
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
-        for number, plans in self._dealer.deal(sorted(self._running)).items():
-            if number in self._links:  # otherwise they are sent when it is started
-                self._links[number].send(plans)
+        super()._deal()
 
-    def _replace_lost(self) -> None:
-        lost, self._lost = self._lost, {}
-        self._ends |= lost
-        for number in lost:
-            link = self._links.pop(number)
-            self._selector.unregister(link.source)
+    def _wait_for_engines(self) -> None:
+        if (cluster := self._cluster) is None:
+            return
+        if self._deadline is None:
+            self._deadline = time.monotonic() + cluster.start_timeout
+        elif time.monotonic() >= self._deadline:
+            error = EngineStartError(
+                running=len(self._running),
+                engines=self._engines,
+                least=self._least,
+                seconds=cluster.start_timeout,
+                shortage=self._shortage,
+            )
+            self._end(error)
+
+    def _replace(self, lost: dict[int, Lost]) -> None:
+        deaths = batch = 0
+        for number, (_, end) in lost.items():
+            self._ends[number] = end.death or ""
             self._running.discard(number)
-            link.leave()
-            link.close()
-        batch, deaths = self._dealer.take_back(lost)
+            plans = self._dealer.shares[number].plans
+            if len(plans) == 1:
+                batch = next(iter(plans))
+                deaths = max(deaths, self._dealer.note_death(batch))
+            self._dealer.take_back(number, room=1)
         # Engines of a cluster are lost with their nodes, and replaced even if all are. The position that an engine had
         # in a stream is lost with the engine.
         none_left = not self._links and (self._cluster is None or self._is_stream)
@@ -222,7 +166,8 @@ class EngineGroup(Link):
             if deaths > 1:
                 why = f"{deaths} of its processes have ended while they made batch {batch} and nothing else"
             ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
-            self._end(EngineDiedError(why=f"{why}: {ends}"))
+            only = next(iter(lost.values())).end.error
+            self._end(only if self._engines == 1 else EngineDiedError(why=f"{why}: {ends}"))
             return
         results = {number: self._restart(number) for number in lost}
         if not self._links:  # none could be started
@@ -230,7 +175,9 @@ class EngineGroup(Link):
             return
         self._deal()
         for number, result in results.items():  # last, since a warning may be an error
-            warning = f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again."
+            warning = (
+                f"engine {number} of {self._engines} {lost[number].end.death}: {result}. Its batches are made again."
+            )
             warn_user(warning, RuntimeWarning)
 
     def _restart(self, number: int) -> str:

@@ -1,39 +1,42 @@
-"""The process placement: engines in sidecar processes, where neither they nor the trainer's Python slow each other.
+"""The process placement: engines, or workers that read a torch dataset, in child processes.
 
-The consumer's process needs no thread for them. Plans are sent and batches received on the consumer's own thread; a
-blocking consumer waits for a socket, an async one for its descriptor.
+Neither they nor the trainer's Python slow each other. The consumer's process needs no thread for them. Plans are sent
+and batches received on the consumer's own thread; a blocking consumer waits for a socket, an async one for its
+descriptor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
-import socket
-import time
-import warnings
-from collections import deque
 
-from headrace._core.batches import BatchPlan, HostBatch, SessionStart
+from torch import multiprocessing
+
+from headrace._core.batches import SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.eventloop.waiting import wait_readable
+from headrace._core.engine.serving import WorkerMain
 from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
-from headrace._core.links.sidecar import OPEN, SidecarTask, StartSession
-from headrace._core.messages import Answer, Link, Request, SessionEnd, check_not_forked
-from headrace._core.pool.launch import WorkerProcess, launch_with_control
+from headrace._core.links.sidecar import SidecarMain
+from headrace._core.pool.children import Children, ProcessLink, StartSession
+from headrace._core.pool.dealing import ANY, Dealer
+from headrace._core.pool.group import WorkerGroup, log_idle_death
+from headrace._core.pool.launch import WorkerProcess, launch_by_context, launch_by_zygote
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.pool.worker import BootMessage, ProcessEnvironment
-from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
-from headrace._core.transport.pickling import Message, dump_message
+from headrace._core.streams.kinds import sample_key
+from headrace._core.streams.resumable import is_stateful
+from headrace._core.transport.channel import Connection
+from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import EngineDiedError
+
+ROOM_OUT_OF_ORDER = 2  # plans that a worker can be given at once where a slow one delays only its own
+
+_BLOCKS = "code in aget or __aiter__ blocks, or does not let CancelledError pass."
 
 
 class ProcessPlacement(Placement):
+    """Engines in processes, each of which has a copy of the dataset."""
+
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()
         try:
@@ -43,175 +46,90 @@ class ProcessPlacement(Placement):
         self._config = config
         self._modules = (*self._pickled.modules, *work.modules)
         self._count = engines
-        self._engines: dict[int, SidecarProcess] = {}  # those that have been started
+        self.children = Children(self._launch)
+
+    def _launch(self, engine: int) -> tuple[WorkerProcess, Connection]:
+        main = SidecarMain(self._pickled, self._config.rank, engine, self._count)
+        return launch_by_zygote(main, self._modules, Settings.here(), has_control=True)
 
     @property
     def alive(self) -> bool:
-        return self._pid == os.getpid() and not all(engine.process.ended() for engine in self._engines.values())
+        return self.children.alive
 
     def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
-        if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
-            del self._engines[engine]
-            dead.close()
-            dead.join()
-        if engine not in self._engines:
-            task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
-            self._engines[engine] = SidecarProcess(task, self._modules)
-        return self._engines[engine].connect(StartSession(work, config.steps_seed(start.epoch), start))
+        return self.children.connect(engine, StartSession(work, config.steps_seed(start.epoch), start))
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, config, work, start)
-        if self._count == 1:
-            return Session(connect(0))
-        later = [engine for engine in range(1, self._count) if engine not in self._engines]
+        later = [engine for engine in range(1, self._count) if engine not in self.children.started]
         return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
 
     def _end(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-        for engine in self._engines.values():
-            engine.join()
+        self.children.close(more=5 * CLOSE_DEADLINE, warning=_BLOCKS)
 
 
-class SidecarProcess:
-    """A sidecar process, started without waiting until it runs; `modules` are imported before it is forked."""
+class WorkersPlacement(Placement):
+    """Workers with a torch dataset, as torch's own: started by its method, each with a copy of the dataset.
 
-    def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
-        message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
-        self.process, self._connection = launch_with_control(modules)
+    As in torch, workers that persist keep the dataset that they were started with.
+    """
+
+    has_copy = False
+
+    def __init__(self, config: EngineConfig, *, for_one_session: bool) -> None:
+        super().__init__()
+        self._config = config
+        self._task = config.worker_task()
+        self._for_one_session = for_one_session
+        self._group: WorkerGroup | None = None  # of the last session
+        self.children = Children(self._launch, log_idle_death, keeps=True)
         try:
-            BlockingChannel(self._connection).send(message)
-        except BaseException as error:
-            self._connection.close()
-            reason, death = _end_of(self.process)
-            self.process.release()
-            if death is not None and isinstance(error, BrokenPipeError | ConnectionResetError):
-                raise reason from error
+            for number in range(config.num_workers):
+                self.children.start(number)
+        except BaseException as error:  # Ctrl-C too: nothing owns the processes that have started
+            self.children.kill()
+            self.children.release()
+            if isinstance(error, Exception):
+                name_unpicklable(config, error)
             raise
 
-    def connect(self, opening: StartSession) -> ProcessLink:
-        """Start a session; the process is sent one end of its connection."""
-        ours, theirs = Connection.pair()
-        try:
-            with contextlib.closing(theirs):
-                ends = [theirs.frames.fileno(), theirs.descriptors.fileno()]
-                socket.send_fds(self._connection.descriptors, [OPEN], ends)
-            return ProcessLink(ours, self.process, opening)
-        except BaseException as error:  # also of user code: `__reduce__` of an object in a state
-            ours.close()
-            if isinstance(error, OSError):
-                raise _end_of(self.process)[0] from error
-            raise
+    def _launch(self, number: int) -> tuple[WorkerProcess, Connection]:
+        context = self._config.context or multiprocessing.get_context()
+        return launch_by_context(context, WorkerMain(number, self._config.num_workers, self._task))
 
-    def close(self) -> None:
-        """Let the process end; does not wait for it. Idempotent; `join` follows."""
-        self._connection.close()
+    @property
+    def alive(self) -> bool:
+        return self.children.alive and (self._group is None or self._group.broken is None)
 
-    def join(self) -> None:
-        """Wait until the process has ended, after `close`; it is killed after a deadline."""
-        process = self.process
-        if process.sentinel == -1:
-            return
-        # One that has no pid yet has not started; it ends as soon as it has.
-        if not _ends_within(process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and process.pid is not None:
-            warnings.warn(
-                f"the loader's process {process.pid} did not end within its deadline and is killed: code in aget or "
-                f"__aiter__ blocks, or does not let CancelledError pass.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            process.signal(signal.SIGKILL)
-            _ends_within(process, CLOSE_DEADLINE)
-        process.release()
+    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
+        streams = config.kind.is_iterable
+        states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
+        ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
+        turns = ((start.next_worker + turn) % config.num_workers for turn in range(config.num_workers))
+        start = start._replace(streams={})
+        dealer = Dealer(
+            [worker for worker in turns if worker not in ended],
+            first=start.batch,
+            in_order=config.in_order,
+            in_turn=True,
+            room=ANY if config.in_order else ROOM_OUT_OF_ORDER,
+        )
 
+        def connect(number: int) -> ProcessLink:
+            first = next(iter(dealer.shares[number].plans), None)  # if it takes the place of one that has died
+            return self.children.connect(number, StartSession(None, 0, start, states.get(number), first))
 
-class ProcessLink(Link):
-    """A link to an engine in a sidecar process. Its end is that of the connection, which no other process has open."""
+        self._group = WorkerGroup(
+            connect,
+            dealer,
+            reads=True,
+            streams=streams,
+            stateful=streams or is_stateful(config.dataset),
+            sample_key=functools.partial(sample_key, config.dataset),
+        )
+        return Session(self._group, on_close=self.close if self._for_one_session else None)
 
-    source: socket.socket
-
-    def __init__(self, connection: Connection, process: WorkerProcess, opening: StartSession) -> None:
-        self.source = connection.frames
-        self._channel = BlockingChannel(connection)
-        self._channel.send(opening)
-        self._process = process
-        self._pid = os.getpid()
-        self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
-        self._over = False  # nothing more is read
-        self.messages: deque[Answer] = deque()
-
-    def send(self, message: Request) -> None:
-        if self._over:
-            return
-        if isinstance(message, list):
-            for plan in message:
-                self._plans[plan.number] = plan
-        try:
-            self._channel.send_message(dump_request(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return  # its end is received, after the batches that have arrived
-        except OSError:
-            if not self._over:  # otherwise another thread has closed it
-                raise
-
-    def receive(self) -> None:
-        if self._over:
-            return
-        try:
-            for obj in self._channel.receive_ready():
-                if type(obj) is tuple:
-                    self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
-                    continue
-                if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the missing one
-                    obj = SessionEnd(obj)
-                self.messages.append(obj)
-                if isinstance(obj, SessionEnd):
-                    self._over = True
-                    return
-        except Disconnected:
-            if not self._over:
-                self.messages.append(SessionEnd(*_end_of(self._process)))  # after Ctrl-C it is called again
-                self._over = True
-        except OSError:
-            check_not_forked(self._pid)  # a fork, in which the connection is closed
-            if not self._over:  # otherwise another thread has closed it
-                raise
-
-    def leave(self) -> None:
-        self._over = True
-        with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
-            self.source.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.leave()
-        self._channel.close()
-
-
-def dump_request(message: Request) -> Message:
-    """Pickle a message. Plans with indices of a class of a script need cloudpickle, which takes three times as long."""
-    return dump_message(message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message))
-
-
-def _ends_within(process: WorkerProcess, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not process.ended():
-        if not wait_readable(process.sentinel, timeout=max(0.0, deadline - time.monotonic())):
-            return process.ended()
-    return True
-
-
-def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
-    """The error of a sidecar that has ended, or has closed a session without one, and how it has ended."""
-    if not _ends_within(process, CLOSE_DEADLINE):  # which reads a refusal, too
-        return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
-    how = process.how_it_ended()
-    if process.refusal is not None:
-        return process.refusal, how
-    if process.pid is None:
-        return EngineDiedError(why="its process could not be started; its error is on standard error"), how
-    where = "the reason is on standard error"
-    if (process.exit_code or 0) <= 0:
-        where = "if it was killed, look for the out-of-memory killer in the kernel's log"
-    return EngineDiedError(why=f"its process {process.pid} {how}; {where}"), f"(process {process.pid}) {how}"
+    def _end(self) -> None:
+        self.children.close()

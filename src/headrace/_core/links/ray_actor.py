@@ -18,9 +18,10 @@ import ray
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
-from headrace._core.links.process import ProcessLink, ProcessPlacement
+from headrace._core.links.process import ProcessPlacement
 from headrace._core.links.sidecar import dump_batch, portable_end
 from headrace._core.messages import SessionEnd, Status, StatusRequest
+from headrace._core.pool.children import ProcessLink
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -181,7 +182,7 @@ class _Served:
                 self.end(message)
             elif isinstance(message, HostBatch):
                 self._put(pack(dump_batch(message, self._plans.pop(message.plan.number))))
-            else:
+            elif isinstance(message, Status):  # a session that is open has begun
                 self._put(pack(dump_message(message)))
 
     def _put(self, packed: Packed) -> None:

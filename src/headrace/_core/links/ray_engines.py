@@ -21,13 +21,12 @@ from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import Placement
-from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor, Packed, pack, unpack
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
 from headrace._core.messages import Answer, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.pool.children import WORK_DEADLINE, dump_request
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle

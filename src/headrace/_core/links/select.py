@@ -76,9 +76,11 @@ class PlacementSelector:
         work = self._functions(config)
         forked = config.workers_are_forks and self._placement != "process"
         if not persistent and (forked or not config.kind.is_async):
-            of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
-            self.where = f"thread: {of_dataset}, for one epoch"
-            placement = ThreadPlacement(config, for_one_session=True)
+            if config.kind.is_async:
+                self.where = "thread: forks of this process, for one epoch"
+                placement: Placement = ThreadPlacement(config, for_one_session=True)
+            else:
+                placement = self._torch_workers(config, for_one_session=True)
             try:
                 return placement.open(config, None, start)
             except BaseException:  # Ctrl-C too: nothing owns the placement yet
@@ -165,8 +167,8 @@ class PlacementSelector:
             self.where = f"ray: {self._placement!r}"
             return RayEngines(config, self._placement, self._asked)
         if not config.kind.is_async:
-            why = "a torch dataset's workers do the reading"
-        elif work is None:
+            return self._torch_workers(config, for_one_session=False)
+        if work is None:
             why = "forks of this process" if config.has_processes else "num_workers=0"
         elif self._placement == "thread":
             why = "placement='thread'"
@@ -185,3 +187,9 @@ class PlacementSelector:
                 warn_user(warning, RuntimeWarning)
         self.where = f"thread: {why}"
         return ThreadPlacement(config, work)
+
+    def _torch_workers(self, config: EngineConfig, *, for_one_session: bool) -> Placement:
+        from headrace._core.links.process import WorkersPlacement
+
+        self.where = f"process: workers with a torch dataset{', for one epoch' if for_one_session else ''}"
+        return WorkersPlacement(config, for_one_session=for_one_session)

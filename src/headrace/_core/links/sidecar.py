@@ -12,17 +12,19 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._core.batches import BatchPlan, HostBatch, RawBatch
 from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine, Session
 from headrace._core.engine.executors import Work
+from headrace._core.engine.serving import accept
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd, Started
+from headrace._core.pool.children import StartSession
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
@@ -33,29 +35,20 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
 
-OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows
-
-
-class StartSession(NamedTuple):
-    """The first message of a session's connection."""
-
-    work: SharedPickle  # the functions that assemble its batches
-    seed: int  # of the functions of a stream that are applied before batching
-    start: SessionStart
-
 
 @dataclass(frozen=True, slots=True)
-class SidecarTask:
+class SidecarMain:
     """The main function of the sidecar, which is one of `engines`."""
 
     config: SharedPickle  # without functions; an error of its unpickling ends each session
     rank: RankInfo  # of the consumer's process
     engine: int
     engines: int
+    name = "headrace-loader"
+    worker = None
 
-    def __call__(
-        self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
-    ) -> None:
+    def __call__(self, connection: Connection, control: socket.socket | None, prepare: Callable[[], None]) -> None:
+        assert control is not None
         adopt_control(control)
         adopt_rank(self.rank)
         enable_forwarding()
@@ -66,9 +59,8 @@ class SidecarTask:
         except OSError as error:
             reserve.close()
             with suppress(OSError):  # it is closed, or none could be received
-                if (refused := _accept(connection)) is not None:
+                if (refused := accept(connection)) is not None:
                     BlockingChannel(refused).send(SessionEnd(error))
-            channel.close()
             return
         asyncio.set_event_loop(loop)
         try:
@@ -77,28 +69,11 @@ class SidecarTask:
                 warnings.warn(f"cancelled, and still running: {late}", RuntimeWarning, stacklevel=2)
         finally:
             loop.close()
-            channel.close()
-
-
-def _accept(connection: Connection) -> Connection | None:
-    """The connection of a session that is requested; None at the end of `connection`.
-
-    OSError if its descriptors could not be received; the consumer sees it closed.
-    """
-    message, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    if len(sockets) < 2:
-        for each in sockets:
-            each.close()
-        if message:
-            raise shortage("open a session in the loader's process")
-        return None
-    return Connection(*sockets)
 
 
 class _Sidecar:
     def __init__(
-        self, task: SidecarTask, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
+        self, task: SidecarMain, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
     ) -> None:
         self._task = task
         self._prepare = prepare
@@ -131,7 +106,7 @@ class _Sidecar:
 
     def _on_open(self) -> None:
         with self._reserve.given_up(), suppress(OSError):  # other code took the reserve
-            if (connection := _accept(self._connection)) is None:
+            if (connection := accept(self._connection)) is None:
                 self._over.set()
             else:
                 self.servers.add(_SessionServer(self, connection))
@@ -152,12 +127,11 @@ class _Sidecar:
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
         session = Session(engine, server.send, self._functions(config, begin.work), begin.start, begin.seed)
         engine.start(session)
-        if self._task.engines > 1:
-            server.send(Started())
+        server.send(Started())
         return session
 
-    def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:
-        if not config.functions_of_epoch:
+    def _functions(self, config: EngineConfig, received: SharedPickle | None) -> Work:
+        if received is None or not config.functions_of_epoch:
             return None
         if self._work is None or self._work.number != received.number:
             self._assemble = None if config.has_processes else received.loads()

@@ -20,7 +20,7 @@ from headrace._core.links.inline import WorkOnConsumersThread
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
 from headrace._core.links.session import Session
 from headrace._core.messages import Link, Request, SessionEnd
-from headrace._core.pool.supervisor import WORK_DEADLINE
+from headrace._core.pool.children import WORK_DEADLINE
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -163,7 +163,7 @@ class ThreadLink(Mailbox):
         self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
             with suppress(EngineDiedError):  # since the check, and the session with it
-                self._loop.call_soon(self.session.leave)
+                self._loop.call_soon(self.session.cancel)
         self.wake()
 
     def _on_death(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes as the pool sees them, and their start: by `multiprocessing`, or by the zygote.
+"""Child processes as their owner sees them, and their start: by `multiprocessing`, or by the zygote.
 
 The zygote is started on first use or before, and ended at exit.
 """
@@ -26,14 +26,15 @@ from multiprocessing.process import BaseProcess
 import cloudpickle
 
 from headrace._core.descriptors import check_free, shortage
-from headrace._core.pool.worker import ProcessEnvironment, WorkerTask, serve
+from headrace._core.pool.boot import BootMessage, ProcessEnvironment, ProcessMain, serve
+from headrace._core.pool.settings import Settings
 from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
-from headrace._core.transport.channel import Connection
+from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.preload import program_sources
 
 
 class WorkerProcess(ABC):
-    """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
+    """A child process. Its owner calls `release` when the process has ended."""
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
         self.sentinel = sentinel  # a descriptor that becomes readable when the process has started or ended
@@ -62,26 +63,14 @@ class WorkerProcess(ABC):
         """Close the descriptors of this handle."""
 
 
-def launch_worker(
-    context: BaseContext | None, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
-) -> tuple[WorkerProcess, Connection]:
-    """Start a worker, from any thread; returns its process, and the engine's end of its channel.
-
-    It is started by `context`, of `multiprocessing`, with the task; or forked by the zygote, which imports `modules`
-    first, and the first message, a `BootMessage`, has the task.
-    """
-    if context is None:
-        return _forked(FORK, (), modules)
+def launch_by_context(context: BaseContext, main: ProcessMain) -> tuple[WorkerProcess, Connection]:
+    """Start a child by a context of `multiprocessing`; returns the process, and this end of the connection to it."""
     check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
     ours, theirs = Connection.pair()
 
-    def start(task: WorkerTask | bytes | None) -> BaseProcess:
-        process: object = context.Process(  # type: ignore[attr-defined]
-            target=serve,
-            args=(theirs, task, worker, workers),
-            name=f"headrace-worker-{worker}",
-            daemon=True,
-        )
+    def start(main: ProcessMain | bytes, name: str) -> BaseProcess:
+        arguments = theirs, main
+        process: object = context.Process(target=serve, args=arguments, name=name, daemon=True)  # type: ignore[attr-defined]
         if not isinstance(process, BaseProcess):  # a thread, for example, has no descriptor that says when it ends
             raise ValueError(
                 f"multiprocessing_context={context!r} starts a {type(process).__name__}, which is no process of "
@@ -92,9 +81,9 @@ def launch_worker(
 
     try:
         try:
-            process = start(task)
+            process = start(main, main.name)
         except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
-            process = start(cloudpickle.dumps(task))
+            process = start(cloudpickle.dumps(main), main.name)
     except BaseException:  # Ctrl-C too: nothing owns the connection yet
         ours.close()
         raise
@@ -132,11 +121,29 @@ class _ContextProcess(WorkerProcess):
 IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
-def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    """Fork a process, `modules` imported, that can itself request processes of the zygote (see `adopt_control`)."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
+def launch_by_zygote(
+    main: ProcessMain, modules: tuple[str, ...], settings: Settings, *, has_control: bool
+) -> tuple[WorkerProcess, Connection]:
+    """Fork a child, `modules` imported; returns the process, and this end of the connection to it.
+
+    With `has_control`, the child can request processes of the zygote itself (see `adopt_control`).
+    """
+    if has_control:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process, connection = _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
+    else:
+        process, connection = _forked(FORK, (), modules)
+    message = BootMessage(ProcessEnvironment.here(), settings, modules, main)
+    try:
+        BlockingChannel(connection).send(message)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the process has ended, which its first session reports
+    except BaseException:  # Ctrl-C too: nothing owns the process yet
+        connection.close()
+        process.release()
+        raise
+    return process, connection
 
 
 def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:

@@ -29,7 +29,7 @@ from contextlib import suppress
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
-from headrace._core.pool.worker import serve_boot_message
+from headrace._core.pool.boot import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
 

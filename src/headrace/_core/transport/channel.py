@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import struct
 import threading
@@ -102,6 +103,8 @@ class _Channel:
     read straight into the memory that its views will keep.
     """
 
+    _send_flags = 0
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._socket = connection.frames
@@ -157,7 +160,7 @@ class _Channel:
     def _write(self, pieces: list[memoryview]) -> None:
         """Send pieces, and remove from the list what is sent; BlockingIOError if the socket does not take all."""
         while pieces:
-            sent = self._socket.sendmsg(pieces[:_IOV_MAX])
+            sent = self._socket.sendmsg(pieces[:_IOV_MAX], (), self._send_flags)
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.pop(0))
             if sent:
@@ -223,10 +226,17 @@ class _Channel:
 
 
 class BlockingChannel(_Channel):
-    """The worker's end: `send` and `receive` block."""
+    """An end whose `send` and `receive` block.
 
-    def __init__(self, connection: Connection) -> None:
+    Where the other end blocks too, one of the two reads while it waits to send (`reads_in_send`): both may send more
+    than the socket takes.
+    """
+
+    def __init__(self, connection: Connection, *, reads_in_send: bool = False) -> None:
         super().__init__(connection)
+        self._reads_in_send = reads_in_send
+        if reads_in_send:
+            self._send_flags = socket.MSG_DONTWAIT
         self._sending = threading.Lock()
         self._between: deque[object] = deque()  # small messages of any thread
 
@@ -265,12 +275,22 @@ class BlockingChannel(_Channel):
             while pieces:
                 try:
                     self._write(pieces)
-                except BlockingIOError:  # a wait on uvloop's loop has made the descriptor non-blocking
-                    wait_writable(self._socket)
+                except BlockingIOError:
+                    self._wait_to_send()
         except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with suppress(OSError):  # it has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise
+
+    def _wait_to_send(self) -> None:
+        if not self._reads_in_send:  # a wait on uvloop's loop has made the descriptor non-blocking
+            wait_writable(self._socket)
+            return
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN | select.POLLOUT)
+        poller.poll()
+        with suppress(BlockingIOError, Disconnected):  # of an end, sending raises an error too
+            self._read(socket.MSG_DONTWAIT)
 
     def receive(self) -> Any:
         """The next object; raises `Disconnected`, or the error of unpickling it."""
@@ -284,13 +304,13 @@ class BlockingChannel(_Channel):
     def receive_ready(self) -> Iterator[Any]:
         """The objects that have arrived, or the errors of unpickling them; does not block."""
         more = True
-        while more:
+        while more or self._arrived:
+            while self._arrived:  # before the next read, which may find the end
+                yield self._arrived.popleft()
             try:
                 more = self._read(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 more = False
-            while self._arrived:  # before the next read, which may find the end
-                yield self._arrived.popleft()
 
     def close(self) -> None:
         """Close the channel; the socket for descriptors stays open while received slabs are in use."""

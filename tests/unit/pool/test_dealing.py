@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.links.dealing import Dealer
+from headrace._core.pool.dealing import Dealer
 
 
 def plan(number: int) -> BatchPlan:
@@ -25,14 +25,14 @@ def receive(dealer: Dealer, engine: int, number: int) -> list[int]:
 
 
 def test_plans_go_to_the_engine_with_the_fewest_unfinished() -> None:
-    dealer = Dealer(3)
+    dealer = Dealer(range(3))
     assert deal(dealer, range(4), range(3)) == {0: [0, 3], 1: [1], 2: [2]}
     assert [receive(dealer, 0, number) for number in (3, 0)] == [[3], [0]]
     assert deal(dealer, [4, 5, 6], range(3)) == {0: [4, 5], 1: [6]}
 
 
 def test_chunks_stay_together() -> None:
-    dealer = Dealer(2, chunked=True)
+    dealer = Dealer(range(2), chunked=True)
     assert deal(dealer, range(6), range(2)) == {0: [0, 1, 2], 1: [3, 4, 5]}
     assert deal(dealer, [6], range(2)) == {0: [6]}
 
@@ -42,7 +42,7 @@ def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
     for seed in range(60):
         draw = random.Random(seed)
         engines = draw.randint(1, 4)
-        dealer = Dealer(engines, in_order=in_order)
+        dealer = Dealer(range(engines), in_order=in_order)
         pending, delivered = list(range(60)), list[int]()
         held: dict[int, list[int]] = {engine: [] for engine in range(engines)}
         up = sorted(draw.sample(range(engines), draw.randint(1, engines)))
@@ -54,7 +54,7 @@ def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
             engine = draw.randrange(engines)
             if draw.random() < 0.05:
                 held[engine].clear()
-                dealer.take_back([engine])
+                dealer.take_back(engine)
                 up = sorted({*up, engine} if len(up) == 1 or draw.random() < 0.7 else {*up} - {engine})
             elif held[engine]:
                 number = held[engine].pop(draw.randrange(len(held[engine])) if draw.random() < 0.3 else 0)

@@ -74,7 +74,6 @@ FORMAT = 1  # of the file of results
 # What those that take longest do in a run of all; five repetitions remain.
 SHORTER: dict[str, list[str]] = {
     "auto_concurrency.py": ["--stores", "20 ms"],
-    "bench_command.py": ["--stores", "throttled"],
     "catalog_costs.py": ["--keys", "500000"],
     "engines.py": ["--batches", "80"],
     "epoch_of_jpegs.py": ["--images", "2048"],

@@ -500,9 +500,6 @@ def _ranks(case):
     first = case.lives[0].ranks
     if case.has_own_order and case.order == "sequential" and any(life.ranks == 1 for life in case.lives):
         return {"lives": _every_life(case, ranks=first)}  # one rank has another order than several
-    if case.is_dealt and length_of(case) < max(life.ranks for life in case.lives):
-        # Whether an epoch without a batch is over before next() was called depends on what was drawn.
-        return {"lives": _every_life(case, ranks=first)}
     if case.is_dealt:
         return {"lives": case.lives}
     if case.order in ("distributed", "balanced") or (case.is_stream and case.is_async):

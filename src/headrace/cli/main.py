@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from headrace._version import __version__
 from headrace.errors import HeadraceError, MissingExtraError
@@ -47,22 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
-    bench = commands.add_parser(
-        "bench",
-        help="measure what a store gives this machine, and find the best concurrency",
-        description="Lists objects under a URL and reads them with more and more fetches in flight, in less than a "
-        "minute. Prints latencies, the best concurrency with its throughput, what limits it, and the constructor to "
-        "copy. Writes nothing to the store.",
-    )
-    add = bench.add_argument
-    add("url", metavar="URL", help="s3://bucket/prefix, gs://, az://, or a directory")
-    add("--seconds", type=_seconds, default=45.0, metavar="S", help="that the command takes, at most (45)")
-    add("--objects", type=_positive, default=10_000, metavar="N", help="list the first N objects (10,000)")
-    add("--max-concurrency", type=_positive, metavar="N", help="try no more fetches in flight (1,024 or descriptors/2)")
-    add("--plot", type=Path, metavar="FILE.png", help="plot throughput and latency; needs headrace[plot]")
-    add("--json", action="store_true", help="print a JSON object, for programs")
-    about = "options= of the Store; credentials are taken from the environment too"
-    add("--store-options", type=_json_object, default={}, metavar="JSON", help=about)
     pack = commands.add_parser(
         "pack",
         help="write many small objects, or other shards, into shards",
@@ -85,24 +66,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 5 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is less than 5 seconds, too few for a search")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _json_object(text: str) -> dict[str, object]:
-    try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError):  # the text may be a secret, so it is not repeated
-        raise argparse.ArgumentTypeError('write a JSON object: {"region": "eu-west-1"}') from None

@@ -425,8 +425,7 @@ def _full(model: _Model) -> Diagnosis:
         advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
         return Diagnosis("latency", evidence, advice, factor=model.needed())
     change = _more_in_flight(model, figures.concurrency * model.needed())
-    bench = "headrace bench or " if "cache" in setup.remedies else ""
-    tried = f'if the source serves more at once, which {bench}concurrency="auto" in a long epoch finds out'
+    tried = 'if the source serves more at once, which concurrency="auto" in a long epoch finds out'
     return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])
 
 

@@ -254,7 +254,8 @@ class EpochProgress(Iterator[BatchPlan]):
         streams = point.loaded_streams()
         if self._before_first is not None and (unread := self._before_first()) is not None:
             streams[None] = unread
-        over = self._begun.over or (self._most is not None and point.batches >= self._most)
+        # An epoch without a batch ends with the call of `next()` that finds no batch.
+        over = self._begun.over or (self._most is not None and point.batches >= self._most > 0)
         if size is not None and self._spec.ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
         return self._begun._replace(

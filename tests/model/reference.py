@@ -433,6 +433,7 @@ class Iteration:
     def __init__(self, loader, start, *, draws_seed=False):
         self.loader, self.epoch = loader, start.epoch
         self.batches, self.cursor, self.ended, self.over = start.batches, start.cursor, False, False
+        self.begun_over = start.over  # the epoch of the state was over already
         self.rank, self.world_size = place_of_program()
         self.lost, self.skipped = 0, loader.skipped_samples  # batches without a sample, and samples skipped before
         if start.generator is not None:
@@ -513,7 +514,7 @@ class Iteration:
             # An epoch of which nothing was given is at its beginning, whether it has a batch on this rank or not.
             over = self.batches > 0 and next(self._computed(self.cursor), None) is None
         given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
-        return self.loader.next_epoch()._replace(**given, over=over, rest=rest)
+        return self.loader.next_epoch()._replace(**given, over=over or self.begun_over, rest=rest)
 
     def __iter__(self):
         return self

@@ -81,13 +81,11 @@ def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size
     loader = hr.DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold)
     plain = rebuilt(loader)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
         assert sorted(numbers(plain)) == list(range(0, 100, 10))
-        first = len(caught)
         assert sorted(numbers(plain)) == list(range(0, 100, 10))
-    assert first == len(caught) == (1 if num_workers == 0 else 0)  # a worker's warning is printed in the worker
+    ours = [each for each in caught if "docs/trainers.md" in str(each.message)]  # libraries warn of each fork
+    assert len(ours) == (1 if num_workers == 0 else 0)  # a worker's warning is printed in the worker
     assert portable._warned[0] == 1
-    assert all("docs/trainers.md" in str(warning.message) for warning in caught)
     with loader:
         assert sorted(numbers(loader)) == list(range(0, 100, 10))
 

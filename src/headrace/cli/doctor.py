@@ -142,7 +142,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def run(arguments: argparse.Namespace, began: float) -> bool:
+def run(arguments: argparse.Namespace) -> bool:
     """Print the findings; returns whether there is no problem."""
     found: list[Finding] = []
     for check in CHECKS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import time
 from collections.abc import Sequence
 
 from headrace._version import __version__
@@ -18,14 +17,14 @@ OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 +
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status, 2 for bad arguments and for packages that are not installed."""
-    began, parser = time.perf_counter(), _parser()
+    parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
         return OK
     try:
         command = importlib.import_module(f"headrace.cli.{arguments.command}")
-        return OK if command.run(arguments, began) else FAILED
+        return OK if command.run(arguments) else FAILED
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except (HeadraceError, OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from headrace.packing import pack
 __all__ = ["run"]
 
 
-def run(arguments: argparse.Namespace, began: float) -> bool:
+def run(arguments: argparse.Namespace) -> bool:
     """Pack, and print what was packed."""
     packed = pack(
         _dataset(arguments.source),
@@ -38,7 +38,7 @@ def _dataset(source: str) -> Any:
         return TarDataset(source, shards_in_parallel=1)  # in the order of the shards
     if source.endswith(LinesDataset.suffixes):
         return LinesDataset(source, shards_in_parallel=1)
-    return ParquetDataset(source) if source.endswith((".parquet", ".pq", ".parq")) else ObjectDataset(source)
+    return ParquetDataset(source) if source.endswith(ParquetDataset._suffixes) else ObjectDataset(source)
 
 
 def _function(name: str) -> Any:

@@ -152,6 +152,11 @@ class CachedDataset(AsyncDataset[T_co]):
         self.dataset: RangedShards[T_co] = dataset  # type: ignore[assignment]  # or only `Cacheable`
         # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have changed.
         self._joined = capabilities(dataset).ranges and type(dataset).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
+        if self._joined:  # the methods of a `RangedDataset`; `read_range` reads from the store, not from the cache
+            self.ranges = self.dataset.ranges
+            self.read_range = self.dataset.read_range
+            self.sample_of = self.dataset.sample_of
+            self.samples_of = self.dataset.samples_of
         self._cache = cache
         self._version = version
         self._classes = getattr(dataset, "_classes", None)
@@ -220,24 +225,6 @@ class CachedDataset(AsyncDataset[T_co]):
     def blocks(self) -> Blocks | None:
         """The dataset's blocks."""
         return blocks_of(self.dataset)
-
-    # Byte ranges, see `RangedDataset`; only where the dataset has them.
-
-    def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The dataset's byte ranges."""
-        return self.dataset.ranges(indices)
-
-    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
-        """Read from the dataset's store, not from the cache."""
-        return await self.dataset.read_range(number, start, stop, index=index)
-
-    def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes."""
-        return self.dataset.sample_of(index, data)
-
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> object:
-        """Make the samples of a batch of their bytes."""
-        return self.dataset.samples_of(indices, data)
 
     async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
         """Read from the disk."""

@@ -54,7 +54,7 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
 def verdict(accuracy: float, epochs: int, seconds: float) -> str:
     """The last line: the next step, or the failure."""
     if accuracy >= GOOD_ACCURACY:
-        return f"Done in {seconds:.0f} s. Next, your own objects: hr.ObjectDataset(\"s3://bucket/prefix\")"
+        return f'Done in {seconds:.0f} s. Next, your own objects: hr.ObjectDataset("s3://bucket/prefix")'
     return (
         f"Only {accuracy:.1%} of the held-out digits are right, and {GOOD_ACCURACY:.0%} should be. "
         f"Try more than --epochs {epochs}."

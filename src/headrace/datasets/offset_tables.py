@@ -175,8 +175,9 @@ def checked(name: str, rows: int, size: int, compression: str | None, stored: in
     format = compression.partition(":")[0] if compression else None
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
-    if type(rows) is not int or type(size) is not int or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets
-        raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes")
+    whole = isinstance(stored, int | None) and type(rows) is type(size) is int
+    if not whole or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets
+        raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes (compressed: {stored!r})")
     if format is not None and format not in FORMATS:
         raise ValueError(f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read")
     return TableFile(name, rows, size, format, stored)

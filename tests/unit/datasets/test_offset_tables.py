@@ -76,6 +76,7 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
         ({"compression": "lz4"}, "compression 'lz4'"),
         ({"zip_data": {"basename": "../x", "bytes": 9}}, "'../x' is not in the folder"),
         ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9}}, "bytes, and 9 in its index"),
+        ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": []}}, r"\(compressed: \[\]\)"),
         (
             {"raw_data": {"basename": "x", "bytes": 4000, "hashes": {}}},
             "not zstd of 4,000 bytes|and 4,000 in its index",

@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-PARTS  := $(addprefix test-,faults unit-engine unit-data unit-others model others contract)
+PARTS  := $(addprefix test-,unit-data others unit-others model faults contract unit-engine)
 .PHONY: help demo test $(PARTS) test-integrations test-all model coverage environment-integrations azurite parity-table
 .PHONY: docs docs-links lint newest bench bench-quick clean
 
@@ -22,7 +22,7 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 	$(BIN)/python examples/demo
 
 test: $(VENV)/.dev ## every test, but for those of training programs
-	@# Longest first; one process more than two cores, as many tests wait for time-outs, servers and killed processes.
+	@# In an order that fills three processes evenly; one more than two cores, as many tests wait for time-outs, servers and killed processes.
 	@rm -f .durations
 	@HEADRACE_DURATIONS=$(CURDIR)/.durations $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going \
 		--output-sync=target $(PARTS); status=$$?; echo "The slowest 50:"; sort -rn .durations | head -50; exit $$status

@@ -22,7 +22,8 @@ demo: $(VENV)/.demo ## the main job: stream images from a local object store, tr
 	$(BIN)/python examples/demo
 
 test: $(VENV)/.dev ## every test, but for those of training programs
-	@# In an order that fills three processes evenly; one more than two cores, as many tests wait for time-outs, servers and killed processes.
+	@# In an order that fills three processes evenly: one more than two cores, as many tests wait for
+	@# time-outs, servers and killed processes.
 	@rm -f .durations
 	@HEADRACE_DURATIONS=$(CURDIR)/.durations $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going \
 		--output-sync=target $(PARTS); status=$$?; echo "The slowest 50:"; sort -rn .durations | head -50; exit $$status

@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headrace import AsyncIterableDataset, DataLoader, StateError
+from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateError
 from tests.datasets import Numbers
 
 N = 8
@@ -189,3 +189,14 @@ def test_sampler_of_another_length_is_refused():
         next(iter(first))
         with pytest.raises(StateError, match="length=6"):
             DataLoader(list(range(N)), 2, sampler=make(N)).load_state_dict(first.state_dict())
+
+
+def test_epoch_without_a_batch_is_at_its_beginning_until_next_was_asked_for():
+    sampler = ElasticSampler(2, rank=0, world_size=3, drop_last=True)
+    with DataLoader(Numbers(2), 1, sampler=sampler, seed=0) as loader:
+        iter(loader)
+        state = loader.state_dict()
+    alone = ElasticSampler(2, rank=0, world_size=1, drop_last=True)
+    with DataLoader(Numbers(2), 1, sampler=alone, seed=0, collate_fn=list) as loader:
+        loader.load_state_dict(state)
+        assert sorted(number for batch in loader for number in batch) == [0, 1]

@@ -20,12 +20,16 @@ def shuffled(count, buffer_size, seed, epoch, repetition):
 
 
 @functools.cache
-def chosen(weights, seed, epoch, count=400):
-    """The streams that `hr.mix` draws from."""
+def chosen(weights, seed, epoch, rank, count=400):
+    """The streams that `hr.mix` draws from on a rank."""
     streams = [hr.from_async_iterable(functools.partial(_endless, number)) for number in range(len(weights))]
     mixed = hr.mix(streams, weights, seed=seed).take(count)
     mixed.set_epoch(epoch)
-    return list(mixed)
+    here = place_of_program()
+    parts.as_rank(rank, rank + 1)
+    found = list(mixed)
+    parts.as_rank(*here)
+    return found
 
 
 async def _endless(number):

@@ -34,6 +34,7 @@ MAPS = (
     "mapped",
     "concat",
     "subset",
+    *(MIXES := ("mixed", "mixed, all", "mixed, blocks")),
     "TorchNumbers",
     "BatchedTorchNumbers",
 )
@@ -62,6 +63,7 @@ OPERATIONS = {
     "tokens": "batch_by_tokens({}, 6, length=tokens)",
     "buckets": "batch_by_tokens({}, 7, length=tokens, boundaries=[1, 2], padded=False)",
 }
+CHANGING = [(0, [1, 2, 0]), (10, [3, 2, 2]), (40, [0, 2, 1])]  # weights of a mix
 LAST = ("pipe", "split", "pack", "first fit", "best fit", "tokens", "buckets")
 SHUFFLING = ("shuffle", "shuffle, seed", "mix", "mix all", "repeat", "for ever")  # at most one of them in a program
 
@@ -118,7 +120,8 @@ class Case:
     @property
     def has_own_order(self):
         """Whether the dataset has an order of its own, by which the loader divides it among the ranks."""
-        return self.data == "IndexedNumbers" and self.order in ("sequential", "shuffle") and not self.generator
+        has_order = self.data in ("IndexedNumbers", *MIXES)
+        return has_order and self.order in ("sequential", "shuffle") and not self.generator
 
     @property
     def is_dealt(self):
@@ -143,6 +146,14 @@ def dataset_of(case):
         return f"Subset(Numbers({text}), range({case.size - 1}, -1, -1))"
     if case.data == "concat":
         return f"concat([Numbers(3), Numbers({text})])"
+    mixes = {
+        "mixed": f"mix([Numbers({text}), RangedNumbers(7).map(tenfold)], [2, 1])",
+        "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
+        'stop="all")',
+        "mixed, blocks": f'mix({{"a": IndexedNumbers({text}), "b": IndexedNumbers(99)}}, {{"a": 5, "b": 3}})',
+    }
+    if case.data in mixes:
+        return mixes[case.data]
     if case.data == "DividedTorchCount":
         return f"TorchCount({text}, divided=True)"
     stream = f"{case.data}({text})"
@@ -152,7 +163,7 @@ def dataset_of(case):
 
 
 def length_of(case):
-    return case.size + 3 if case.data == "concat" else case.size
+    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 99}.get(case.data, 0)
 
 
 def order_of(case, life):
@@ -464,6 +475,9 @@ def _every_life(case, **changes):
 def _data(case):
     if case.is_stream:
         return {"order": "sequential", "excluded": False, "size": min(case.size, 13)}
+    if case.data in MIXES:
+        size = 99 + case.size if case.data == "mixed, blocks" else max(5, case.size)
+        return {"operations": (), "size": size, "generator": False}
     return {"operations": (), "size": max(1, case.size) if case.order != "sequential" else case.size}
 
 
@@ -498,7 +512,12 @@ def _order(case):
 
 def _ranks(case):
     first = case.lives[0].ranks
-    if case.has_own_order and case.order == "sequential" and any(life.ranks == 1 for life in case.lives):
+    if (
+        case.data == "IndexedNumbers"
+        and case.has_own_order
+        and case.order == "sequential"
+        and any(life.ranks == 1 for life in case.lives)
+    ):
         return {"lives": _every_life(case, ranks=first)}  # one rank has another order than several
     if case.is_dealt:
         return {"lives": case.lives}
@@ -558,6 +577,7 @@ def _looking_back(case):
         changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)
     elastic = case.order == "shuffle" and case.seed is not None and not case.generator
     elastic = elastic or case.order.startswith("elastic") or case.order == "blocks"
+    elastic = elastic and case.data != "mixed, all"  # positions are left out, and not indices
     if not (elastic and case.in_order and case.size >= 8 and not case.failing):
         changes["excluded"] = False
     return changes

@@ -18,13 +18,15 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 import headrace as hr
 from headrace.errors import TooManySkippedError
-from tests.model import drawn, parts
+from tests.model import drawn, mixes, parts
 from tests.model.drawn import chosen, place_of_program, random_numbers, shuffled, state_of
 from tests.model.parts import BadSampleError
 
 
 class Samples:
     """A map-style dataset: `read(index)` returns a sample, or raises its error."""
+
+    blocks = None
 
     def __init__(self, size, read):
         self.size, self.read = size, read
@@ -36,7 +38,9 @@ class Samples:
         return self.read(index)
 
     def map(self, function):
-        return Samples(self.size, lambda index: function(self.read(index)))
+        mapped = Samples(self.size, lambda index: function(self.read(index)))
+        mapped.blocks = self.blocks
+        return mapped
 
 
 def numbers(*, of_torch=False, by_batch=False, blocks=None):
@@ -163,11 +167,23 @@ def concat(datasets):
     return Samples(len(places), lambda index: places[index][0][places[index][1]])
 
 
-def mix(streams, weights, *, seed=None, stop="first"):
+def mix(datasets, weights, *, seed=None, stop="first"):
+    """Streams: each rank draws each sample from one of them. Map-style datasets: an order that is computed."""
+    parts = list(datasets.values()) if isinstance(datasets, dict) else datasets
+    if isinstance(parts[0], Stream):
+        return mix_of_streams(parts, weights, seed, stop)
+    mixed = concat(parts)
+    mixed.parts, mixed.seed, mixed.stop = parts, seed, stop
+    schedule = weights if not isinstance(weights, dict) and isinstance(weights[0], tuple) else [(0, weights)]
+    mixed.schedule = [(step, list(each.values()) if isinstance(each, dict) else each) for step, each in schedule]
+    return mixed
+
+
+def mix_of_streams(streams, weights, seed, stop):
     """Draws each sample from one of the streams. Those that have ended start again with ``stop="all"``."""
 
     def items(place):
-        choices = chosen(tuple(weights), place.seed if seed is None else seed, place.epoch)
+        choices = chosen(tuple(weights), place.seed if seed is None else seed, place.epoch, place.rank)
         passes = [0] * len(streams)
         sources = [iter(each.items(place)) for each in streams]
         for choice in choices:
@@ -291,6 +307,22 @@ class BlockShuffleSampler(ComputedOrder):
         return drawn.side_by_side(self.sampler) if by_ranks else list(self.sampler)
 
 
+class MixSampler(ComputedOrder):
+    drop_last = True
+
+    def __init__(self, mixed, *, shuffle, seed):
+        lengths = [len(part) for part in mixed.parts]
+        blocks = [getattr(part, "blocks", None) if shuffle else None for part in mixed.parts]
+        self.mix = mixes.Mix(lengths, blocks, mixed.schedule, mixed.stop)
+        self.shuffle, self.seed = shuffle, seed if mixed.seed is None else mixed.seed
+        self.orders = {}  # by epoch
+
+    def whole(self, epoch):
+        if epoch not in self.orders:
+            self.orders[epoch] = self.mix.order(self.seed, epoch, shuffle=self.shuffle)
+        return self.orders[epoch]
+
+
 class Position(NamedTuple):
     """A saved state: where an epoch begins, or is continued."""
 
@@ -331,6 +363,8 @@ class DataLoader:
     def _choose_order(self, shuffle, sampler):
         if isinstance(sampler, ComputedOrder):
             self.order = sampler
+        elif sampler is None and hasattr(self.dataset, "schedule"):
+            self.order = MixSampler(self.dataset, shuffle=bool(shuffle), seed=self.seed or 0)
         elif sampler is None and getattr(self.dataset, "blocks", None) and not self.generator:
             options = {**self.dataset.blocks, "seed": self.seed or 0}
             self.order = BlockShuffleSampler(self.dataset, shuffle=shuffle, **options)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, Literal, TypeVar, cast, get_args
 
+from headrace._core.order.mixes import MixPlan, Source
+from headrace._core.order.samplers import MixSampler
+from headrace._core.ranks.distributed import RankChoice
 from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
+from headrace._core.streams.kinds import blocks_of, walk_datasets
 from headrace._core.streams.map_style import IndexedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import function_name, shorten, whole_number
+from headrace._core.text import dataset_repr, function_name, shorten, whole_number
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 
@@ -48,6 +52,7 @@ def concat(datasets: Sequence[object]) -> Any:
         (5, 2)
     """
     datasets, are_streams = require_async(datasets)
+    _refuse_mixes(datasets, "concat() would lose the weights of a mix: mix concatenations instead")
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
@@ -60,34 +65,49 @@ def mix(
     stop: Stop = "first",
     strict: bool = True,
 ) -> Any:
-    """A stream that draws each sample from one of several streams, by weight.
+    """Several datasets as one that draws each sample from one of them, by weight.
 
-    The choice of streams depends only on `seed` and the epoch, so all ranks make the same one; if each stream gives
-    every rank the same number of samples, so does the mix. A dataset that occurs twice is shuffled differently the
-    second time. `repeat` those that are to start again whatever `stop` is.
+    All datasets are streams, or all are map-style. Each rank draws for itself, so that the batches
+    of a step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw
+    the same. A dataset that occurs twice is shuffled differently the second time.
+
+    **Streams** are drawn from at random. Ranks may get different numbers of samples, unless the
+    streams are endless (`repeat`). Below `split` all ranks draw alike.
+
+    **Map-style datasets** are mixed by arithmetic: the mix is their concatenation, with an order
+    that a loader takes if it has no `sampler=`. At any position of the order, over all ranks,
+    each dataset has been drawn as often as its weight says, to within a few samples; indexed
+    datasets are drawn in rows of up to 192. Ranks get the same number of samples, any number of
+    ranks can continue, and `batch_at`, `samples_at` and `exclude` work. Other loaders see the
+    concatenation.
 
     Args:
-        datasets: streams, at least one; as a dict with names, by which states and reports know them.
-        weights: how often each is drawn from; they need not add up to 1. A dict for a dict of streams. Or a schedule:
-            a list of ``(step, weights)`` that ascends from step 0, or a function of the step, called every 1,024
-            steps. Steps are samples of this mix so far, those that raised an error included. Weights in a schedule may
-            be zero.
-        temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1, more evenly above.
+        datasets: at least one; as a dict with names, by which states and reports know them.
+        weights: how often each is drawn from; they need not add up to 1. A dict for a dict of
+            datasets. Or a schedule: a list of ``(step, weights)`` that ascends from step 0; of
+            streams also a function of the step, called every 1,024 steps. A step is one sample of
+            the mix, not a batch; samples that raised an error count. Of map-style datasets, and
+            of streams below `split`, steps count the samples of all ranks; of other streams the
+            samples of each rank. Weights in a schedule may be zero.
+        temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1,
+            more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-        stop: ``"first"``: the mix ends when a stream that is drawn has ended.
-            ``"all"``: a stream that has ended starts again, in another order if headrace shuffles it,
-            until every stream with a weight, now or later, has ended once.
+        stop: ``"first"``: the mix ends when a dataset that is drawn has ended.
+            ``"all"``: a dataset that has ended starts again, in another order if it is shuffled,
+            until every dataset with a weight, now or later, has ended once.
             A stream that ends without a sample is not drawn from any more.
-            ``"once"``: a stream that has ended is not drawn from any more, and the mix ends with the
-            last stream that has a weight.
-        strict: whether a state that was saved with other streams or weights is an error. Otherwise the mix continues
-            with those of now, and logs what has changed: streams are matched by name, or else by position, and new
-            ones start.
+            ``"once"``, of streams: a stream that has ended is not drawn from any more, and the mix
+            ends with the last stream that has a weight.
+        strict: whether a state that was saved with other streams or weights is an error. Otherwise
+            the mix continues with those of now, and logs what has changed: streams are matched by
+            name, or else by position, and new ones start. States of map-style datasets are strict.
 
     Raises:
-        ValueError: a weight is not positive, there is not one for each stream, steps do not ascend from 0, or another
-            argument is unknown.
-        TypeError: a dataset is not an async stream.
+        ValueError: a weight is not positive, there is not one for each dataset, steps do not
+            ascend from 0, a map-style dataset is empty, or another argument is unknown or only
+            for streams.
+        TypeError: a dataset is not async; they are of two kinds; a map-style one is itself a mix,
+            or the weights of map-style datasets are a function.
 
     Example:
         >>> async def a():
@@ -103,13 +123,13 @@ def mix(
     """
     named = datasets if isinstance(datasets, Mapping) else {str(number): each for number, each in enumerate(datasets)}
     names = list(named)
-    streams, are_streams = require_async([*named.values()])
-    if not are_streams:
-        raise TypeError("mix() draws from streams; of map-style datasets, give a weighted sampler concat(...)")
+    parts, are_streams = require_async([*named.values()])
     if stop not in get_args(Stop) or not temperature > 0:
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
+    if callable(weights) and not are_streams:
+        raise TypeError("weights of map-style datasets are a list of (step, weights), no function")
     if callable(weights):
         schedule = functools.update_wrapper(functools.partial(weights_at, weights), weights)
     elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
@@ -122,17 +142,24 @@ def mix(
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
     said = function_name(weights) if callable(weights) else shorten(repr(weights))
-    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
     seed = checked_seed(seed)
+    names = [*map(str, names)]
+    if not are_streams:
+        if stop == "once" or not strict:
+            raise ValueError('stop="once" and strict=False are for streams, not map-style datasets')
+        shown = f"{said}, seed={seed}, stop={stop!r}"
+        return _MixedParts(parts, names, schedule, shown, seed, stop)
+    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
     return OperatedStream(
-        tuple(streams),
+        tuple(parts),
         f"mix({{}}, {said}, seed={seed}, stop={stop!r})",
         Mix,
-        names=[*map(str, names)],
+        names=names,
         weights=schedule,
         stop=str(stop),
         strict=strict,
         seed=seed,
+        ranks=RankChoice(None, None),
     )
 
 
@@ -150,6 +177,52 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
         raise ValueError(f"weights={weights!r} must be {expected}")
     largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
     return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
+
+
+def _refuse_mixes(datasets: Iterable[object], why: str) -> None:
+    """Raise `TypeError` where a part of the datasets is a mix of map-style datasets."""
+    for part in itertools.chain.from_iterable(map(walk_datasets, datasets)):
+        if isinstance(part, _MixedParts):
+            raise TypeError(f"{why}. It was {part!r}")
+
+
+class _MixedParts(IndexedParts):
+    """A mix of map-style datasets: their concatenation, with an order for loaders."""
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        names: Sequence[str],
+        schedule: Sequence[tuple[int, Sequence[float]]],
+        shown: str,
+        seed: int | None,
+        stop: Literal["first", "all"],
+    ) -> None:
+        _refuse_mixes(sources, "mix() of a mix: give one mix() all datasets and weights multiplied")
+        super().__init__(sources)
+        self.names = names
+        self._schedule = schedule
+        self._shown = shown
+        self._seed = seed
+        self._stop = stop
+        for number, source in enumerate(sources):
+            if not len(source) and any(weights[number] for _, weights in schedule):
+                what = f"dataset {names[number]!r} of the mix has no samples"
+                raise ValueError(f"{what}: leave out {dataset_repr(source)}")
+
+    def __repr__(self) -> str:
+        return f"mix([{', '.join(map(dataset_repr, self.sources))}], {self._shown})"
+
+    def _make_sampler(self, dataset: Sized, *, shuffle: bool, seed: int) -> MixSampler:
+        """The sampler of a loader: of its `dataset`, this one or one that is made of it."""
+        sources = []
+        for name, source in zip(self.names, self.sources, strict=True):
+            sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
+        plan = MixPlan(sources, self._schedule, self._stop)
+        known = [tuple(source) for source in sources]
+        order_of = f"mix of {known}, {self._schedule}, stop={self._stop!r}"
+        seed = seed if self._seed is None else self._seed
+        return MixSampler(dataset, plan, order_of=order_of, shuffle=shuffle, seed=seed)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

@@ -8,8 +8,10 @@ import math
 import re
 
 import pytest
+import torch
 
 import headrace as hr
+from headrace._core.streams.kinds import ranks_differ
 from headrace._core.streams.resumable import start_stream
 from tests.unit.streams.reading import Count, outcomes
 
@@ -95,6 +97,88 @@ def test_report_and_state_have_the_samples_of_each_stream():
         assert f"({of_web}), code " in str(loader.report())
         list(loader)
         assert sum(loader.report().mixed.values()) > 900
+
+
+# Ranks
+
+
+def on_rank(monkeypatch, rank, ranks):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+
+
+def test_each_rank_draws_for_itself_and_again_the_same(monkeypatch):
+    def sources(rank, ranks):
+        on_rank(monkeypatch, rank, ranks)
+        samples = list(mix([3, 1], seed=5).take(400))
+        return [sample // 10_000 for sample in samples]
+
+    steps = [*zip(*(sources(rank, 64) for rank in range(64)), strict=True)]
+    assert all(4 <= sum(step) <= 34 for step in steps), "of 64 ranks a quarter draws from the second stream"
+    assert sources(63, 64) == [step[63] for step in steps]
+    on_rank(monkeypatch, 0, 1)
+    assert sources(0, 1) == [step[0] for step in steps]
+
+
+@pytest.mark.parametrize("inside", [lambda stream: stream, lambda stream: stream.shuffle(7)])
+def test_ranks_that_share_a_mix_draw_alike(monkeypatch, inside):
+    def samples(rank, ranks):
+        on_rank(monkeypatch, rank, ranks)
+        return list(inside(mix([3, 1], length=150, stop="once")).split())
+
+    of_ranks = [samples(rank, 3) for rank in range(3)]
+    assert sorted(itertools.chain(*of_ranks)) == [*range(150), *range(10_000, 10_150)]
+    dealt = list(itertools.chain(*zip(*of_ranks, strict=True)))
+    assert dealt == samples(0, 1)
+
+
+def test_workers_of_a_torch_loader_read_a_shared_mix_once(monkeypatch):
+    on_rank(monkeypatch, 1, 2)
+    expected = list(mix([1, 1], length=40).split())
+    for workers in (0, 2):
+        loader = torch.utils.data.DataLoader(mix([1, 1], length=40).split(), batch_size=None, num_workers=workers)
+        found = sorted(loader)
+        assert len(found) <= len(expected)
+        assert len({*found}) == len(found)
+
+
+async def test_state_continues_the_draws_of_its_rank(monkeypatch):
+    on_rank(monkeypatch, 3, 8)
+    iterator = start_stream(mix([2, 1]).take(300))
+    begun = [await anext(iterator) for _ in range(100)]
+    state = json.loads(json.dumps(iterator.state_dict()))
+    rest = [sample async for sample in iterator]
+    on_rank(monkeypatch, 5, 8)
+    restored = start_stream(mix([2, 1]).take(300))
+    restored.load_state_dict(state)
+    assert [sample async for sample in restored] == rest
+    on_rank(monkeypatch, 3, 8)
+    assert list(mix([2, 1]).take(300)) == begun + rest
+
+
+@pytest.mark.filterwarnings("ignore:each of 2 ranks reads all")
+def test_a_step_of_another_rank_is_computed(monkeypatch):
+    batches = []
+    for rank in range(2):
+        on_rank(monkeypatch, rank, 2)
+        with hr.DataLoader(mix([1, 1]).take(60), batch_size=10, seed=1, collate_fn=list) as loader:
+            batches.append(list(loader))
+    assert batches[0] != batches[1]
+    with hr.DataLoader(mix([1, 1]).take(60), batch_size=10, seed=1, collate_fn=list) as loader:
+        assert loader.batch_at(0, 4, rank=0) == batches[0][4]
+
+
+def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
+    endless = Count(9).map(abs).repeat()
+    for stop, parts, differ in (
+        ("first", [endless, endless.shuffle(3)], False),
+        ("first", [endless, Count(9)], True),
+        ("all", [endless, Count(9)], False),
+        ("all", [Count(9), Count(9)], True),
+    ):
+        assert ranks_differ(hr.mix(parts, [1, 1], stop=stop)) is differ
+    assert ranks_differ(hr.mix([endless, endless], [1, 1]).take(5)) is False
+    assert ranks_differ(hr.mix([Count(9)], [1]).split()) is False
 
 
 @pytest.mark.parametrize(

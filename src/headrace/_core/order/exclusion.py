@@ -10,6 +10,7 @@ import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.order.blocks import BlockOrder
+from headrace._core.order.mixes import MixOrder
 from headrace._core.permutation import BLOCK, Permutation
 
 ALL_EPOCHS = (1 << 63) - 1
@@ -73,7 +74,7 @@ class OrderWithout:
 
 def taken(order: BaseOrder, positions: range | IntArray) -> Iterator[IntArray]:
     """The indices at ascending positions of an order, in blocks."""
-    if isinstance(order, BlockOrder):
+    if isinstance(order, BlockOrder | MixOrder):
         yield from order.at(positions)
         return
     for first in range(0, len(positions), BLOCK):
@@ -81,6 +82,6 @@ def taken(order: BaseOrder, positions: range | IntArray) -> Iterator[IntArray]:
         yield part if isinstance(order, range) else order[part]
 
 
-BaseOrder: TypeAlias = Permutation | BlockOrder | range
+BaseOrder: TypeAlias = Permutation | BlockOrder | MixOrder | range
 Order: TypeAlias = BaseOrder | OrderWithout
 """An order of the samples of one epoch, over all ranks."""

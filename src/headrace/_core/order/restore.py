@@ -103,10 +103,11 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
         elif _may_wait_for_ever(spec):
             warn_user(
-                f"the {rank.world_size} ranks may get different numbers of batches, since each reads shards of its "
-                f"own, or a filter, pack or batch_by_tokens comes last: training then waits for ever at the end of an "
-                f"epoch. Use coordinated=True, apply .split() or .repeat() last, or read the shards by an index "
-                f"(headrace.TarDataset.index(...))"
+                f"the {rank.world_size} ranks may get different numbers of batches, since each "
+                f"reads shards of its own or draws from a mix, or a filter, pack or "
+                f"batch_by_tokens comes last: training then waits for ever at the end of an epoch. "
+                f"Use coordinated=True, apply .split() or .repeat() last, or read the shards by an "
+                f"index (headrace.TarDataset.index(...))"
             )
 
 

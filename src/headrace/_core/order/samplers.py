@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
+from headrace._core.order.mixes import MixOrder, MixPlan
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
+from headrace._core.streams.kinds import blocks_of
 from headrace._core.text import warn_user, whole_number
 
 
@@ -229,6 +232,35 @@ class BlockSampler(RankSampler):
         return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch, shuffle=self.shuffle)
 
 
+class MixSampler(RankSampler):
+    """The order of a mix, dealt to the ranks; what cannot be divided among them is dropped.
+
+    Attributes:
+        order_of: sources, weights and end of the mix; in the loader's state.
+    """
+
+    def __init__(self, dataset: Sized, plan: MixPlan, *, order_of: str, shuffle: bool, seed: int) -> None:
+        super().__init__(dataset, shuffle=shuffle, seed=seed, drop_last=True)
+        self._plan = plan
+        self._length = plan.length
+        self.order_of = order_of
+
+    @property
+    def samples_ahead(self) -> int:
+        """A rank's samples of two groups of blocks of each source; 0 without blocks."""
+        blocks = (source.blocks for source in self._plan.sources)
+        samples = sum(each.samples for each in blocks if each is not None)
+        return min(-(-2 * samples // self.num_replicas), self._length)
+
+    def _order(self, epoch: int) -> MixOrder:
+        return MixOrder(self._plan, self.seed, epoch, shuffle=self.shuffle)
+
+    def drawn_before(self, epoch: int, cursor: int) -> dict[str, int]:
+        """How many samples of each source come before a position, exclusions included."""
+        counts = self._order(epoch).drawn_before(self.whole(epoch, cursor))
+        return dict(zip((source.name for source in self._plan.sources), counts, strict=True))
+
+
 class SeededRandomSampler(CursorSampler, RandomSampler):
     """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other."""
 
@@ -269,3 +301,31 @@ class SeededRankSampler(RankSampler):
     def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
         """The sampler with the same order on a single rank."""
         return SeededRandomSampler(self.dataset, seed=self.seed) if self.shuffle else SequentialSampler(self.dataset)
+
+
+def check_mixed(source: Any, sampler: object, batch_sampler: object) -> None:
+    """Warn where one of torch's samplers replaces the order of a mix, as trainers give it."""
+    given = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
+    is_torchs = type(given) in (RandomSampler, SequentialSampler, DistributedSampler)
+    if is_torchs and getattr(source, "_make_sampler", None) is not None:
+        warn_user(
+            f"with {type(given).__name__} a mix is the concatenation of its datasets, and its "
+            f"weights have no effect: leave out sampler= and batch_sampler="
+        )
+
+
+def own_sampler(
+    source: Any, dataset: Sized, *, shuffle: bool, seed: int, generator: torch.Generator | None
+) -> RankSampler | None:
+    """The sampler for a mix or a dataset with blocks; None for any other dataset."""
+    make = getattr(source, "_make_sampler", None)
+    if make is not None:
+        if generator is not None:
+            raise ValueError("the order of a mix follows from weights and seed=: leave out generator=")
+        sampler: RankSampler = make(dataset, shuffle=shuffle, seed=seed)
+        return sampler
+    blocks = blocks_of(source)
+    if blocks is None or generator is not None:
+        return None
+    size, at_once = blocks
+    return BlockSampler(dataset, block_size=size, blocks_at_once=at_once, shuffle=shuffle, seed=seed)

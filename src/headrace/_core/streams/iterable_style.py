@@ -15,6 +15,7 @@ from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
 from headrace._core.streams.kinds import T_co, propagate_epoch
+from headrace._core.streams.mixing import Mix
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
@@ -303,7 +304,14 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.works_on_parts: bool = operator.works_on_parts
         self.ranks_differ: bool = operator.ranks_differ
         self._options = options
-        self.equal_on_ranks = operator is Repeat and options["times"] is None  # without an end
+        self.equal_on_ranks = self.is_endless = self._has_no_end()
+
+    def _has_no_end(self) -> bool:
+        if self._operator is Mix:
+            return (all if self._options["stop"] == "first" else any)(map(_is_endless, self.dataset))
+        if self._operator is Repeat and self._options["times"] is None:
+            return True
+        return self._operator not in (Take, Pipe) and _is_endless(self.dataset)
 
     def __repr__(self) -> str:
         if isinstance(self.dataset, tuple):
@@ -316,6 +324,13 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             options["order"] = self._order_for(options.pop("seed"))
         iterator: AsyncIterator[T_co] = self._operator(self.dataset, **options)
         return iterator
+
+
+def _is_endless(stream: object) -> bool:
+    """Whether a stream is known to have no end."""
+    if isinstance(stream, _SteppedStream):
+        return _is_endless(stream.dataset)
+    return isinstance(stream, OperatedStream) and stream.is_endless
 
 
 class SplitStream(OperatedStream[T_co]):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
@@ -42,11 +43,13 @@ class Mix(StreamOperation[object]):
 
     The weights are ascending pairs of the number of draws from which they hold, and a list; or a function of that
     number, called for each block of random numbers. A dataset that occurs in several streams has another order in each.
+    Each rank draws for itself, so that a step of many ranks has samples of all streams.
     """
 
     operation = "mix"
     options = ("names", "weights", "stop")
-    fields = ("order", "drawn", "over", "gave", "left_out", "passes", "counts")
+    fields = ("order", "rank", "drawn", "over", "gave", "left_out", "passes", "counts")
+    ranks_differ = True
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Mix(StreamOperation[object]):
         stop: Stop,
         strict: bool,
         order: Order,
+        ranks: RankChoice,
     ) -> None:
         super().__init__(None)
         count = len(datasets)
@@ -66,6 +70,7 @@ class Mix(StreamOperation[object]):
         self._stop = stop
         self._strict = strict
         self._order = order
+        self._rank = ranks.shard().in_worker().index  # 0 if the mix is read whole, and divided then
         self._drawn = 0  # numbers
         self._over = False
         self._gave = [False] * count  # whether the current pass of each has given a sample
@@ -92,7 +97,7 @@ class Mix(StreamOperation[object]):
     def _draw(self) -> float:
         block, offset = divmod(self._drawn, _BLOCK)
         if block != self._block:
-            generator = np.random.default_rng(batch_seed(self._order.key(), 0, block))
+            generator = np.random.default_rng(batch_seed(self._order.key(), self._rank, block))
             self._block, self._numbers = block, generator.random(_BLOCK).tolist()
         return self._numbers[offset]
 

@@ -20,10 +20,16 @@ from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.links.select import check_automatic, check_engines
-from headrace._core.order.samplers import SeededRandomSampler, SeededRankSampler, check_mixed, own_sampler
+from headrace._core.order.samplers import (
+    SeededRandomSampler,
+    SeededRankSampler,
+    check_mixed,
+    own_sampler,
+)
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
+from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name
 from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
@@ -147,14 +153,12 @@ class DataLoader(TorchDataLoader[T_co]):
         check_engines(checked["engines"], checked["placement"], kind, workers)
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
-        draws_order = sampler is None and batch_sampler is None and not kind.is_iterable
-        own = None
-        check_mixed(source, sampler, batch_sampler)
-        if draws_order:
-            own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0, generator=generator)
+        check_mixed(source, sampler, batch_sampler, generator)
+        draws_order = sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
+        own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0) if draws_order else None
         if own is not None:
             sampler, shuffle = own, False
-        elif draws_order and shuffle and seed is not None and generator is None:
+        elif draws_order and shuffle and seed is not None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
             sampler = SeededRankSampler(sampler, seed=seed)
@@ -407,7 +411,7 @@ class DataLoader(TorchDataLoader[T_co]):
         from headrace.telemetry.report import make_report
 
         progress = self._control.progress
-        mixed = {} if progress is None else progress.drawn_of_mixes()
+        mixed = {} if progress is None else drawn_of_mixes(progress.streams)
         return make_report(self._control.counters.records(), self._control.sessions.setup(self), mixed)
 
     def close(self) -> None:

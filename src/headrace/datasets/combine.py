@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence, Sized
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from headrace._core.order.mixes import MixPlan, Source
@@ -13,7 +13,7 @@ from headrace._core.order.samplers import MixSampler
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
-from headrace._core.streams.kinds import blocks_of, walk_datasets
+from headrace._core.streams.kinds import blocks_of
 from headrace._core.streams.map_style import IndexedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
@@ -52,7 +52,6 @@ def concat(datasets: Sequence[object]) -> Any:
         (5, 2)
     """
     datasets, are_streams = require_async(datasets)
-    _refuse_mixes(datasets, "concat() would lose the weights of a mix: mix concatenations instead")
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
@@ -128,8 +127,6 @@ def mix(
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
-    if callable(weights) and not are_streams:
-        raise TypeError("weights of map-style datasets are a list of (step, weights), no function")
     if callable(weights):
         schedule = functools.update_wrapper(functools.partial(weights_at, weights), weights)
     elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
@@ -142,17 +139,18 @@ def mix(
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
     said = function_name(weights) if callable(weights) else shorten(repr(weights))
+    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
     seed = checked_seed(seed)
+    shown = f"mix({{}}, {said}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
     if not are_streams:
-        if stop == "once" or not strict:
-            raise ValueError('stop="once" and strict=False are for streams, not map-style datasets')
-        shown = f"{said}, seed={seed}, stop={stop!r}"
+        if callable(weights) or stop == "once" or not strict:
+            what = 'a function as weights=, stop="once" and strict=False are for streams'
+            raise ValueError(f"{what}: of map-style datasets give a list of (step, weights)")
         return _MixedParts(parts, names, schedule, shown, seed, stop)
-    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
     return OperatedStream(
         tuple(parts),
-        f"mix({{}}, {said}, seed={seed}, stop={stop!r})",
+        shown,
         Mix,
         names=names,
         weights=schedule,
@@ -179,13 +177,6 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
     return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
 
 
-def _refuse_mixes(datasets: Iterable[object], why: str) -> None:
-    """Raise `TypeError` where a part of the datasets is a mix of map-style datasets."""
-    for part in itertools.chain.from_iterable(map(walk_datasets, datasets)):
-        if isinstance(part, _MixedParts):
-            raise TypeError(f"{why}. It was {part!r}")
-
-
 class _MixedParts(IndexedParts):
     """A mix of map-style datasets: their concatenation, with an order for loaders."""
 
@@ -198,29 +189,23 @@ class _MixedParts(IndexedParts):
         seed: int | None,
         stop: Literal["first", "all"],
     ) -> None:
-        _refuse_mixes(sources, "mix() of a mix: give one mix() all datasets and weights multiplied")
         super().__init__(sources)
-        self.names = names
+        self._names = names
         self._schedule = schedule
         self._shown = shown
         self._seed = seed
         self._stop = stop
-        for number, source in enumerate(sources):
-            if not len(source) and any(weights[number] for _, weights in schedule):
-                what = f"dataset {names[number]!r} of the mix has no samples"
-                raise ValueError(f"{what}: leave out {dataset_repr(source)}")
 
     def __repr__(self) -> str:
-        return f"mix([{', '.join(map(dataset_repr, self.sources))}], {self._shown})"
+        return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")
 
-    def _make_sampler(self, dataset: Sized, *, shuffle: bool, seed: int) -> MixSampler:
+    def sampler_of_mix(self, dataset: Sized, *, shuffle: bool, seed: int) -> MixSampler:
         """The sampler of a loader: of its `dataset`, this one or one that is made of it."""
         sources = []
-        for name, source in zip(self.names, self.sources, strict=True):
+        for name, source in zip(self._names, self.sources, strict=True):
             sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
+        order_of = f"mix of {[*map(tuple, sources)]}, {self._schedule}, stop={self._stop!r}"
         plan = MixPlan(sources, self._schedule, self._stop)
-        known = [tuple(source) for source in sources]
-        order_of = f"mix of {known}, {self._schedule}, stop={self._stop!r}"
         seed = seed if self._seed is None else self._seed
         return MixSampler(dataset, plan, order_of=order_of, shuffle=shuffle, seed=seed)
 

@@ -30,8 +30,8 @@ class Report(Figures):
             text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
-        mixed: number of samples that `headrace.mix` has drawn from each dataset in this epoch, by name, or else by
-            position; up to where a restored loader reads on, and of all ranks if the mix is split or map-style.
+        mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
+            position; up to where a restored loader reads on, and of all ranks if the mix is split.
         chosen: numbers of workers that ``num_workers="auto"`` has chosen or tried in vain, and why, the oldest first.
     """
 

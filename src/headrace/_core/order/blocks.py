@@ -68,7 +68,7 @@ class BlockOrder:
     def _group(self, number: int, size: int, within: IntArray) -> IntArray:
         lanes, each = self._lanes, -(-size // self._lanes)
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
-        ranges = ranks_of(draws[:lanes])  # which part of the group a lane is
+        ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
         steps, lane = np.divmod(within, lanes)
         own = np.flatnonzero(np.bincount(lane, minlength=lanes))  # the lanes that are asked for
         draws = draws[lanes:].reshape(lanes, each)[own]
@@ -80,7 +80,7 @@ class BlockOrder:
             draws[own >= lanes - shorter, -1] = np.iinfo(np.uint64).max  # comes last, and is not asked for
         row = np.empty(lanes, dtype=np.int64)
         row[own] = np.arange(len(own))
-        block, offset = np.divmod(starts[lane] + ranks_of(draws)[row[lane], steps], self._block_size)
+        block, offset = np.divmod(starts[lane] + _ranks_of(draws)[row[lane], steps], self._block_size)
         indices: IntArray = self._numbers(number)[block] * self._block_size + offset
         return indices
 
@@ -94,7 +94,7 @@ class BlockOrder:
         return self._known[1][start : start + self._lanes]
 
 
-def ranks_of(draws: NDArray[np.uint64]) -> IntArray:
+def _ranks_of(draws: NDArray[np.uint64]) -> IntArray:
     """A random permutation of each row's columns, by sorting random numbers: as `argsort`, in half the time."""
     columns = np.arange(draws.shape[-1], dtype=np.uint64)
     mask = np.uint64((1 << draws.shape[-1].bit_length()) - 1)

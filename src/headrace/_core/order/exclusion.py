@@ -74,7 +74,7 @@ class OrderWithout:
 
 def taken(order: BaseOrder, positions: range | IntArray) -> Iterator[IntArray]:
     """The indices at ascending positions of an order, in blocks."""
-    if isinstance(order, BlockOrder | MixOrder):
+    if isinstance(order, BlockOrder):
         yield from order.at(positions)
         return
     for first in range(0, len(positions), BLOCK):

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
 from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.samplers import MixSampler
 from headrace._core.order.state import LoaderState, Triples, checksum, encoded
 from headrace._core.seeding import batch_seed, random_key
-from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
@@ -95,13 +93,6 @@ class EpochProgress(Iterator[BatchPlan]):
     def streams(self) -> Mapping[int | None, Mapping[str, object]]:
         """The states of the streams there, by their reader."""
         return self._points[-1].loaded_streams()
-
-    def drawn_of_mixes(self) -> Mapping[str, int]:
-        """Samples drawn from each source of mixes: of streams by this rank, of others by all."""
-        computed = self._order.computed
-        if isinstance(computed, MixSampler):
-            return computed.drawn_before(self.epoch, self.state(lag=int(self.over)).cursor)
-        return drawn_of_mixes(self.streams)
 
     def __next__(self) -> BatchPlan:
         before = self._samples

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from headrace._core.order.blocks import BlockOrder
@@ -241,24 +240,18 @@ class MixSampler(RankSampler):
 
     def __init__(self, dataset: Sized, plan: MixPlan, *, order_of: str, shuffle: bool, seed: int) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, drop_last=True)
+        self.order_of = order_of
         self._plan = plan
         self._length = plan.length
-        self.order_of = order_of
 
     @property
     def samples_ahead(self) -> int:
         """A rank's samples of two groups of blocks of each source; 0 without blocks."""
-        blocks = (source.blocks for source in self._plan.sources)
-        samples = sum(each.samples for each in blocks if each is not None)
+        samples = sum(source.blocks.samples for source in self._plan.sources if source.blocks)
         return min(-(-2 * samples // self.num_replicas), self._length)
 
     def _order(self, epoch: int) -> MixOrder:
-        return MixOrder(self._plan, self.seed, epoch, shuffle=self.shuffle)
-
-    def drawn_before(self, epoch: int, cursor: int) -> dict[str, int]:
-        """How many samples of each source come before a position, exclusions included."""
-        counts = self._order(epoch).drawn_before(self.whole(epoch, cursor))
-        return dict(zip((source.name for source in self._plan.sources), counts, strict=True))
+        return MixOrder(self._plan, self.seed, epoch, self.shuffle)
 
 
 class SeededRandomSampler(CursorSampler, RandomSampler):
@@ -303,29 +296,24 @@ class SeededRankSampler(RankSampler):
         return SeededRandomSampler(self.dataset, seed=self.seed) if self.shuffle else SequentialSampler(self.dataset)
 
 
-def check_mixed(source: Any, sampler: object, batch_sampler: object) -> None:
-    """Warn where one of torch's samplers replaces the order of a mix, as trainers give it."""
-    given = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
-    is_torchs = type(given) in (RandomSampler, SequentialSampler, DistributedSampler)
-    if is_torchs and getattr(source, "_make_sampler", None) is not None:
-        warn_user(
-            f"with {type(given).__name__} a mix is the concatenation of its datasets, and its "
-            f"weights have no effect: leave out sampler= and batch_sampler="
-        )
-
-
-def own_sampler(
-    source: Any, dataset: Sized, *, shuffle: bool, seed: int, generator: torch.Generator | None
-) -> RankSampler | None:
+def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> RankSampler | None:
     """The sampler for a mix or a dataset with blocks; None for any other dataset."""
-    make = getattr(source, "_make_sampler", None)
-    if make is not None:
-        if generator is not None:
-            raise ValueError("the order of a mix follows from weights and seed=: leave out generator=")
-        sampler: RankSampler = make(dataset, shuffle=shuffle, seed=seed)
+    if hasattr(source, "sampler_of_mix"):
+        sampler: RankSampler = source.sampler_of_mix(dataset, shuffle=shuffle, seed=seed)
         return sampler
     blocks = blocks_of(source)
-    if blocks is None or generator is not None:
+    if blocks is None:
         return None
     size, at_once = blocks
     return BlockSampler(dataset, block_size=size, blocks_at_once=at_once, shuffle=shuffle, seed=seed)
+
+
+def check_mixed(source: object, *given: Any) -> None:
+    """Warn where a sampler or generator of torch replaces the order of a mix, as trainers do."""
+    for each in given:
+        kind = type(getattr(each, "sampler", each))
+        if kind.__module__.startswith("torch") and hasattr(source, "sampler_of_mix"):
+            warn_user(
+                f"with a {kind.__name__} of torch a mix is the concatenation of its datasets, and its "
+                f"weights have no effect: leave out sampler=, batch_sampler= and generator="
+            )

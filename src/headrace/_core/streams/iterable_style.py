@@ -14,7 +14,7 @@ from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
-from headrace._core.streams.kinds import T_co, propagate_epoch
+from headrace._core.streams.kinds import T_co, children, propagate_epoch
 from headrace._core.streams.mixing import Mix
 from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
@@ -304,14 +304,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.works_on_parts: bool = operator.works_on_parts
         self.ranks_differ: bool = operator.ranks_differ
         self._options = options
-        self.equal_on_ranks = self.is_endless = self._has_no_end()
-
-    def _has_no_end(self) -> bool:
-        if self._operator is Mix:
-            return (all if self._options["stop"] == "first" else any)(map(_is_endless, self.dataset))
-        if self._operator is Repeat and self._options["times"] is None:
-            return True
-        return self._operator not in (Take, Pipe) and _is_endless(self.dataset)
+        self.equal_on_ranks = _is_endless(self)
 
     def __repr__(self) -> str:
         if isinstance(self.dataset, tuple):
@@ -326,11 +319,15 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return iterator
 
 
-def _is_endless(stream: object) -> bool:
+def _is_endless(stream: Any) -> bool:
     """Whether a stream is known to have no end."""
-    if isinstance(stream, _SteppedStream):
-        return _is_endless(stream.dataset)
-    return isinstance(stream, OperatedStream) and stream.is_endless
+    operator = getattr(stream, "_operator", None)
+    if operator in (Take, Pipe):
+        return False
+    if operator is Repeat and stream._options["times"] is None:
+        return True
+    has_to_end = all if operator is Mix and stream._options["stop"] == "first" else any
+    return has_to_end(map(_is_endless, children(stream)))
 
 
 class SplitStream(OperatedStream[T_co]):

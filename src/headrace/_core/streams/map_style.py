@@ -28,6 +28,7 @@ from headrace._core.streams.kinds import (
     capabilities_by_methods,
     fetch_all,
     sample_key,
+    walk_datasets,
 )
 from headrace._core.text import check_function, dataset_repr, function_name, short_repr
 from headrace.errors import ShardError
@@ -227,6 +228,12 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
+        for part in itertools.chain.from_iterable(map(walk_datasets, self.sources)):
+            if hasattr(part, "sampler_of_mix"):
+                raise TypeError(
+                    f"{part!r} as a part of another dataset would lose its weights: mix last, and "
+                    f"give one mix() all datasets and weights multiplied"
+                )
         self._ends = list(itertools.accumulate(map(len, self.sources)))
         # A mapped dataset has no classes: its function may have changed the labels.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}

@@ -1,9 +1,10 @@
 """The order of a mix of map-style datasets, one row after the other: the specification of `hr.mix`.
 
-An epoch is written as rows. A row has as many lanes as blocks are read side by side, and all its samples are of one
-source; without blocks a row is one sample. `hr.mix` computes any position of it by arithmetic.
+A row is one sample of each lane. There are as many lanes as blocks are read side by side; without blocks, one lane.
+`hr.mix` computes any position of the order by arithmetic.
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -12,7 +13,8 @@ import struct
 import headrace as hr
 
 WINDOW = 8  # rows
-FEWEST_ROWS = 16  # of the rarest source
+FEWEST_ROWS = 64  # of the shortest source
+SHARES = 1 << 30
 
 
 def derived(seed, first, second):
@@ -21,125 +23,98 @@ def derived(seed, first, second):
     return int.from_bytes(digest, "little")
 
 
-def drawn_at(position, key):
-    """A random number for a position: splitmix64."""
-    mask = (1 << 64) - 1
-    value = (position + key) * 0x9E3779B97F4A7C15 & mask
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
-    return value ^ value >> 31
+def divided(rows, weights):
+    """How many of the first rows are of each source: of the most frequent source, then of others in what is left."""
+    scale = SHARES / math.fsum(weights)
+    shares = [(max(1, round(weight * scale)), source) for source, weight in enumerate(weights) if weight]
+    total, counts = sum(share for share, _ in shares), [0] * len(weights)
+    for share, source in sorted(shares, reverse=True):
+        counts[source] = (rows * share + total // 2) // total
+        rows -= counts[source]
+        total -= share
+    return counts
 
 
-def sequence(weights):
-    """Sources for ever, each as often as its weight says. The two rarest parts become one part, until one is left."""
-    total = math.fsum(weight / max(weights) for weight in weights)
-    parts = []
-    for source, weight in enumerate(weights):
-        if weight:
-            share = max(1, round(weight / max(weights) / total * (1 << 30)))
-            parts.append((share, source, itertools.repeat(source)))
-    for number in itertools.count(len(weights)):
-        parts.sort(key=lambda part: part[:2])
-        if len(parts) == 1:
-            return parts[0][2]
-        (rare, _, rarely), (frequent, _, often), *parts = parts
-        both = rare + frequent
-        parts.append((both, number, alternated(often, rarely, frequent, both)))
-
-
-def alternated(often, rarely, frequent, both):
-    """Two sequences as one. Of the first n, the rounded ``n * frequent / both`` are of the first sequence."""
-    for number in itertools.count(1):
-        before = ((number - 1) * frequent + both // 2) // both
-        with_this = (number * frequent + both // 2) // both
-        yield next(often if with_this > before else rarely)
+def sequence(weights, lane):
+    """The sources of a lane, for ever. Each lane begins at another place."""
+    first = hr.Permutation(SHARES // WINDOW, 0)[lane] * WINDOW if lane else 0
+    for now, then in itertools.pairwise(divided(row, weights) for row in itertools.count(first)):
+        (source,) = (source for source in range(len(weights)) if then[source] > now[source])
+        yield source
 
 
 class Mix:
-    """The rows of a mix: `pieces` of equal weights, each a list of rows; a row is a source, its row and its lanes."""
+    """The rows of a mix, in pieces of equal weights; a row is a list of sources, one for each lane."""
 
     def __init__(self, lengths, blocks, schedule, stop):
-        self.lengths, self.blocks, self.schedule, self.stop = lengths, blocks, schedule, stop
-        self._write_rows(1)
-        lanes = min((each["blocks_at_once"] for each in blocks if each), default=1)
-        if lanes > 1:
-            rows = list(itertools.chain(*self.pieces))
-            counts = [sum(row[0] == source for row in rows) for source in range(len(lengths))]
-            most = min(count for count in counts if count) // FEWEST_ROWS
-            if most < lanes:  # 3, 6, 12, 24, ...
-                lanes = max([size for size in (3 << power for power in range(30)) if size <= most] or [max(1, most)])
-            self._write_rows(lanes)
-
-    def _write_rows(self, lanes):
-        self.lanes, self.pieces = lanes, []
-        counts = [0] * len(self.lengths)  # rows of each source
-        starts = {-(-step // lanes): weights for step, weights in self.schedule}
-        number = 0
-        while True:
-            if number in starts:
-                sources = sequence(starts[number])
+        self.lengths, self.blocks, self.stop, self.pieces = lengths, blocks, stop, []
+        self.lanes = min((each["blocks_at_once"] for each in blocks if each), default=1)
+        has_weight = map(any, zip(*(weights for _, weights in schedule), strict=True))
+        shortest = min(itertools.compress(lengths, has_weight))
+        while self.lanes > 1 and shortest < self.lanes * FEWEST_ROWS:
+            self.lanes //= 2
+        self.starts = {-(-step // self.lanes): weights for step, weights in schedule}
+        self.left = [[len(range(lane, size, self.lanes)) for size in lengths] for lane in range(self.lanes)]
+        for number in itertools.count():
+            if stop == "all" and not self._is_awaited(number):
+                return
+            if number in self.starts:
+                sequences = [sequence(self.starts[number], lane) for lane in range(self.lanes)]
                 self.pieces.append([])
-            now = max(start for start in starts if start <= number)
-            to_come = [weights for start, weights in starts.items() if start >= now]
-            awaited = [
-                count * lanes < length and any(weights[source] for weights in to_come)
-                for source, (count, length) in enumerate(zip(counts, self.lengths, strict=True))
-            ]
-            if self.stop == "all" and not any(awaited):
-                return self._cut_last_row(counts)
-            source = next(sources)
-            samples = self.lengths[source] - counts[source] * lanes
-            if self.stop == "first" and samples < lanes:
-                self.pieces[-1].append((source, counts[source], samples))
-                return None
-            self.pieces[-1].append((source, counts[source], lanes))
-            counts[source] += 1
-            number += 1
+            row = [next(each) for each in sequences]
+            for left, source in zip(self.left, row, strict=True):
+                left[source] -= 1
+            if stop == "first" and min(map(min, self.left)) < 0:
+                return
+            self.pieces[-1].append(row)
 
-    def _cut_last_row(self, counts):
-        """The epoch ends with the last sample of the last source, if that source has ended in the last row."""
-        rows = self.pieces[-1] or self.pieces[-2]
-        source, row, _ = rows[-1]
-        if row * self.lanes < self.lengths[source] <= counts[source] * self.lanes:
-            rows[-1] = (source, row, self.lengths[source] - row * self.lanes)
+    def _is_awaited(self, row):
+        """Whether a source has not ended, and has a weight in this row or later."""
+        now = max(start for start in self.starts if start <= row)
+        to_come = [weights for start, weights in self.starts.items() if start >= now]
+        return any(
+            left > 0 and any(weights[source] for weights in to_come)
+            for of_lane in self.left
+            for source, left in enumerate(of_lane)
+        )
 
     def order(self, seed, epoch, *, shuffle):
         """The indices of an epoch: of the datasets one after the other."""
-        key = derived(seed, epoch if shuffle else 0, 3)
-        indices, first = [], 0
+        turns = hr.Permutation(2**60, derived(seed, epoch if shuffle else 0, 3))
+        counts = [[0] * len(self.lengths) for _ in range(self.lanes)]
+        orders = functools.cache(functools.partial(self._order_of, seed, epoch, shuffle))
+        indices, number = [], 0
         for piece in self.pieces:
             for start in range(0, len(piece), WINDOW):
-                indices += self._window(piece[start : start + WINDOW], first + start, key, seed, epoch, shuffle)
-            first += len(piece)
+                window = piece[start : start + WINDOW]
+                columns = [
+                    turned(column, turns[number * self.lanes + lane])
+                    for lane, column in enumerate(zip(*window, strict=True))
+                ]
+                for row in zip(*columns, strict=True):
+                    for lane, source in enumerate(row):
+                        passed, index = divmod(counts[lane][source] * self.lanes + lane, self.lengths[source])
+                        indices.append(sum(self.lengths[:source]) + int(orders(source, passed)[index]))
+                        counts[lane][source] += 1
+                number += len(window)
         return indices
 
-    def _window(self, rows, first, key, seed, epoch, shuffle):
-        """In each lane the sources are permuted, and the rows of each source stay in turn."""
-        columns = []
-        for lane in range(self.lanes):
-            own = [number for number, (_, _, lanes) in enumerate(rows) if lane < lanes]
-            draws = {number: drawn_at((first + number) * self.lanes + lane, key) >> 4 for number in own}
-            permuted = [rows[number][0] for number in sorted(own, key=lambda number: (draws[number], number))]
-            left = {source: [row for row in rows if row[0] == source] for source in permuted}
-            columns.append([(source, left[source].pop(0)[1] * self.lanes + lane) for source in permuted])
-        steps = itertools.zip_longest(*columns)
-        drawn = [cell for step in steps for cell in step if cell is not None]
-        return [self._index(source, number, seed, epoch, shuffle) for source, number in drawn]
-
-    def _index(self, source, number, seed, epoch, shuffle):
-        length = self.lengths[source]
-        index = number % length
-        if shuffle:
-            index = self._pass(source, derived(seed, source, number // length), epoch)[index]
-        return sum(self.lengths[:source]) + int(index)
-
-    def _pass(self, source, seed, epoch):
-        """A random order of a source."""
+    def _order_of(self, seed, epoch, shuffle, source, passed):
+        """The order of one pass of a source."""
         blocks, length = self.blocks[source], self.lengths[source]
+        own_seed = derived(seed, source, passed)
+        if not shuffle:
+            return range(length)
         if not blocks:
-            return hr.Permutation(length, seed, epoch)
+            return hr.Permutation(length, own_seed, epoch)
         at_once = blocks["blocks_at_once"] // self.lanes * self.lanes
-        options = {**blocks, "blocks_at_once": at_once, "seed": seed}
+        options = {**blocks, "blocks_at_once": at_once, "seed": own_seed}
         sampler = hr.BlockShuffleSampler(length, **options, rank=0, world_size=1)
         sampler.set_epoch(epoch)
         return list(sampler)
+
+
+def turned(column, turn):
+    """The sources of a window and lane in another order, so that ranks draw independently of each other."""
+    slots = sorted(column)
+    return [slots[(step * 11 + turn) % len(slots)] for step in range(len(slots))]

@@ -49,7 +49,7 @@ def _drawn_by(transform):
 
 
 @functools.cache
-def random_numbers(transform, seed, epoch, count=256):
+def random_numbers(transform, seed, epoch, count=512):
     """For each position what a transform draws, alone in a batch; of process generators, several times in turn."""
     here = place_of_program()
     parts.as_rank(0, 1)

@@ -150,7 +150,7 @@ def dataset_of(case):
         "mixed": f"mix([Numbers({text}), RangedNumbers(7).map(tenfold)], [2, 1])",
         "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
         'stop="all")',
-        "mixed, blocks": f'mix({{"a": IndexedNumbers({text}), "b": IndexedNumbers(99)}}, {{"a": 5, "b": 3}})',
+        "mixed, blocks": f'mix({{"a": IndexedNumbers({text}), "b": IndexedNumbers(200)}}, {{"a": 5, "b": 3}})',
     }
     if case.data in mixes:
         return mixes[case.data]
@@ -163,7 +163,7 @@ def dataset_of(case):
 
 
 def length_of(case):
-    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 99}.get(case.data, 0)
+    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 200}.get(case.data, 0)
 
 
 def order_of(case, life):
@@ -476,7 +476,7 @@ def _data(case):
     if case.is_stream:
         return {"order": "sequential", "excluded": False, "size": min(case.size, 13)}
     if case.data in MIXES:
-        size = 99 + case.size if case.data == "mixed, blocks" else max(5, case.size)
+        size = 200 + case.size if case.data == "mixed, blocks" else max(5, case.size)
         return {"operations": (), "size": size, "generator": False}
     return {"operations": (), "size": max(1, case.size) if case.order != "sequential" else case.size}
 

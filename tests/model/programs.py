@@ -150,7 +150,7 @@ def dataset_of(case):
         "mixed": f"mix([Numbers({text}), RangedNumbers(7).map(tenfold)], [2, 1])",
         "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
         'stop="all")',
-        "mixed, blocks": f'mix({{"a": IndexedNumbers({text}), "b": IndexedNumbers(200)}}, {{"a": 5, "b": 3}})',
+        "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [5, 3])",
     }
     if case.data in mixes:
         return mixes[case.data]

@@ -9,6 +9,7 @@ and leave the program's own random generators alike. Only public names of headra
 - random numbers are read from the simplest loader: they depend on seed, epoch and position, and on nothing else.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -169,13 +170,11 @@ def concat(datasets):
 
 def mix(datasets, weights, *, seed=None, stop="first"):
     """Streams: each rank draws each sample from one of them. Map-style datasets: an order that is computed."""
-    parts = list(datasets.values()) if isinstance(datasets, dict) else datasets
-    if isinstance(parts[0], Stream):
-        return mix_of_streams(parts, weights, seed, stop)
-    mixed = concat(parts)
-    mixed.parts, mixed.seed, mixed.stop = parts, seed, stop
-    schedule = weights if not isinstance(weights, dict) and isinstance(weights[0], tuple) else [(0, weights)]
-    mixed.schedule = [(step, list(each.values()) if isinstance(each, dict) else each) for step, each in schedule]
+    if isinstance(datasets[0], Stream):
+        return mix_of_streams(datasets, weights, seed, stop)
+    mixed = concat(datasets)
+    schedule = weights if isinstance(weights[0], tuple) else [(0, weights)]
+    mixed.sampler = functools.partial(MixSampler, datasets, schedule, stop, seed)
     return mixed
 
 
@@ -310,17 +309,11 @@ class BlockShuffleSampler(ComputedOrder):
 class MixSampler(ComputedOrder):
     drop_last = True
 
-    def __init__(self, mixed, *, shuffle, seed):
-        lengths = [len(part) for part in mixed.parts]
-        blocks = [getattr(part, "blocks", None) if shuffle else None for part in mixed.parts]
-        self.mix = mixes.Mix(lengths, blocks, mixed.schedule, mixed.stop)
-        self.shuffle, self.seed = shuffle, seed if mixed.seed is None else mixed.seed
-        self.orders = {}  # by epoch
-
-    def whole(self, epoch):
-        if epoch not in self.orders:
-            self.orders[epoch] = self.mix.order(self.seed, epoch, shuffle=self.shuffle)
-        return self.orders[epoch]
+    def __init__(self, datasets, schedule, stop, own_seed, *, shuffle, seed):
+        blocks = [part.blocks if shuffle else None for part in datasets]
+        mix = mixes.Mix([*map(len, datasets)], blocks, schedule, stop)
+        self.shuffle, self.seed = shuffle, seed if own_seed is None else own_seed
+        self.whole = functools.cache(functools.partial(mix.order, self.seed, shuffle=shuffle))
 
 
 class Position(NamedTuple):
@@ -363,8 +356,8 @@ class DataLoader:
     def _choose_order(self, shuffle, sampler):
         if isinstance(sampler, ComputedOrder):
             self.order = sampler
-        elif sampler is None and hasattr(self.dataset, "schedule"):
-            self.order = MixSampler(self.dataset, shuffle=bool(shuffle), seed=self.seed or 0)
+        elif sampler is None and hasattr(self.dataset, "sampler"):
+            self.order = self.dataset.sampler(shuffle=bool(shuffle), seed=self.seed or 0)
         elif sampler is None and getattr(self.dataset, "blocks", None) and not self.generator:
             options = {**self.dataset.blocks, "seed": self.seed or 0}
             self.order = BlockShuffleSampler(self.dataset, shuffle=shuffle, **options)

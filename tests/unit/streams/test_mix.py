@@ -8,7 +8,6 @@ import math
 import re
 
 import pytest
-import torch
 
 import headrace as hr
 from headrace._core.streams.kinds import ranks_differ
@@ -130,16 +129,6 @@ def test_ranks_that_share_a_mix_draw_alike(monkeypatch, inside):
     assert sorted(itertools.chain(*of_ranks)) == [*range(150), *range(10_000, 10_150)]
     dealt = list(itertools.chain(*zip(*of_ranks, strict=True)))
     assert dealt == samples(0, 1)
-
-
-def test_workers_of_a_torch_loader_read_a_shared_mix_once(monkeypatch):
-    on_rank(monkeypatch, 1, 2)
-    expected = list(mix([1, 1], length=40).split())
-    for workers in (0, 2):
-        loader = torch.utils.data.DataLoader(mix([1, 1], length=40).split(), batch_size=None, num_workers=workers)
-        found = sorted(loader)
-        assert len(found) <= len(expected)
-        assert len({*found}) == len(found)
 
 
 async def test_state_continues_the_draws_of_its_rank(monkeypatch):

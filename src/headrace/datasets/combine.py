@@ -64,21 +64,21 @@ def mix(
     stop: Stop = "first",
     strict: bool = True,
 ) -> Any:
-    """Several datasets as one that draws each sample from one of them, by weight.
+    """Several datasets as one: each sample is drawn by weight.
 
-    All datasets are streams, or all are map-style. Each rank draws for itself, so that the batches
-    of a step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw
-    the same. A dataset that occurs twice is shuffled differently the second time.
+    All datasets are streams, or all are map-style. Each rank draws for itself: the batches of a
+    step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw the same.
+    A dataset that occurs twice is shuffled differently the second time.
 
     **Streams** are drawn from at random. Ranks may get different numbers of samples, unless the
     streams are endless (`repeat`). Below `split` all ranks draw alike.
 
-    **Map-style datasets** are mixed by arithmetic: the mix is their concatenation, with an order
-    that a loader takes if it has no `sampler=`. At any position of the order, over all ranks,
-    each dataset has been drawn as often as its weight says, to within a few samples; indexed
-    datasets are drawn in rows of up to 192. Ranks get the same number of samples, any number of
-    ranks can continue, and `batch_at`, `samples_at` and `exclude` work. Other loaders see the
-    concatenation.
+    **Map-style datasets** are mixed by arithmetic: the mix is the concatenation of the datasets, and
+    a loader without `sampler=` takes an order by weight. At every position, over all ranks, each
+    dataset was drawn as often as its weight says, to within a few samples; of indexed datasets to
+    within about 3 times the square root of the blocks side by side. Ranks get the same number of
+    samples, any number of ranks can continue, and `batch_at`, `samples_at` and `exclude` work.
+    Other loaders, and loaders with another sampler, see the concatenation.
 
     Args:
         datasets: at least one; as a dict with names, by which states and reports know them.
@@ -94,6 +94,8 @@ def mix(
         stop: ``"first"``: the mix ends when a dataset that is drawn has ended.
             ``"all"``: a dataset that has ended starts again, in another order if it is shuffled,
             until every dataset with a weight, now or later, has ended once.
+            For each block that is read side by side, ``"first"`` may end 2 samples earlier, and
+            ``"all"`` 2 samples later: 3 % of the dataset at most.
             A stream that ends without a sample is not drawn from any more.
             ``"once"``, of streams: a stream that has ended is not drawn from any more, and the mix
             ends with the last stream that has a weight.
@@ -103,10 +105,9 @@ def mix(
 
     Raises:
         ValueError: a weight is not positive, there is not one for each dataset, steps do not
-            ascend from 0, a map-style dataset is empty, or another argument is unknown or only
-            for streams.
-        TypeError: a dataset is not async; they are of two kinds; a map-style one is itself a mix,
-            or the weights of map-style datasets are a function.
+            ascend from 0, or another argument is unknown or only for streams. A loader raises it
+            if a map-style dataset with a weight is empty.
+        TypeError: a dataset is not async; they are of two kinds; a map-style dataset is itself a mix.
 
     Example:
         >>> async def a():

@@ -155,7 +155,9 @@ class DataLoader(TorchDataLoader[T_co]):
         shown = torch_readable(dataset, kind)
         check_mixed(source, sampler, batch_sampler, generator)
         draws_order = sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
-        own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0) if draws_order else None
+        own = None
+        if draws_order:
+            own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0)
         if own is not None:
             sampler, shuffle = own, False
         elif draws_order and shuffle and seed is not None:

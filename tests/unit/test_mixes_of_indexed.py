@@ -147,10 +147,8 @@ def test_schedule_changes_the_weights_at_its_steps(lanes):
     [
         ([(0, [2, 1])], "first", [30, 15]),
         ([(0, [1, 3])], "all", [30, 90]),
-        ([(0, [1, 0])], "all", [30, 0]),
         ([(0, [1, 1]), (10, [1, 0])], "all", [30, 5]),
         ([(0, [1, 0]), (40, [0, 1])], "all", [40, 40]),
-        ([(0, [1, 0]), (10, [0, 1]), (20, [1, 0])], "first", [30, 10]),
     ],
 )
 def test_an_epoch_ends_with_the_first_source_or_with_the_last(schedule, stop, counts):

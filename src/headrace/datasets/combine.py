@@ -73,10 +73,10 @@ def mix(
     **Streams** are drawn from at random. Ranks may get different numbers of samples, unless the
     streams are endless (`repeat`). Below `split` all ranks draw alike.
 
-    **Map-style datasets** are mixed by arithmetic: the mix is the concatenation of the datasets, and
-    a loader without `sampler=` takes an order by weight. At every position, over all ranks, each
-    dataset was drawn as often as its weight says, to within a few samples; of indexed datasets to
-    within about 3 times the square root of the blocks side by side. Ranks get the same number of
+    **Map-style datasets** are mixed by arithmetic: the mix is the concatenation of the datasets,
+    and a loader without `sampler=` takes an order by weight. At every position, over all ranks,
+    each dataset was drawn as often as its weight says, to within a few samples; of indexed datasets
+    to within about 3 times the square root of the blocks side by side. Ranks get the same number of
     samples, any number of ranks can continue, and `batch_at`, `samples_at` and `exclude` work.
     Other loaders, and loaders with another sampler, see the concatenation.
 
@@ -107,7 +107,7 @@ def mix(
         ValueError: a weight is not positive, there is not one for each dataset, steps do not
             ascend from 0, or another argument is unknown or only for streams. A loader raises it
             if a map-style dataset with a weight is empty.
-        TypeError: a dataset is not async; they are of two kinds; a map-style dataset is itself a mix.
+        TypeError: a dataset is not async, the kinds differ, or a map-style dataset is a mix.
 
     Example:
         >>> async def a():

@@ -85,13 +85,14 @@ class BlockOrder:
         return indices
 
     def _numbers(self, group: int) -> IntArray:
-        first = group * self._lanes
-        if first not in self._known[0]:
+        first, known = group * self._lanes, self._known  # which another thread may replace
+        if first not in known[0]:
             end = first + max(4096 // self._lanes, 1) * self._lanes
             # A block that is not full is the last one of the last group.
-            self._known = range(first, end), np.append(self._blocks[first:end], len(self._blocks))
-        start = first - self._known[0].start
-        return self._known[1][start : start + self._lanes]
+            known = range(first, end), np.append(self._blocks[first:end], len(self._blocks))
+            self._known = known
+        start = first - known[0].start
+        return known[1][start : start + self._lanes]
 
 
 def _ranks_of(draws: NDArray[np.uint64]) -> IntArray:

@@ -47,8 +47,11 @@ class Piece:
     def __init__(self, row: int, weights: Sequence[float], before: IntArray) -> None:
         lanes = before.shape[1]
         scale = _SCALE / math.fsum(weights)
-        shares = ((max(1, round(weight * scale)), source) for source, weight in enumerate(weights) if weight)
-        self._shares = sorted(shares, reverse=True)
+        self._shares: list[tuple[int, int]] = []
+        for source, weight in enumerate(weights):
+            if weight:
+                self._shares.append((max(1, round(weight * scale)), source))
+        self._shares.sort(reverse=True)
         self._first = Permutation(_SCALE // _ROWS, 0)[:lanes] * _ROWS
         self._first[0] = 0
         self._first -= row
@@ -101,7 +104,7 @@ class MixPlan:
         shortest = lengths[has_weight.any(axis=0)].min()
         if not shortest:
             empty = [source.name for source in sources if not source.length]
-            raise ValueError(f"datasets {empty} of the mix have no samples: leave out these datasets")
+            raise ValueError(f"datasets {empty} of the mix have no samples: leave out the datasets")
         self.lanes = min((each.blocks.at_once for each in sources if each.blocks), default=1)
         while self.lanes > 1 and shortest < self.lanes * FEWEST_ROWS:
             self.lanes //= 2
@@ -212,7 +215,7 @@ class MixOrder:
         return within + sum(each.length for each in self.plan.sources[:source])
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _random_order(source: Source, lanes: int, key: int, epoch: int) -> Permutation | BlockOrder:
     """The order of one pass. Blocks are side by side in a multiple of `lanes`."""
     if source.blocks is None:

@@ -238,7 +238,15 @@ class MixSampler(RankSampler):
         order_of: sources, weights and end of the mix; in the loader's state.
     """
 
-    def __init__(self, dataset: Sized, plan: MixPlan, *, order_of: str, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Sized,
+        plan: MixPlan,
+        *,
+        order_of: str,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, drop_last=True)
         self.order_of = order_of
         self._plan = plan
@@ -304,8 +312,13 @@ def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> Ran
     blocks = blocks_of(source)
     if blocks is None:
         return None
-    size, at_once = blocks
-    return BlockSampler(dataset, block_size=size, blocks_at_once=at_once, shuffle=shuffle, seed=seed)
+    return BlockSampler(
+        dataset,
+        block_size=blocks.size,
+        blocks_at_once=blocks.at_once,
+        shuffle=shuffle,
+        seed=seed,
+    )
 
 
 def check_mixed(source: object, *given: Any) -> None:
@@ -314,6 +327,6 @@ def check_mixed(source: object, *given: Any) -> None:
         kind = type(getattr(each, "sampler", each))
         if kind.__module__.startswith("torch") and hasattr(source, "sampler_of_mix"):
             warn_user(
-                f"with a {kind.__name__} of torch a mix is the concatenation of its datasets, and its "
-                f"weights have no effect: leave out sampler=, batch_sampler= and generator="
+                f"with a {kind.__name__} of torch a mix is the concatenation of its datasets, and "
+                f"its weights have no effect: leave out sampler=, batch_sampler= and generator="
             )

@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence, Sized
-from typing import Any, Literal, TypeVar, cast, get_args
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
-from headrace._core.order.mixes import MixPlan, Source
-from headrace._core.order.samplers import MixSampler
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.streams.epochs import checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
-from headrace._core.streams.kinds import blocks_of
-from headrace._core.streams.map_style import IndexedParts
+from headrace._core.streams.map_style import IndexedParts, MixedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import dataset_repr, function_name, shorten, whole_number
+from headrace._core.text import function_name, shorten, whole_number
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 
@@ -148,7 +145,7 @@ def mix(
         if callable(weights) or stop == "once" or not strict:
             what = 'a function as weights=, stop="once" and strict=False are for streams'
             raise ValueError(f"{what}: of map-style datasets give a list of (step, weights)")
-        return _MixedParts(parts, names, schedule, shown, seed, stop)
+        return MixedParts(parts, shown, names, schedule, seed, stop)
     return OperatedStream(
         tuple(parts),
         shown,
@@ -176,39 +173,6 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: in
         raise ValueError(f"weights={weights!r} must be {expected}")
     largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
     return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
-
-
-class _MixedParts(IndexedParts):
-    """A mix of map-style datasets: their concatenation, with an order for loaders."""
-
-    def __init__(
-        self,
-        sources: Sequence[Any],
-        names: Sequence[str],
-        schedule: Sequence[tuple[int, Sequence[float]]],
-        shown: str,
-        seed: int | None,
-        stop: Literal["first", "all"],
-    ) -> None:
-        super().__init__(sources)
-        self._names = names
-        self._schedule = schedule
-        self._shown = shown
-        self._seed = seed
-        self._stop = stop
-
-    def __repr__(self) -> str:
-        return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")
-
-    def sampler_of_mix(self, dataset: Sized, *, shuffle: bool, seed: int) -> MixSampler:
-        """The sampler of a loader: of its `dataset`, this one or one that is made of it."""
-        sources = []
-        for name, source in zip(self._names, self.sources, strict=True):
-            sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
-        order_of = f"mix of {[*map(tuple, sources)]}, {self._schedule}, stop={self._stop!r}"
-        plan = MixPlan(sources, self._schedule, self._stop)
-        seed = seed if self._seed is None else self._seed
-        return MixSampler(dataset, plan, order_of=order_of, shuffle=shuffle, seed=seed)
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

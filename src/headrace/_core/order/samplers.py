@@ -13,10 +13,11 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
-from headrace._core.order.mixes import MixOrder, MixPlan
+from headrace._core.order.mixes import MixOrder, MixPlan, Source
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.kinds import blocks_of
+from headrace._core.streams.map_style import MixedParts
 from headrace._core.text import warn_user, whole_number
 
 
@@ -238,19 +239,15 @@ class MixSampler(RankSampler):
         order_of: sources, weights and end of the mix; in the loader's state.
     """
 
-    def __init__(
-        self,
-        dataset: Sized,
-        plan: MixPlan,
-        *,
-        order_of: str,
-        shuffle: bool,
-        seed: int,
-    ) -> None:
+    def __init__(self, dataset: Sized, mix: MixedParts, *, shuffle: bool, seed: int) -> None:
+        seed = seed if mix.seed is None else mix.seed
         super().__init__(dataset, shuffle=shuffle, seed=seed, drop_last=True)
-        self.order_of = order_of
-        self._plan = plan
-        self._length = plan.length
+        sources = []
+        for name, source in zip(mix.names, mix.sources, strict=True):
+            sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
+        self._plan = MixPlan(sources, mix.schedule, mix.stop)
+        self._length = self._plan.length
+        self.order_of = f"mix of {[*map(tuple, sources)]}, {mix.schedule}, stop={mix.stop!r}"
 
     @property
     def samples_ahead(self) -> int:
@@ -306,9 +303,8 @@ class SeededRankSampler(RankSampler):
 
 def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> RankSampler | None:
     """The sampler for a mix or a dataset with blocks; None for any other dataset."""
-    if hasattr(source, "sampler_of_mix"):
-        sampler: RankSampler = source.sampler_of_mix(dataset, shuffle=shuffle, seed=seed)
-        return sampler
+    if isinstance(source, MixedParts):
+        return MixSampler(dataset, source, shuffle=shuffle, seed=seed)
     blocks = blocks_of(source)
     if blocks is None:
         return None
@@ -325,7 +321,7 @@ def check_mixed(source: object, *given: Any) -> None:
     """Warn where a sampler or generator of torch replaces the order of a mix, as trainers do."""
     for each in given:
         kind = type(getattr(each, "sampler", each))
-        if kind.__module__.startswith("torch") and hasattr(source, "sampler_of_mix"):
+        if kind.__module__.startswith("torch") and isinstance(source, MixedParts):
             warn_user(
                 f"with a {kind.__name__} of torch a mix is the concatenation of its datasets, and "
                 f"its weights have no effect: leave out sampler=, batch_sampler= and generator="

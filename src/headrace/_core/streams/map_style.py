@@ -7,7 +7,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -229,7 +229,7 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
         for part in itertools.chain.from_iterable(map(walk_datasets, self.sources)):
-            if hasattr(part, "sampler_of_mix"):
+            if isinstance(part, MixedParts):
                 raise TypeError(
                     f"{part!r} as a part of another dataset would lose its weights: mix last, and "
                     f"give one mix() all datasets and weights multiplied"
@@ -346,3 +346,33 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             number, ranges, inner, lambda number, start, stop: read_range(number * count + part, start, stop)
         )
         return views
+
+
+class MixedParts(IndexedParts):
+    """A mix of map-style datasets: their concatenation, with an order for loaders.
+
+    Attributes:
+        names: of the datasets.
+        schedule: numbers of samples of the mix, ascending from 0, and weights from there on.
+        seed: of the order; None for the seed of the loader.
+        stop: whether an epoch ends with the first dataset that has ended, or with the last.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        shown: str,
+        names: Sequence[str],
+        schedule: Sequence[tuple[int, Sequence[float]]],
+        seed: int | None,
+        stop: Literal["first", "all"],
+    ) -> None:
+        super().__init__(sources)
+        self._shown = shown
+        self.names = names
+        self.schedule = schedule
+        self.seed = seed
+        self.stop = stop
+
+    def __repr__(self) -> str:
+        return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")

@@ -201,6 +201,7 @@ def test_what_cannot_be_mixed_is_an_error():
         lambda: hr.mix([mixed.map(abs), data[0]], weights),
         lambda: hr.concat([mixed, data[0]]),
         lambda: hr.DataLoader(torch.utils.data.Subset(mixed, [1, 2])),
+        lambda: hr.DataLoader(torch.utils.data.StackDataset(mixed, mixed)),
     ):
         with pytest.raises(TypeError, match="would lose its weights: mix last"):
             lossy()

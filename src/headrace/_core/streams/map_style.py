@@ -228,12 +228,7 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
-        for part in itertools.chain.from_iterable(map(walk_datasets, self.sources)):
-            if isinstance(part, MixedParts):
-                raise TypeError(
-                    f"{part!r} as a part of another dataset would lose its weights: mix last, and "
-                    f"give one mix() all datasets and weights multiplied"
-                )
+        refuse_mixes(self.sources)
         self._ends = list(itertools.accumulate(map(len, self.sources)))
         # A mapped dataset has no classes: its function may have changed the labels.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}
@@ -376,3 +371,13 @@ class MixedParts(IndexedParts):
 
     def __repr__(self) -> str:
         return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")
+
+
+def refuse_mixes(sources: Sequence[Any]) -> None:
+    """Raise `TypeError` if a part of some datasets is a mix."""
+    for part in itertools.chain.from_iterable(map(walk_datasets, sources)):
+        if isinstance(part, MixedParts):
+            raise TypeError(
+                f"{part!r} as a part of another dataset would lose its weights: mix last, and "
+                f"give one mix() all datasets and weights multiplied"
+            )

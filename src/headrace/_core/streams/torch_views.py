@@ -24,7 +24,7 @@ from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import Composition, Functions, RowFunctions, plan
 from headrace._core.streams.iterable_style import ConcatenatedStreams
 from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
-from headrace._core.streams.map_style import AsyncDataset, IndexedParts
+from headrace._core.streams.map_style import AsyncDataset, IndexedParts, refuse_mixes
 
 
 def unwrap(dataset: object) -> tuple[object, Functions]:
@@ -95,6 +95,7 @@ class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
     """`StackDataset`: tuples of one sample of each part, fetched concurrently."""
 
     def __init__(self, sources: Sequence[Any]) -> None:
+        refuse_mixes(sources)
         self.sources = sources
 
     def __len__(self) -> int:

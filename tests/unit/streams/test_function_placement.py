@@ -131,7 +131,7 @@ STREAMS = {
     "take": lambda s: hr.concat([s]).take(4),
     "repeat": lambda s: hr.concat([s]).repeat(2),
     "shuffle": lambda s: hr.concat([s]).shuffle(3, seed=1),
-    "split": lambda s: hr.concat([s]).split(rank=1, world_size=2),
+    "split": lambda s: hr.concat([s]).split(rank=0, world_size=2),
     "concat": lambda s: hr.concat([s, Stream("b").map(mapped_again), Stream("c")]),
     "mix": lambda s: hr.mix([s, Stream("b").map(mapped_again)], [1, 1], seed=3, stop="all"),
     "pipe": lambda s: hr.concat([s]).pipe(passed_on),

@@ -26,12 +26,13 @@ import numpy as np
 
 from headrace._core.ranks.rankinfo import own_rank
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, TarIndex
+from headrace._core.shards.indexing import NAME, IndexingDecoder, build_index, part_key, with_heads
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import plan
 from headrace.datasets.parquet import TableStream
+from headrace.datasets.tar import tar_decoder
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
@@ -243,8 +244,21 @@ def _run(
                 commit(UPLOADS)
             commit(0)
         write(complete=True)
+    if arguments["format"] == "tar":
+        _index(store, record["shards"])
     written = record["shards"]
     return Packed(len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes")))
+
+
+def _index(store: Store, shards: list[_Json]) -> None:
+    """Join the parts of the index that `_upload` has stored; builds what is missing."""
+    loop, place = background_loop(), Shard(store, NAME)
+    with contextlib.suppress(ObjectNotFoundError):
+        loop.run(store.head(NAME))
+        return
+    found = loop.run(with_heads([Shard(store, shard["name"]) for shard in shards]))
+    if found:
+        loop.run(build_index(found, tar_decoder, place))
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
@@ -296,12 +310,12 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
-        decoder = IndexDecoder(shard.name, uniform=False)
+        decoder = IndexingDecoder(tar_decoder(shard))
         with path.open("rb") as file:
-            pieces = iter(lambda: file.read(PIECE), b"")
-            rows = [row for piece in pieces for row in decoder.feed(piece)]
-        index = TarIndex.of(shard, [*rows, *decoder.finish()])
-        loop.run(store.put(key + SUFFIX, index.dump()))
+            for piece in iter(lambda: file.read(PIECE), b""):
+                decoder.feed(piece)
+        decoder.finish()
+        loop.run(store.put(part_key(Shard(store, NAME), shard, tar_decoder), decoder.index(shard)))
     size = path.stat().st_size
     os.unlink(path)
     return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
@@ -12,13 +14,15 @@ from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.store.store import StoreLike
 from headrace._core.streams.resumable import State, expect
+from headrace.datasets.indexed import IndexedShards, open_shards
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LinesDataset"]
+__all__ = ["LinesDataset", "lines_decoder"]
 
 Format = Literal["auto", "json", "text", "bytes"]
 
@@ -66,27 +70,66 @@ class LinesDataset(ShardedStream[Any]):
         line_limit: int = LINE_LIMIT,
         **options: Unpack[StreamOptions],
     ) -> None:
-        if format not in get_args(Format):
-            raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}")
+        _check_format(format)
         self._format = format
         self._line_limit = line_limit
         super().__init__(shards, **options)
+
+    @staticmethod
+    def index(
+        shards: Shards,
+        *,
+        index: str | os.PathLike[str] | None = None,
+        format: Format = "auto",
+        save: bool = False,
+        store: StoreLike | None = None,
+    ) -> IndexedShards[Any]:
+        """The lines of plain files, map-style: each is read by one ranged request.
+
+        An invalid line is a sample whose reading raises the `ShardError` of the stream. The index is found or made as
+        that of `TarDataset.index`; `index`, `save`, `store` and errors are the same.
+
+        Args:
+            shards: as for the class.
+            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
+                the folder of the files.
+            format: as for the class. An index of lines of JSON has no empty lines, and an index of text has them.
+            save: whether an index that is missing, damaged or of other files is made and stored.
+            store: as for the class.
+
+        Example:
+            >>> dataset = LinesDataset.index("s3://bucket/text/*.jsonl")  # doctest: +SKIP
+        """
+        _check_format(format)
+        decoder_of = functools.partial(lines_decoder, format)
+        return IndexedShards(*open_shards(shards, LinesDataset.suffixes, decoder_of, index, save, store), decoder_of)
 
     def _options(self) -> dict[str, object]:
         return {**super()._options(), "format": self._format}
 
     def decoder(self, shard: Shard) -> _Lines:
         """The decoder of one shard."""
-        return _Lines(shard.name, self._format_of(shard), self._line_limit, given=self._format != "auto")
-
-    def _format_of(self, shard: Shard) -> str:
-        if self._format != "auto":
-            return self._format
-        return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+        return lines_decoder(self._format, shard, self._line_limit)
 
     def _name_of(self, part: int, number: int) -> str:
-        line = "non-empty line" if self._format_of(self._parts[part]) == "json" else "line"
+        line = "non-empty line" if _format_of(self._format, self._parts[part]) == "json" else "line"
         return f"{self._parts[part].name}, {line} {number + 1:,}"
+
+
+def lines_decoder(format: str, shard: Shard, limit: int = LINE_LIMIT) -> _Lines:
+    """The decoder of one shard, for a format as the user gives it."""
+    return _Lines(shard.name, _format_of(format, shard), limit, given=format != "auto")
+
+
+def _format_of(format: str, shard: Shard) -> str:
+    if format != "auto":
+        return format
+    return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+
+
+def _check_format(format: str) -> None:
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}")
 
 
 def _is_document(value: Any) -> bool:
@@ -104,27 +147,28 @@ class _Lines(Decoder):
     def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
         self.pages = given and format != "json"
         self._first = format == "json" and not given  # whether the next value may be all of the file
-        self._held: list[Any] = []  # that value
+        self._held: list[tuple[Any, int]] = []  # that value, and the byte after its line
         self._is_document = False  # whether the first line has begun a document of several lines
         self._shard = shard
         self._format = format
+        self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit
         self._parts: list[bytes] = []  # of an incomplete line
         self._part_bytes = 0
         self._offset = 0  # of that line
-        self._number = 1  # of that line
+        self._number: int | None = 1  # of that line; None if unknown
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
         self._parts.append(first)
         self._part_bytes += len(first)
-        for number, part in enumerate(rest, self._number):
-            self._number = number
+        for part in rest:
             yield from self._line(b"".join(self._parts), 1)
             self._parts, self._part_bytes = [part], len(part)
-        self._number += bool(rest)
+            if self._number is not None:
+                self._number += 1
         if self._part_bytes > self._limit:
-            raise self._error(f"line {self._number:,} is longer than line_limit={self._limit} bytes")
+            raise self._error(f"{self._name} is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
         last = b"".join(self._parts)
@@ -135,14 +179,20 @@ class _Lines(Decoder):
             raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
     def position(self) -> State | None:
-        return None if self._is_document else {"offset": self._offset, "line": self._number}
+        return None if self._is_document else {"offset": self._offset, "number": self._number}
 
     def restore(self, position: State) -> None:
         self._first = False
-        self._offset, self._number = expect(position, "offset", int), expect(position, "line", int)
+        self._parts, self._part_bytes = [], 0  # of a sample that the decoder made before
+        self._offset = self.complete = expect(position, "offset", int)
+        self._number = None if position.get("number") is None else expect(position, "number", int)
+
+    @property
+    def _name(self) -> str:
+        return "line" if self._number is None else f"line {self._number:,}"
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
-        content = line.removesuffix(b"\r")
+        content, end = line.removesuffix(b"\r"), self._offset + len(line) + ending
         if not self._offset and self._format != "bytes":
             if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise self._error(
@@ -153,28 +203,34 @@ class _Lines(Decoder):
             if len(line) > self._limit:
                 raise ValueError(f"longer than line_limit={self._limit} bytes")
             if self._format == "bytes":
+                self.complete = end
                 yield content
             elif self._format == "text":
-                yield content.decode()
+                text = content.decode()
+                self.complete = end
+                yield text
             elif content.strip():
                 if self._held:
-                    yield self._held.pop()
+                    held, self.complete = self._held.pop()
+                    yield held
                 if self._is_document:
                     raise ValueError("part of one JSON document")
                 value = json.loads(content)
                 if self._first and _is_document(value):
-                    self._held.append(value)
+                    self._held.append((value, end))
                 else:
+                    self.complete = end
                     yield value
                 self._first = False
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
-            what = f"invalid line {self._number:,}: {str(error).replace('line 1 ', '')}"
+            what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
                 self._is_document = True
                 what += f"; if the file is one JSON document, {_DOCUMENT}"
             self._first = False
+            self.complete = end
             yield BadRecord(self._error(what))
-        self._offset += len(line) + ending
+        self._offset = end
 
     def _error(self, what: str) -> ShardError:
         return ShardError(what, shard=self._shard, offset=self._offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Unpack
 
@@ -10,13 +11,15 @@ from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.shards.stream import ShardedStream, StreamOptions
+from headrace._core.store.store import StoreLike
 from headrace._core.streams.resumable import State, expect
+from headrace.datasets.indexed import IndexedShards, open_shards
 from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TFRecordDataset"]
+__all__ = ["TFRecordDataset", "records_decoder"]
 
 _LARGEST = 1 << 30  # bytes of a record, which is held in memory
 
@@ -51,11 +54,45 @@ class TFRecordDataset(ShardedStream[bytes]):
 
     def decoder(self, shard: Shard) -> _Records:
         """The decoder of one shard."""
-        return _Records(shard.name)
+        return records_decoder(shard)
+
+    @staticmethod
+    def index(
+        shards: Shards,
+        *,
+        index: str | os.PathLike[str] | None = None,
+        save: bool = False,
+        store: StoreLike | None = None,
+    ) -> IndexedShards[bytes]:
+        """The records of plain files, map-style: each is read by one ranged request.
+
+        A damaged record is a sample whose reading raises `ShardError`. The index is found or made as that of
+        `TarDataset.index`; the arguments and errors are the same.
+
+        Args:
+            shards: as for the class.
+            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
+                the folder of the files.
+            save: whether an index that is missing, damaged or of other files is made and stored.
+            store: as for the class.
+
+        Example:
+            >>> dataset = TFRecordDataset.index("s3://bucket/train.tfrecord-*")  # doctest: +SKIP
+        """
+        require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")
+        found = open_shards(shards, TFRecordDataset.suffixes, records_decoder, index, save, store)
+        return IndexedShards(*found, records_decoder)
+
+
+def records_decoder(shard: Shard) -> _Records:
+    """The decoder of one shard."""
+    return _Records(shard.name)
 
 
 class _Records(Decoder):
     """Decoder of one file: length, its checksum, data, its checksum; all numbers are little-endian."""
+
+    format = "records of TFRecord"
 
     def __init__(self, shard: str) -> None:
         from google_crc32c import value
@@ -63,7 +100,8 @@ class _Records(Decoder):
         self._shard, self._crc = shard, value
         self._parts: list[bytes] = []  # from `_offset` on
         self._size, self._needed = 0, 12  # bytes in them; bytes that are needed to go on
-        self._offset = self._number = 0
+        self._offset = 0
+        self._number: int | None = 1  # of the next record; None if unknown
 
     def feed(self, data: Buffer) -> Iterator[bytes | BadRecord]:
         self._parts.append(bytes(data))
@@ -78,27 +116,36 @@ class _Records(Decoder):
             if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length
                 break
+            self.complete = self._offset + 16 + length
             if self._is_right(record := held[at + 12 : end], held[end : end + 4]):
                 yield record
             else:
                 yield BadRecord(self._error("checksum is wrong"))
-            self._offset, self._number, at = self._offset + 16 + length, self._number + 1, end + 4
+            self._offset, at = self.complete, end + 4
+            if self._number is not None:
+                self._number += 1
         self._parts, self._size = [held[at:]], len(held) - at
 
     def finish(self) -> Iterator[bytes | BadRecord]:
         if self._size:
-            raise TruncatedShardError(f"truncated in record {self._number + 1}", shard=self._shard, offset=self._offset)
+            raise TruncatedShardError(f"truncated in {self._name}", shard=self._shard, offset=self._offset)
         return iter(())
 
     def position(self) -> State:
-        return {"offset": self._offset, "record": self._number}
+        return {"offset": self._offset, "number": self._number}
 
     def restore(self, position: State) -> None:
-        self._offset, self._number = expect(position, "offset", int), expect(position, "record", int)
+        self._parts, self._size, self._needed = [], 0, 12  # of a sample that the decoder made before
+        self._offset = expect(position, "offset", int)
+        self._number = None if position.get("number") is None else expect(position, "number", int)
+
+    @property
+    def _name(self) -> str:
+        return "record" if self._number is None else f"record {self._number:,}"
 
     def _is_right(self, data: bytes, masked: bytes) -> bool:
         crc: int = self._crc(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(masked, "little")
 
     def _error(self, what: str) -> ShardError:
-        return ShardError(f"record {self._number + 1:,}: its {what}", shard=self._shard, offset=self._offset)
+        return ShardError(f"{self._name}: its {what}", shard=self._shard, offset=self._offset)

@@ -1,0 +1,140 @@
+"""`headrace index URL`: one index of many shards."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+from headrace._core.cgroup import usable_cores
+from headrace._core.shards.compression import refuse_compressed
+from headrace._core.shards.discovery import Shard, find_shards
+from headrace._core.shards.index_file import IndexFile
+from headrace._core.shards.indexing import (
+    PARALLEL_BUILDS,
+    DecoderOf,
+    Matcher,
+    beside,
+    build_index,
+    build_parts,
+    fetch_index,
+    part_key,
+    place_of,
+    present_parts,
+    with_heads,
+)
+from headrace._core.streams.blocking import background_loop
+from headrace.datasets.lines import LinesDataset, lines_decoder
+from headrace.datasets.tar import TarDataset, tar_decoder
+from headrace.datasets.tfrecord import TFRecordDataset, records_decoder
+from headrace.errors import ShardError
+from headrace.loader import DataLoader
+
+__all__ = ["run"]
+
+_FORMATS: dict[str, tuple[tuple[str, ...], DecoderOf]] = {
+    "tar": (TarDataset.suffixes, tar_decoder),
+    "lines": (LinesDataset.suffixes, functools.partial(lines_decoder, "auto")),
+    "tfrecord": (TFRecordDataset.suffixes, records_decoder),
+}
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Build the index, or a share of its parts, or compare the index with the store."""
+    loop = background_loop()
+    shards, decoder_of = _find(arguments.url, arguments.format)
+    place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
+    if place is None:
+        raise ValueError("no folder has all shards: give --output")
+    shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
+    if arguments.check:
+        return _check(loop.run(fetch_index(place)), shards, decoder_of)
+    number, count = arguments.part or (1, 1)
+    present = loop.run(present_parts(place))
+    share = shards[number - 1 :: count]
+    missing = [shard for shard in share if part_key(place, shard, decoder_of) not in present]
+    _build(missing, decoder_of, place, arguments.processes or max(1, int(usable_cores())))
+    if arguments.part is not None:
+        print(f"{place.name}: part {number} of {count} is complete")
+        return True
+    index = loop.run(build_index(shards, decoder_of, place))
+    print(
+        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
+    )
+    return True
+
+
+def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
+    """The shards, and what makes their decoders, by the endings of names if no format is given."""
+    kinds = list(_FORMATS) if format is None else [format]
+    suffixes = tuple(ending for name in kinds for ending in _FORMATS[name][0])
+    shards = find_shards(url, suffixes=suffixes)
+    for shard in shards:
+        refuse_compressed(shard.name)
+    if format is None:
+        keys = [shard.key.lower() for shard in shards]
+        kinds = [name for name in kinds if any(key.endswith(_FORMATS[name][0]) for key in keys)]
+        if len(kinds) != 1:
+            what = " and ".join(kinds) or "no known ending"
+            raise ValueError(f"{url} has shards of {what}: give --format")
+        format = kinds[0]
+    return shards, _FORMATS[format][1]
+
+
+class _Groups(Dataset[int]):
+    """Groups of shards, each of which is read to get its part of the index."""
+
+    def __init__(self, groups: list[list[Shard]], decoder_of: DecoderOf, place: Shard) -> None:
+        self._groups, self._decoder_of, self._place = groups, decoder_of, place
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, number: int) -> int:
+        group = self._groups[number]
+        background_loop().run(build_parts(group, self._decoder_of, self._place))
+        return len(group)
+
+
+def _build(shards: list[Shard], decoder_of: DecoderOf, place: Shard, processes: int) -> None:
+    """Store the parts of shards, by processes that read several shards at once."""
+    size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
+    groups = [shards[first : first + size] for first in range(0, len(shards), size)]
+    num_workers = min(processes, len(groups)) if processes > 1 else 0
+    loader = DataLoader(
+        _Groups(groups, decoder_of, place),
+        batch_size=1,
+        num_workers=num_workers,
+        collate_fn=sum,
+        # Obstore, which this process has used, cannot be used after a fork.
+        multiprocessing_context="spawn" if num_workers else None,
+    )
+    is_quiet = not sys.stderr.isatty()
+    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=is_quiet) as bar:
+        for count in loader:
+            bar.update(count)
+
+
+def _check(index: IndexFile, shards: Sequence[Shard], decoder_of: DecoderOf) -> bool:
+    """Print each difference of an index from the store; returns whether there is none."""
+    matcher, found = Matcher(index, shards, decoder_of), set[int]()
+    differences = []
+    for shard in shards:
+        try:
+            number = matcher.number(shard)
+            found.add(number)
+            matcher.version(shard, number)
+        except ShardError as error:
+            differences.append(str(error))
+    gone = [row.name for number, row in enumerate(index.shards) if number not in found]
+    what = f"in the index {index.name}, and not in the store"
+    differences += [f"{matcher.folder}{name}: {what}" for name in gone]
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{index.name}: {len(shards):,} shards are as in the index")
+    return not differences

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from headrace._core.cgroup import usable_cores
-from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, find_shards
 from headrace._core.shards.index_file import IndexFile
 from headrace._core.shards.indexing import (
@@ -28,18 +27,19 @@ from headrace._core.shards.indexing import (
     with_heads,
 )
 from headrace._core.streams.blocking import background_loop
-from headrace.datasets.lines import LinesDataset, lines_decoder
-from headrace.datasets.tar import TarDataset, tar_decoder
-from headrace.datasets.tfrecord import TFRecordDataset, records_decoder
+from headrace.datasets.lines import LinesDataset
+from headrace.datasets.sharded import ShardedStream
+from headrace.datasets.tar import TarDataset
+from headrace.datasets.tfrecord import TFRecordDataset
 from headrace.errors import ShardError
 from headrace.loader import DataLoader
 
 __all__ = ["run"]
 
-_FORMATS: dict[str, tuple[tuple[str, ...], DecoderOf]] = {
-    "tar": (TarDataset.suffixes, tar_decoder),
-    "lines": (LinesDataset.suffixes, functools.partial(lines_decoder, "auto")),
-    "tfrecord": (TFRecordDataset.suffixes, records_decoder),
+_FORMATS: dict[str, type[ShardedStream[Any]]] = {
+    "tar": TarDataset,
+    "lines": LinesDataset,
+    "tfrecord": TFRecordDataset,
 }
 
 
@@ -70,19 +70,16 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
     """The shards, and what makes their decoders, by the endings of names if no format is given."""
-    kinds = list(_FORMATS) if format is None else [format]
-    suffixes = tuple(ending for name in kinds for ending in _FORMATS[name][0])
-    shards = find_shards(url, suffixes=suffixes)
-    for shard in shards:
-        refuse_compressed(shard.name)
     if format is None:
-        keys = [shard.key.lower() for shard in shards]
-        kinds = [name for name in kinds if any(key.endswith(_FORMATS[name][0]) for key in keys)]
+        suffixes = tuple(ending for kind in _FORMATS.values() for ending in kind.suffixes)
+        keys = [shard.key.lower() for shard in find_shards(url, suffixes=suffixes)]
+        kinds = [name for name, kind in _FORMATS.items() if any(key.endswith(kind.suffixes) for key in keys)]
         if len(kinds) != 1:
             what = " and ".join(kinds) or "no known ending"
             raise ValueError(f"{url} has shards of {what}: give --format")
-        format = kinds[0]
-    return shards, _FORMATS[format][1]
+        (format,) = kinds
+    stream = _FORMATS[format](url)
+    return stream._parts, stream._for_decoding().index_decoder
 
 
 class _Groups(Dataset[int]):

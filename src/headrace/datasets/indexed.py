@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.discovery import Shard
 from headrace._core.shards.index_file import IndexFile
-from headrace._core.shards.indexing import DecoderOf, beside, open_index, place_of
+from headrace._core.shards.indexing import DecoderOf
 from headrace._core.shards.reading import Decoder
 from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
+from headrace._core.store.store import Store
 from headrace._core.streams.kinds import T_co
 from headrace.datasets.cached import RangedShards
 
-__all__ = ["MOST_DECODERS", "IndexedShards", "open_shards"]
+__all__ = ["MOST_DECODERS", "IndexedShards"]
 
 MOST_DECODERS = 1024  # that are kept, of a kilobyte each
 
@@ -109,27 +107,3 @@ class IndexedShards(RangedShards[T_co]):
         if len(self._decoders) < MOST_DECODERS:
             self._decoders[number] = decoder
         return sample
-
-
-def open_shards(
-    shards: Shards,
-    suffixes: tuple[str, ...],
-    decoder_of: DecoderOf,
-    index: str | os.PathLike[str] | None,
-    save: bool,
-    store: StoreLike | None,
-) -> tuple[IndexFile, list[Shard], IntArray]:
-    """Find shards and their index, or build the index; blocks.
-
-    Arguments and errors are those of `TarDataset.index`.
-
-    Returns:
-        The index, the shards with the versions that were indexed, and their numbers in the index.
-    """
-    opened = None if store is None else as_store(store)
-    found = find_shards(shards, suffixes=suffixes, store=opened)
-    place = beside(found) if index is None else place_of(index, opened)
-    if save and place is None:
-        raise ValueError("save=True: no folder has all shards; give index=, for the place of the index")
-    opening = open_index(found, decoder_of, place, required=index is not None, save=save)
-    return background_loop().run(opening)

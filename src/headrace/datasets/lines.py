@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import functools
 import json
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
@@ -13,16 +11,14 @@ from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.store.store import StoreLike
 from headrace._core.streams.resumable import State, expect
-from headrace.datasets.indexed import IndexedShards, open_shards
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LinesDataset", "lines_decoder"]
+__all__ = ["LinesDataset"]
 
 Format = Literal["auto", "json", "text", "bytes"]
 
@@ -38,6 +34,8 @@ class LinesDataset(ShardedStream[Any]):
     Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or zstd, in the same
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
     are ignored, as usual; those of text are samples.
+
+    An index of lines of JSON has no empty lines, and an index of text has them.
 
     An invalid line raises a `ShardError` with the file, the line and the offset, and the stream continues with the next
     line. So does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with
@@ -70,66 +68,28 @@ class LinesDataset(ShardedStream[Any]):
         line_limit: int = LINE_LIMIT,
         **options: Unpack[StreamOptions],
     ) -> None:
-        _check_format(format)
+        if format not in get_args(Format):
+            raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}")
         self._format = format
         self._line_limit = line_limit
         super().__init__(shards, **options)
-
-    @staticmethod
-    def index(
-        shards: Shards,
-        *,
-        index: str | os.PathLike[str] | None = None,
-        format: Format = "auto",
-        save: bool = False,
-        store: StoreLike | None = None,
-    ) -> IndexedShards[Any]:
-        """The lines of plain files, map-style: each is read by one ranged request.
-
-        An invalid line is a sample whose reading raises the `ShardError` of the stream. The index is found or made as
-        that of `TarDataset.index`; `index`, `save`, `store` and errors are the same.
-
-        Args:
-            shards: as for the class.
-            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
-                the folder of the files.
-            format: as for the class. An index of lines of JSON has no empty lines, and an index of text has them.
-            save: whether an index that is missing, damaged or of other files is made and stored.
-            store: as for the class.
-
-        Example:
-            >>> dataset = LinesDataset.index("s3://bucket/text/*.jsonl")  # doctest: +SKIP
-        """
-        _check_format(format)
-        decoder_of = functools.partial(lines_decoder, format)
-        return IndexedShards(*open_shards(shards, LinesDataset.suffixes, decoder_of, index, save, store), decoder_of)
 
     def _options(self) -> dict[str, object]:
         return {**super()._options(), "format": self._format}
 
     def decoder(self, shard: Shard) -> _Lines:
         """The decoder of one shard."""
-        return lines_decoder(self._format, shard, self._line_limit)
+        return _Lines(shard.name, _format_of(self._format, shard), self._line_limit, given=self._format != "auto")
 
     def _name_of(self, part: int, number: int) -> str:
         line = "non-empty line" if _format_of(self._format, self._parts[part]) == "json" else "line"
         return f"{self._parts[part].name}, {line} {number + 1:,}"
 
 
-def lines_decoder(format: str, shard: Shard, limit: int = LINE_LIMIT) -> _Lines:
-    """The decoder of one shard, for a format as the user gives it."""
-    return _Lines(shard.name, _format_of(format, shard), limit, given=format != "auto")
-
-
 def _format_of(format: str, shard: Shard) -> str:
     if format != "auto":
         return format
     return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
-
-
-def _check_format(format: str) -> None:
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}")
 
 
 def _is_document(value: Any) -> bool:

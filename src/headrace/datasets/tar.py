@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Collection, Sequence
 from typing import Any, Unpack
 
@@ -11,11 +10,10 @@ from headrace._core.array_types import IntArray
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.index_file import IndexFile
-from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
-from headrace._core.store.store import StoreLike
 from headrace._core.text import check_names
-from headrace.datasets.indexed import IndexedShards, open_shards
+from headrace.datasets.indexed import IndexedShards
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
 __all__ = ["IndexedTarDataset", "TarDataset", "tar_decoder"]
@@ -105,45 +103,15 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         """The decoder of one shard."""
         return TarSamples(shard.name, fields=self._fields, uniform=self._uniform, member_limit=self._member_limit)
 
-    @staticmethod
-    def index(
-        shards: Shards,
-        *,
-        index: str | os.PathLike[str] | None = None,
-        fields: Collection[str] | None = None,
-        uniform: bool = True,
-        save: bool = False,
-        store: StoreLike | None = None,
-    ) -> IndexedTarDataset:
-        """The samples of plain tar shards, map-style: each is read by one ranged request.
+    def index_decoder(self, shard: Shard) -> TarSamples:
+        """The decoder by which a shard is indexed: for all fields."""
+        return tar_decoder(shard)
 
-        One index file has the places of the samples of all shards and their CRC-32. The file is ``headrace.index`` in
-        the folder of the shards, and is made by the command ``headrace index URL``. Without the file, each shard is
-        read once, and the index is kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
-        shards. Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
-
-        Args:
-            shards: as for the class.
-            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
-                the folder of the shards.
-            fields: as for the class; the index has all fields.
-            uniform: as for the class.
-            save: whether an index that is missing, damaged or of other shards is made, and stored at `index`. If
-                storing fails, there is a warning.
-            store: as for the class.
-
-        Raises:
-            ShardError: a shard is corrupt, compressed, not in the index, or was replaced after the index was made; or
-                the index is damaged.
-            StoreError: a request failed, or there is no index at `index`.
-
-        Example:
-            >>> dataset = TarDataset.index("s3://bucket/train/{0000..0127}.tar")  # doctest: +SKIP
-        """
-        check_names("fields", fields)
-        names = None if fields is None else tuple(fields)
-        found = open_shards(shards, _SUFFIXES, tar_decoder, index, save, store)
-        return IndexedTarDataset(*found, names, uniform and fields is None)
+    def _indexed(self, index: IndexFile, shards: Sequence[Shard], numbers: IntArray) -> IndexedTarDataset:
+        if self._member_limit != MEMBER_LIMIT:
+            raise ValueError("member_limit= is an option of the stream alone")
+        uniform = self._uniform and self._fields is None
+        return IndexedTarDataset(index, shards, numbers, self._fields, uniform)
 
 
 def tar_decoder(shard: Shard) -> TarSamples:

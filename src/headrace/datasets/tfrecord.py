@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Unpack
 
@@ -10,16 +9,14 @@ from headrace._core.extras import require
 from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.store.store import StoreLike
 from headrace._core.streams.resumable import State, expect
-from headrace.datasets.indexed import IndexedShards, open_shards
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TFRecordDataset", "records_decoder"]
+__all__ = ["TFRecordDataset"]
 
 _LARGEST = 1 << 30  # bytes of a record, which is held in memory
 
@@ -54,39 +51,7 @@ class TFRecordDataset(ShardedStream[bytes]):
 
     def decoder(self, shard: Shard) -> _Records:
         """The decoder of one shard."""
-        return records_decoder(shard)
-
-    @staticmethod
-    def index(
-        shards: Shards,
-        *,
-        index: str | os.PathLike[str] | None = None,
-        save: bool = False,
-        store: StoreLike | None = None,
-    ) -> IndexedShards[bytes]:
-        """The records of plain files, map-style: each is read by one ranged request.
-
-        A damaged record is a sample whose reading raises `ShardError`. The index is found or made as that of
-        `TarDataset.index`; the arguments and errors are the same.
-
-        Args:
-            shards: as for the class.
-            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
-                the folder of the files.
-            save: whether an index that is missing, damaged or of other files is made and stored.
-            store: as for the class.
-
-        Example:
-            >>> dataset = TFRecordDataset.index("s3://bucket/train.tfrecord-*")  # doctest: +SKIP
-        """
-        require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")
-        found = open_shards(shards, TFRecordDataset.suffixes, records_decoder, index, save, store)
-        return IndexedShards(*found, records_decoder)
-
-
-def records_decoder(shard: Shard) -> _Records:
-    """The decoder of one shard."""
-    return _Records(shard.name)
+        return _Records(shard.name)
 
 
 class _Records(Decoder):

@@ -26,7 +26,7 @@ import numpy as np
 
 from headrace._core.ranks.rankinfo import own_rank
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.indexing import NAME, IndexingDecoder, build_index, part_key, with_heads
+from headrace._core.shards.indexing import NAME, Indexing, IndexingDecoder, build_index, part_key, with_heads
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -258,7 +258,7 @@ def _index(store: Store, shards: list[_Json]) -> None:
         return
     found = loop.run(with_heads([Shard(store, shard["name"]) for shard in shards]))
     if found:
-        loop.run(build_index(found, tar_decoder, place))
+        loop.run(build_index(found, Indexing(tar_decoder), place))
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
@@ -310,12 +310,13 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
-        decoder = IndexingDecoder(tar_decoder(shard))
+        indexing = Indexing(tar_decoder)
+        decoder = IndexingDecoder(shard, indexing)
         with path.open("rb") as file:
             for piece in iter(lambda: file.read(PIECE), b""):
                 decoder.feed(piece)
         decoder.finish()
-        loop.run(store.put(part_key(Shard(store, NAME), shard, tar_decoder), decoder.index(shard)))
+        loop.run(store.put(part_key(Shard(store, NAME), shard, indexing), decoder.index()))
     size = path.stat().st_size
     os.unlink(path)
     return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}

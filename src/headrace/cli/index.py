@@ -16,6 +16,7 @@ from headrace._core.shards.index_file import IndexFile
 from headrace._core.shards.indexing import (
     PARALLEL_BUILDS,
     DecoderOf,
+    Indexing,
     Matcher,
     beside,
     build_index,
@@ -27,6 +28,7 @@ from headrace._core.shards.indexing import (
     with_heads,
 )
 from headrace._core.streams.blocking import background_loop
+from headrace.cli.pack import function_of
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.sharded import ShardedStream
 from headrace.datasets.tar import TarDataset
@@ -47,21 +49,23 @@ def run(arguments: argparse.Namespace) -> bool:
     """Build the index, or a share of its parts, or compare the index with the store."""
     loop = background_loop()
     shards, decoder_of = _find(arguments.url, arguments.format)
+    length = None if arguments.length is None else function_of(arguments.length, "--length")
+    indexing = Indexing(decoder_of, length)
     place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
     if place is None:
         raise ValueError("no folder has all shards: give --output")
     shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
     if arguments.check:
-        return _check(loop.run(fetch_index(place)), shards, decoder_of)
+        return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
     present = loop.run(present_parts(place))
     share = shards[number - 1 :: count]
-    missing = [shard for shard in share if part_key(place, shard, decoder_of) not in present]
-    _build(missing, decoder_of, place, arguments.processes or max(1, int(usable_cores())))
+    missing = [shard for shard in share if part_key(place, shard, indexing) not in present]
+    _build(missing, indexing, place, arguments.processes or max(1, int(usable_cores())))
     if arguments.part is not None:
         print(f"{place.name}: part {number} of {count} is complete")
         return True
-    index = loop.run(build_index(shards, decoder_of, place))
+    index = loop.run(build_index(shards, indexing, place))
     print(
         f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
     )
@@ -85,25 +89,25 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
 class _Groups(Dataset[int]):
     """Groups of shards, each of which is read to get its part of the index."""
 
-    def __init__(self, groups: list[list[Shard]], decoder_of: DecoderOf, place: Shard) -> None:
-        self._groups, self._decoder_of, self._place = groups, decoder_of, place
+    def __init__(self, groups: list[list[Shard]], indexing: Indexing, place: Shard) -> None:
+        self._groups, self._indexing, self._place = groups, indexing, place
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __getitem__(self, number: int) -> int:
         group = self._groups[number]
-        background_loop().run(build_parts(group, self._decoder_of, self._place))
+        background_loop().run(build_parts(group, self._indexing, self._place))
         return len(group)
 
 
-def _build(shards: list[Shard], decoder_of: DecoderOf, place: Shard, processes: int) -> None:
+def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
     """Store the parts of shards, by processes that read several shards at once."""
     size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
     groups = [shards[first : first + size] for first in range(0, len(shards), size)]
     num_workers = min(processes, len(groups)) if processes > 1 else 0
     loader = DataLoader(
-        _Groups(groups, decoder_of, place),
+        _Groups(groups, indexing, place),
         batch_size=1,
         num_workers=num_workers,
         collate_fn=sum,
@@ -116,9 +120,9 @@ def _build(shards: list[Shard], decoder_of: DecoderOf, place: Shard, processes: 
             bar.update(count)
 
 
-def _check(index: IndexFile, shards: Sequence[Shard], decoder_of: DecoderOf) -> bool:
+def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
     """Print each difference of an index from the store; returns whether there is none."""
-    matcher, found = Matcher(index, shards, decoder_of), set[int]()
+    matcher, found = Matcher(index, shards, indexing), set[int]()
     differences = []
     for shard in shards:
         try:

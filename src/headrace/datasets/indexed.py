@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headrace._core.array_types import IntArray
+from headrace._core.shards.compression import compression_of, unpack_object
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.index_file import IndexFile
-from headrace._core.shards.indexing import DecoderOf
+from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
+from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import Store
-from headrace._core.streams.kinds import T_co
+from headrace._core.streams.kinds import Blocks, T_co
 from headrace.datasets.cached import RangedShards
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["MOST_DECODERS", "IndexedShards"]
 
@@ -29,21 +36,22 @@ class IndexedShards(RangedShards[T_co]):
     A loader reads samples of its look-ahead that are near each other by one request.
 
     Args:
-        index: the index.
-        shards: the shards, with the versions that were indexed.
-        numbers: number of each shard in the index.
+        opened: the shards, as they are in their index.
+        unpacked_bytes: bytes of unpacked shards that each process keeps.
         decoder_of: makes the decoder of a shard.
     """
 
     def __init__(
         self,
-        index: IndexFile,
-        shards: Sequence[Shard],
-        numbers: IntArray,
+        opened: OpenedIndex,
+        unpacked_bytes: int,
         decoder_of: DecoderOf,
     ) -> None:
-        super().__init__(shards, index.counts[numbers].tolist())
-        self._index, self._numbers, self._decoder_of = index, numbers, decoder_of
+        super().__init__(opened.shards, opened.file.counts[opened.numbers].tolist())
+        self._unpacked, self._most_unpacked = UnpackedShards(unpacked_bytes), unpacked_bytes
+        self._compressed = [compression_of(shard.key) is not None for shard in opened.shards]
+        self._index, self._numbers = opened.file, opened.numbers
+        self._decoder_of = decoder_of
         self._decoders: dict[int, Decoder] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +106,44 @@ class IndexedShards(RangedShards[T_co]):
             what = f"the checksum of a sample of {len(data[slot])} bytes is wrong"
             raise self._shards[int(shards[slot])].error(what, offset=int(starts[slot]))
         return list(map(self.decode, shards.tolist(), starts.tolist(), data))
+
+    @property
+    def lengths(self) -> NDArray[np.uint32]:
+        """The length of each sample, as the index has it; raises `ValueError` if the index has none."""
+        index = self._index
+        if not index.length:
+            what = f"the index {index.name} has no lengths"
+            raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
+        parts = [index.lengths[first : first + count] for first, count in self._places()]
+        return np.concatenate(parts)
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """For each shard, the place of its first sample in the index, and its number of samples."""
+        index, numbers = self._index, self._numbers
+        return zip(index.firsts[numbers].tolist(), index.counts[numbers].tolist(), strict=True)
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The sizes of blocks for a random order: compressed shards are blocks."""
+        if not any(self._compressed):
+            return super().blocks
+        nbytes = sum(self._index.shards[number].end for number in self._numbers.tolist())
+        rows = -(-len(self) // len(self._shards))
+        return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), rows)
+
+    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+        """Read bytes of a shard; a compressed shard is unpacked once for all samples that wait."""
+        if not self._compressed[number]:
+            return await super().read_range(number, start, stop, index=index)
+        data = await self._unpacked.get(number, functools.partial(self._unpack, number))
+        return memoryview(data)[start:stop]
+
+    async def _unpack(self, number: int) -> NDArray[np.uint8]:
+        shard = self._shards[number]
+        size = self._index.shards[self._numbers[number]].end
+        data = await shard.read(0, shard.size)
+        unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, size)
+        return np.frombuffer(unpacked, np.uint8)
 
     def decode(self, number: int, start: int, data: memoryview) -> T_co:
         """Make a sample of bytes at an offset of a shard; raises `ShardError` for invalid bytes."""

@@ -7,15 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
-from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.index_file import IndexFile
-from headrace._core.shards.indexing import beside, open_index, place_of
+from headrace._core.shards.indexing import Indexing, OpenedIndex, beside, open_index, place_of
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.shards.stream import PartStream
+from headrace._core.shards.unpacked import UNPACKED_BYTES
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.kinds import T_co, signature_of
@@ -99,6 +98,7 @@ class ShardedStream(PartStream[T_co]):
         index: str | os.PathLike[str] | None = None,
         save: bool = False,
         store: StoreLike | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
         **options: Any,
     ) -> IndexedShards[T_co]:
         """The same samples, map-style: any sample is read by one ranged request.
@@ -118,6 +118,7 @@ class ShardedStream(PartStream[T_co]):
             save: whether an index that is missing, damaged or of other shards is made, and stored at `index`. If
                 storing fails, there is a warning.
             store: as for the class.
+            unpacked_bytes: bytes of unpacked shards that each process keeps, beside those that samples wait for.
             options: those of the class that say what a sample is, as ``fields=`` or ``format=``.
 
         Raises:
@@ -138,12 +139,13 @@ class ShardedStream(PartStream[T_co]):
         place = beside(found) if index is None else place_of(index, opened)
         if save and place is None:
             raise ValueError("save=True: no folder has all shards; give index=, for the place of the index")
-        opening = open_index(found, stream.index_decoder, place, required=index is not None, save=save)
-        return stream._indexed(*background_loop().run(opening))
+        indexing = Indexing(stream.index_decoder)
+        opening = open_index(found, indexing, place, required=index is not None, save=save)
+        return stream._indexed(background_loop().run(opening), unpacked_bytes)
 
-    def _indexed(self, index: IndexFile, shards: Sequence[Shard], numbers: IntArray) -> IndexedShards[T_co]:
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedShards[T_co]:
         """The map-style dataset of shards in an index."""
-        return IndexedShards(index, shards, numbers, self._for_decoding().decoder)
+        return IndexedShards(opened, unpacked_bytes, self._for_decoding().decoder)
 
     def _for_decoding(self) -> Self:
         """A copy without the shards, which is small when pickled."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Unpack
 
-from headrace._core.array_types import IntArray
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.index_file import IndexFile
+from headrace._core.shards.indexing import OpenedIndex
 from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
 from headrace._core.text import check_names
 from headrace.datasets.indexed import IndexedShards
@@ -107,11 +106,11 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         """The decoder by which a shard is indexed: for all fields."""
         return tar_decoder(shard)
 
-    def _indexed(self, index: IndexFile, shards: Sequence[Shard], numbers: IntArray) -> IndexedTarDataset:
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedTarDataset:
         if self._member_limit != MEMBER_LIMIT:
             raise ValueError("member_limit= is an option of the stream alone")
         uniform = self._uniform and self._fields is None
-        return IndexedTarDataset(index, shards, numbers, self._fields, uniform)
+        return IndexedTarDataset(opened, unpacked_bytes, self._fields, uniform)
 
 
 def tar_decoder(shard: Shard) -> TarSamples:
@@ -123,9 +122,8 @@ class IndexedTarDataset(IndexedShards[dict[str, Any]]):
     """The samples of indexed tar shards, map-style; made by `TarDataset.index`.
 
     Args:
-        index: the index.
-        shards: the shards, with the versions that were indexed.
-        numbers: number of each shard in the index.
+        opened: the shards, as they are in their index.
+        unpacked_bytes: bytes of unpacked shards that each process keeps.
         fields: fields to return, each of which every sample must have; None for all that a sample has.
         uniform: whether all samples of a shard must have the same fields.
 
@@ -135,15 +133,14 @@ class IndexedTarDataset(IndexedShards[dict[str, Any]]):
 
     def __init__(
         self,
-        index: IndexFile,
-        shards: Sequence[Shard],
-        numbers: IntArray,
+        opened: OpenedIndex,
+        unpacked_bytes: int,
         fields: tuple[str, ...] | None,
         uniform: bool,
     ) -> None:
-        super().__init__(index, shards, numbers, functools.partial(_sample_decoder, fields))
-        for number in numbers.tolist() if uniform else ():
-            if (problem := index.shards[number].problem) is not None:
+        super().__init__(opened, unpacked_bytes, functools.partial(_sample_decoder, fields))
+        for number in opened.numbers.tolist() if uniform else ():
+            if (problem := opened.file.shards[number].problem) is not None:
                 raise ShardError(problem)
         self._selected = None if fields is None else frozenset(fields)
         self._names: dict[bytes, str] = {}  # fields by what comes after the key in headers

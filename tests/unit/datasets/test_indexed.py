@@ -17,6 +17,7 @@ import pytest
 
 import headrace as hr
 from headrace.cli.main import main
+from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
 from headrace.testing import DatasetContract
 from object_server import Fault, ObjectServer
@@ -97,12 +98,13 @@ def archive_of_every_kind():
         (hr.LinesDataset, TEXT, {"format": "bytes"}),
         (hr.LinesDataset, {**LINES, **TEXT}, {}),
         (hr.TFRecordDataset, {**files_in("tfrecord"), "b.tfrecord": b""}, {}),
+        (hr.TarDataset, {"a.tar": tars.shard("ab"), "b.tar.gz": gzip.compress(tars.shard("cde"))}, {}),
+        (hr.LinesDataset, {"a.jsonl.zst": tars.zstd(LINES["c.jsonl"]), "b.json.gz": gzip.compress(b"")}, {}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_indexed_samples_are_those_of_the_stream(tmp_path, kind, files, options):
     files = {name: data for name, data in files.items() if name.endswith(kind.suffixes)}
-    files = {name: data for name, data in files.items() if not name.endswith((".gz", ".zlib", ".zst"))}
     written(tmp_path, files)
     dataset = kind.index(tmp_path, save=True, **options)
     expected = list(kind(tmp_path, shards_in_parallel=1, **options))
@@ -163,9 +165,80 @@ def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
     for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
         with pytest.raises(ShardError, match=why):
             read()
-    (tmp_path / "a.tar").rename(tmp_path / "a.tar.gz")
-    with pytest.raises(ShardError, match="compressed"):
-        hr.TarDataset.index(tmp_path)
+    (tmp_path / "a.tar").rename(tmp_path / "a.tar.bz2")
+    with pytest.raises(ShardError, match="bz2 is not supported"):
+        hr.TarDataset.index(tmp_path / "a.tar.bz2")
+
+
+def test_a_compressed_shard_is_read_once():
+    shards = {"a.tar.gz": gzip.compress(tars.shard(map(str, range(300)))), "b.tar": tars.shard("x")}
+    with ObjectServer(shards) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        dataset = hr.TarDataset.index([*shards], store=store, save=True)
+        before = server.requests()["GET"]
+        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=list) as loader:
+            assert sum(map(len, loader)) == 301
+        assert server.requests()["GET"] - before == 2
+
+
+def test_a_changed_byte_of_a_compressed_shard_is_an_error_or_changes_nothing(tmp_path):
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tars.shard(map(str, range(300)))))
+    samples = list(hr.TarDataset.index(tmp_path, save=True))
+    data, times = path.read_bytes(), path.stat()
+    errors = 0
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        try:
+            assert list(hr.TarDataset.index(tmp_path)) == samples
+        except ShardError:
+            errors += 1
+    assert errors > len(data) // 7 - 10
+
+
+def test_a_format_of_another_package_can_be_indexed(tmp_path):
+    written(tmp_path, {"a.rows": b"abcdef", "b.rows": b"gh"})
+    dataset = Pairs.index(tmp_path, save=True, upper=True)
+    assert [dataset[index] for index in range(4)] == ["AB", "CD", "EF", "GH"]
+    assert Pairs.index(tmp_path)[3] == "gh"
+    with hr.DataLoader(dataset, 2, shuffle=True, seed=0, placement="process", collate_fn=list) as loader:
+        assert sorted(sample for batch in loader for sample in batch) == ["AB", "CD", "EF", "GH"]
+    with pytest.raises(TypeError, match=r"Pairs.index.*'shuffle'"):
+        Pairs.index(tmp_path, shuffle=True)
+
+
+class PairDecoder(Decoder):
+    """Decoder of samples of two bytes."""
+
+    format = "pairs"
+
+    def __init__(self, upper):
+        self.upper, self.held = upper, b""
+
+    def feed(self, data):
+        self.held += bytes(data)
+        while len(self.held) >= 2:
+            sample, self.held = self.held[:2].decode(), self.held[2:]
+            self.complete += 2
+            yield sample.upper() if self.upper else sample
+
+    def finish(self):
+        return iter(())
+
+    def restore(self, position):
+        self.held = b""
+
+
+class Pairs(ShardedStream):
+    suffixes = (".rows",)
+
+    def __init__(self, shards, *, upper=False, **options):
+        self.upper = upper
+        super().__init__(shards, **options)
+
+    def decoder(self, shard):
+        return PairDecoder(self.upper)
 
 
 def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
@@ -436,6 +509,18 @@ def test_parts_of_several_machines_are_joined_and_checked(folder, tmp_path, caps
         "new",
     ]
     assert len(missing) == 3
+
+
+def test_an_index_has_the_lengths_that_a_function_gives(tmp_path, capsys):
+    written(tmp_path, {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')})
+    with pytest.raises(ValueError, match="has no lengths"):
+        print(hr.LinesDataset.index(tmp_path).lengths)
+    command = ["index", str(tmp_path), "--processes", "1", "--length"]
+    assert main([*command, "builtins:len"]) == 0
+    assert hr.LinesDataset.index(tmp_path).lengths.tolist() == [3, 2, 0, 5]
+    assert hr.LinesDataset.index(tmp_path / "b.jsonl.gz").lengths.tolist() == [5]
+    assert main([*command, "builtins:nothing"]) == 2
+    assert "--length builtins:nothing" in capsys.readouterr().err
 
 
 def test_the_command_takes_the_format_by_the_endings(tmp_path, capsys):

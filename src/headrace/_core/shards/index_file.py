@@ -1,13 +1,15 @@
 """The file format of an index: where the samples of a dataset's shards are, and their checksums.
 
 The first 64 bytes have the magic, a hash of the rest, and the length of the header. The header is
-JSON, padded to 8 bytes. Four little-endian arrays follow:
+JSON, padded to 8 bytes. Five little-endian arrays follow:
 
 - for each block of about 256 KiB, the offset in the shard and the number of the first sample
   (int64);
-- for each sample, the offset in the block and the CRC-32 of the sample's bytes (uint32).
+- for each sample, the offset in the block, the CRC-32 of the sample's bytes, and the sample's
+  length if lengths were asked for (uint32).
 
-A sample ends where the next sample of its shard begins.
+A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
+the unpacked bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace._core.array_types import IntArray
+from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import shard_errors
 from headrace._core.store.head import Head
 from headrace.errors import ShardError
@@ -31,12 +34,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-MAGIC = b"headrace index 1"
+MAGIC = b"headrace index 2"
 BLOCK_BYTES = 256 << 10  # what one request reads well
 PREFIX = struct.Struct("<16s 32s Q 8x")  # magic, hash of all that follows, bytes of the header
 HASHED_FROM = 48  # after the hash
 CHECKED_AT_ONCE = 1 << 20  # samples, of which 50 MB are allocated
-ARRAYS = ("<i8", "<i8", "<u4", "<u4")
+ARRAYS = ("<i8", "<i8", "<u4", "<u4", "<u4")
 
 
 class IndexedShard(NamedTuple):
@@ -49,7 +52,7 @@ class IndexedShard(NamedTuple):
         etag: entity tag; None if unknown, and for local files: their tags depend on the machine.
         modified: time of the last modification; None if unknown.
         samples: number of samples.
-        end: the byte after the last sample.
+        end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of its shard; None if there is none.
     """
 
@@ -74,7 +77,8 @@ class IndexedShard(NamedTuple):
         numbers = (self.size, self.samples, self.end)
         if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int}:
             raise ValueError(f"the entry of a shard is {list(self)!r}")
-        if self.samples < 0 or not 0 <= self.end <= self.size:
+        most = self.size if compression_of(self.name) is None else self.end
+        if self.samples < 0 or not 0 <= self.end <= most:
             raise ValueError(f"{self.name}: samples up to byte {self.end} of {self.size}")
 
 
@@ -97,6 +101,8 @@ class IndexFile:
         counts: number of samples of each shard, int64.
         firsts: number of the first sample of each shard, int64.
         checksums: CRC-32 of the bytes of each sample, uint32.
+        lengths: length of each sample, uint32; empty without lengths.
+        length: the function that gave the lengths; empty without lengths.
 
     Raises:
         ShardError: the file is damaged, is no index, or has another hash.
@@ -132,6 +138,7 @@ class IndexFile:
             raise ValueError(what)
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
         self.folder, blocks = str(header["folder"]), int(header["blocks"])
+        self.length = str(header["length"])
         self.shards = [IndexedShard(*row) for row in header["shards"]]
         for shard in self.shards:
             shard.check()
@@ -141,12 +148,13 @@ class IndexFile:
         self.firsts = self._ends - self.counts
         total = int(self.counts.sum())
         offset, arrays = PREFIX.size + length, []
-        for count, kind in zip((blocks, blocks, total, total), ARRAYS, strict=True):
+        lengths = total if self.length else 0
+        for count, kind in zip((blocks, blocks, total, total, lengths), ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._block_begins, self._block_firsts, self._begins, self.checksums = arrays
+        self._block_begins, self._block_firsts, self._begins, self.checksums, self.lengths = arrays
         if expected is None:
             self._check(total)
 
@@ -181,21 +189,27 @@ class IndexFile:
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """The bytes of an index of the shards in a folder, of the indices of one shard each."""
         shards: list[IndexedShard] = []
-        columns: list[list[NDArray[Any]]] = [[], [], [], []]
+        columns: list[list[NDArray[Any]]] = [[] for _ in ARRAYS]
         total = 0
         for part in sorted(parts, key=lambda part: part.shards[0].name):
             (shard,) = part.shards
             shards.append(shard._replace(name=shard.name.removeprefix(folder)))
             firsts = part._block_firsts + total
-            arrays = (part._block_begins, firsts, part._begins, part.checksums)
+            arrays = (part._block_begins, firsts, part._begins, part.checksums, part.lengths)
             for column, array in zip(columns, arrays, strict=True):
                 column.append(array)
             total += shard.samples
-        return _dump(folder, shards, [np.concatenate(column) for column in columns])
+        return _dump(folder, shards, parts[0].length, [np.concatenate(column) for column in columns])
 
     @staticmethod
-    def of_shard(shard: IndexedShard, ends: IntArray, checksums: NDArray[np.uint32]) -> bytes:
-        """The bytes of an index of one shard, of the ends and the checksums of its samples."""
+    def of_shard(
+        shard: IndexedShard,
+        ends: IntArray,
+        checksums: NDArray[np.uint32],
+        lengths: NDArray[np.uint32],
+        length: str,
+    ) -> bytes:
+        """The bytes of an index of one shard, of the ends, checksums and lengths of its samples."""
         begins = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
         firsts: list[int] = []
         first = 0
@@ -205,7 +219,8 @@ class IndexFile:
         sizes = np.diff(firsts, append=len(begins)) if firsts else 0
         block_begins = begins[firsts]
         relative = begins - np.repeat(block_begins, sizes)
-        return _dump("", [shard], [block_begins, np.array(firsts, np.int64), relative, checksums])
+        arrays = [block_begins, np.array(firsts, np.int64), relative, checksums, lengths]
+        return _dump("", [shard], length, arrays)
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -220,8 +235,8 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     return IndexFile(path, data, path, digest)
 
 
-def _dump(folder: str, shards: Sequence[IndexedShard], arrays: Sequence[NDArray[Any]]) -> bytes:
-    content = {"folder": folder, "blocks": len(arrays[0]), "shards": shards}
+def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
+    content = {"folder": folder, "blocks": len(arrays[0]), "length": length, "shards": shards}
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     parts = [header]

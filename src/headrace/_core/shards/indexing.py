@@ -13,13 +13,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import obstore
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import refuse_compressed
+from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, split_url
 from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
 from headrace._core.shards.positions import PartPosition
@@ -45,15 +45,54 @@ DecoderOf = Callable[[Shard], Decoder]
 """Makes the decoder of a shard."""
 
 
+class Indexing(NamedTuple):
+    """How shards are indexed.
+
+    Attributes:
+        decoder_of: makes the decoder of a shard.
+        length: function that gives the length of a sample, as its number of tokens; None for none.
+    """
+
+    decoder_of: DecoderOf
+    length: Callable[[Any], int] | None = None
+
+    @property
+    def length_name(self) -> str:
+        """Module and name of `length`; empty if there is none."""
+        return "" if self.length is None else f"{self.length.__module__}:{self.length.__qualname__}"
+
+    def identity(self, shard: Shard) -> tuple[str, ...]:
+        """What the entry of a shard depends on, beside the shard."""
+        code = getattr(self.length, "__code__", None)
+        own = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
+        return self.decoder_of(shard).format, self.length_name, own
+
+
+class OpenedIndex(NamedTuple):
+    """An index, and shards in it.
+
+    Attributes:
+        file: the index.
+        shards: the shards, with the versions that were indexed.
+        numbers: number of each shard in the index.
+    """
+
+    file: IndexFile
+    shards: Sequence[Shard]
+    numbers: IntArray
+
+
 class IndexingDecoder(Decoder):
     """Notes where the samples of another decoder end and their checksums; yields nothing.
 
     A sample begins where the sample before ends. The bytes after the last complete sample are held.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self.pages = decoder, decoder.pages
-        self._ends, self._checksums = array("q"), array("I")
+    def __init__(self, shard: Shard, indexing: Indexing) -> None:
+        self._shard, self._indexing = shard, indexing
+        self._decoder = indexing.decoder_of(shard)
+        self.pages = self._decoder.pages
+        self._ends, self._checksums, self._lengths = array("q"), array("I"), array("I")
         self._held = bytearray()  # from the end of the last sample on
         self._problem: str | None = None
 
@@ -77,15 +116,18 @@ class IndexingDecoder(Decoder):
                 done = end - begin
                 if type(sample) is BadRecord and self._problem is None:
                     self._problem = str(sample.error)
+                if self._indexing.length is not None:
+                    self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
         del self._held[:done]
 
-    def index(self, shard: Shard) -> bytes:
+    def index(self) -> bytes:
         """The bytes of an index of the shard, of known version, which was read to its end."""
-        assert shard.head is not None
-        ends, head = np.array(self._ends, np.int64), shard.head
-        is_local = shard.store.local_root is not None
+        head = self._shard.head
+        assert head is not None
+        ends = np.array(self._ends, np.int64)
+        is_local = self._shard.store.local_root is not None
         row = IndexedShard(
-            name=shard.name,
+            name=self._shard.name,
             format=self._decoder.format,
             size=head.size,
             # The tag of a local file has the number of its inode, which a copy does not keep.
@@ -95,7 +137,8 @@ class IndexingDecoder(Decoder):
             end=int(ends[-1]) if len(ends) else 0,
             problem=self._problem,
         )
-        return IndexFile.of_shard(row, ends, np.array(self._checksums, np.uint32))
+        checksums, lengths = np.array(self._checksums, np.uint32), np.array(self._lengths, np.uint32)
+        return IndexFile.of_shard(row, ends, checksums, lengths, self._indexing.length_name)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -132,31 +175,29 @@ def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
 
 async def open_index(
     shards: Sequence[Shard],
-    decoder_of: DecoderOf,
+    indexing: Indexing,
     place: Shard | None,
     *,
     required: bool,
     save: bool,
-) -> tuple[IndexFile, list[Shard], IntArray]:
+) -> OpenedIndex:
     """Find the index of shards, or build it.
 
     Args:
         shards: the shards, as the user names them.
-        decoder_of: makes the decoder of a shard.
+        indexing: how shards are indexed.
         place: where the index is, if there is one already.
         required: whether a missing index is an error.
         save: whether an index that is missing, damaged or of other shards is built, and stored at
             `place`.
 
-    Returns:
-        The index, the shards with the versions that it is of, and their numbers in it.
     """
     for shard in shards:
-        refuse_compressed(shard.name)
+        refuse_unsupported(shard.name)
     if place is not None:
         try:
             index = await fetch_index(place)
-            return index, *match(index, shards, decoder_of)
+            return match(index, shards, indexing)
         except StoreError as error:
             # S3 refuses what does not exist, to those who may not list the bucket.
             missing = isinstance(error, ObjectNotFoundError) or error.status == 403
@@ -165,8 +206,8 @@ async def open_index(
         except ShardError:
             if not save:
                 raise
-    index = await _built(shards, decoder_of, place if save else None)
-    return index, *match(index, shards, decoder_of)
+    index = await _built(shards, indexing, place if save else None)
+    return match(index, shards, indexing)
 
 
 async def fetch_index(place: Shard) -> IndexFile:
@@ -213,16 +254,16 @@ def _path(place: Shard) -> str:
     return os.path.join(place.store.local_root or "", place.key)
 
 
-def match(index: IndexFile, shards: Sequence[Shard], decoder_of: DecoderOf) -> tuple[list[Shard], IntArray]:
-    """The shards with the versions that an index is of, and their numbers in it.
+def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> OpenedIndex:
+    """Shards, as they are in an index.
 
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    find = Matcher(index, shards, decoder_of)
+    find = Matcher(index, shards, indexing)
     numbers = [find.number(shard) for shard in shards]
     found = [find.version(shard, number) for shard, number in zip(shards, numbers, strict=True)]
-    return found, np.array(numbers, np.int64)
+    return OpenedIndex(index, found, np.array(numbers, np.int64))
 
 
 class Matcher:
@@ -232,8 +273,8 @@ class Matcher:
         folder: URL of the folder of the shards, which are named after that of the index.
     """
 
-    def __init__(self, index: IndexFile, shards: Sequence[Shard], decoder_of: DecoderOf) -> None:
-        self._index, self._decoder_of = index, decoder_of
+    def __init__(self, index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> None:
+        self._index, self._indexing = index, indexing
         self._moved = not all(shard.name.startswith(index.folder) for shard in shards)
         self.folder = folder_of(shards) if self._moved else index.folder
         self._numbers = {row.name: number for number, row in enumerate(index.shards)}
@@ -248,7 +289,7 @@ class Matcher:
     def version(self, shard: Shard, number: int) -> Shard:
         """The shard in the version of the index; raises `ShardError` if the shard was replaced."""
         row = self._index.shards[number]
-        if (format := self._decoder_of(shard).format) != row.format:
+        if (format := self._indexing.decoder_of(shard).format) != row.format:
             what = f"indexed as {row.format} in {self._index.name}, and not as {format}"
             raise ShardError(what, shard=shard.name)
         head = row.head(shard.key, moved=self._moved)
@@ -266,20 +307,20 @@ class Matcher:
         return ShardError(f"{what}; {remedy}", shard=shard.name)
 
 
-async def _built(shards: Sequence[Shard], decoder_of: DecoderOf, place: Shard | None) -> IndexFile:
+async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
     """The index of these versions of the shards, cached or built; stored at `place` too if given."""
     shards = await with_heads(shards)
     cached: Shard | None = None
     # What is in the memory of this process has no name that another process could look for.
     if all(shard.store.store_id is not None for shard in shards):
-        parts = [part_name(shard, decoder_of) for shard in shards]
+        parts = [part_name(shard, indexing) for shard in shards]
         cached = _cached(_hash([folder_of(shards), *parts]))
     index: IndexFile | None = None
     if cached is not None:
         with contextlib.suppress(ShardError, ObjectNotFoundError):
             index = await fetch_index(cached)
     if index is None:
-        index = await build_index(shards, decoder_of, cached)
+        index = await build_index(shards, indexing, cached)
     if place is not None:
         try:
             await place.store.put(place.key, index.to_bytes())
@@ -306,17 +347,17 @@ def _hash(values: Sequence[Any]) -> str:
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
-def part_name(shard: Shard, decoder_of: DecoderOf) -> str:
+def part_name(shard: Shard, indexing: Indexing) -> str:
     """The name of the part of an index that one version of a shard has."""
-    assert shard.head is not None
-    head, format = shard.head, decoder_of(shard).format
-    identity = (shard.store.store_id, shard.name, head.size, head.version, format)
+    head = shard.head
+    assert head is not None
+    identity = (shard.store.store_id, shard.name, head.size, head.version, *indexing.identity(shard))
     return _hash(identity) + ".part"
 
 
-async def index_shard(shard: Shard, decoder_of: DecoderOf) -> bytes:
+async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
     """The bytes of an index of one shard, which is read; raises `ShardError` if it is damaged."""
-    decoder = IndexingDecoder(decoder_of(shard))
+    decoder = IndexingDecoder(shard, indexing)
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
         while not reader.ended:
@@ -325,12 +366,12 @@ async def index_shard(shard: Shard, decoder_of: DecoderOf) -> bytes:
         await reader.aclose()
     if reader.error is not None:
         raise reader.error
-    return decoder.index(shard)
+    return decoder.index()
 
 
 async def build_parts(
     shards: Sequence[Shard],
-    decoder_of: DecoderOf,
+    indexing: Indexing,
     place: Shard | None,
     present: Collection[str] = (),
 ) -> list[IndexFile]:
@@ -338,7 +379,7 @@ async def build_parts(
 
     Args:
         shards: the shards, with their versions.
-        decoder_of: makes the decoder of a shard.
+        indexing: how shards are indexed.
         place: where the index will be; None for parts that are not stored.
         present: keys of the parts that are there.
     """
@@ -347,23 +388,23 @@ async def build_parts(
     async def one(shard: Shard) -> IndexFile:
         if place is None:
             async with builds:
-                return IndexFile(shard.name, await index_shard(shard, decoder_of))
-        key = part_key(place, shard, decoder_of)
+                return IndexFile(shard.name, await index_shard(shard, indexing))
+        key = part_key(place, shard, indexing)
         if key in present:
             # Another process may have joined and deleted the parts meanwhile.
             with contextlib.suppress(ShardError, ObjectNotFoundError):
                 return IndexFile(place.store.name(key), await place.store.read_all(key))
         async with builds:
-            data = await index_shard(shard, decoder_of)
+            data = await index_shard(shard, indexing)
             await place.store.put(key, data)
         return IndexFile(shard.name, data)
 
     return await map_all(one, shards, PARALLEL_REQUESTS)
 
 
-def part_key(place: Shard, shard: Shard, decoder_of: DecoderOf) -> str:
+def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
     """The key of the part that one version of a shard has, of an index at `place`."""
-    return f"{place.key}{PARTS}/{part_name(shard, decoder_of)}"
+    return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
 async def present_parts(place: Shard | None) -> set[str]:
@@ -373,19 +414,19 @@ async def present_parts(place: Shard | None) -> set[str]:
     return {head.key for head in await list_heads(place.store, place.key + PARTS)}
 
 
-async def build_index(shards: Sequence[Shard], decoder_of: DecoderOf, place: Shard | None) -> IndexFile:
+async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
     """Build an index, on the parts that a call before has left, and store the index at `place`.
 
     Args:
         shards: the shards, with their versions.
-        decoder_of: makes the decoder of a shard.
+        indexing: how shards are indexed.
         place: where to store the index; None for in memory only.
 
     Raises:
         ShardError: a shard is damaged.
         StoreError: a request failed.
     """
-    parts = await build_parts(shards, decoder_of, place, await present_parts(place))
+    parts = await build_parts(shards, indexing, place, await present_parts(place))
     data = IndexFile.joined(folder_of(shards), parts)
     if place is None:
         return IndexFile(f"index of {shards[0].name}", data)
@@ -393,7 +434,7 @@ async def build_index(shards: Sequence[Shard], decoder_of: DecoderOf, place: Sha
     if place.store.local_root is not None:
         shutil.rmtree(_path(place) + PARTS, ignore_errors=True)
         return map_index(_path(place))
-    keys = [part_key(place, shard, decoder_of) for shard in shards]
+    keys = [part_key(place, shard, indexing) for shard in shards]
     with contextlib.suppress(Exception):  # of any store: the parts may stay
         await obstore.delete_async(place.store.backend(), keys)
     return IndexFile(place.name, data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,7 +103,7 @@ class IndexedShards(RangedShards[T_co]):
         found = list(map(zlib.crc32, data))
         if found != expected:
             slot = [*map(int.__eq__, found, expected)].index(False)
-            what = f"the checksum of a sample of {len(data[slot])} bytes is wrong"
+            what = f"the checksum of a sample of {len(data[slot])} bytes, by {self._index.name}, is wrong"
             raise self._shards[int(shards[slot])].error(what, offset=int(starts[slot]))
         return list(map(self.decode, shards.tolist(), starts.tolist(), data))
 
@@ -114,13 +114,9 @@ class IndexedShards(RangedShards[T_co]):
         if not index.length:
             what = f"the index {index.name} has no lengths"
             raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
-        parts = [index.lengths[first : first + count] for first, count in self._places()]
-        return np.concatenate(parts)
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """For each shard, the place of its first sample in the index, and its number of samples."""
-        index, numbers = self._index, self._numbers
-        return zip(index.firsts[numbers].tolist(), index.counts[numbers].tolist(), strict=True)
+        index.verify()
+        firsts, counts = index.firsts[self._numbers], index.counts[self._numbers]
+        return index.lengths[np.repeat(firsts - self._firsts, counts) + np.arange(len(self))]
 
     @functools.cached_property
     def blocks(self) -> Blocks:

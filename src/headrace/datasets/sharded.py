@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypedDict, Unpack
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.indexing import Indexing, OpenedIndex, beside, open_index, place_of
+from headrace._core.shards.indexing import Indexing, OpenedIndex, all_shards, beside, fetch_index, open_index, place_of
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.shards.stream import PartStream
@@ -93,7 +93,7 @@ class ShardedStream(PartStream[T_co]):
     @classmethod
     def index(
         cls,
-        shards: Shards,
+        shards: Shards | None = None,
         *,
         index: str | os.PathLike[str] | None = None,
         save: bool = False,
@@ -112,7 +112,7 @@ class ShardedStream(PartStream[T_co]):
         A sample that is invalid raises the `ShardError` of the stream when the sample is read.
 
         Args:
-            shards: as for the class.
+            shards: as for the class; None for all shards of the index, which need not be listed then.
             index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
                 the folder of the shards.
             save: whether an index that is missing, damaged or of other shards is made, and stored at `index`. If
@@ -134,6 +134,13 @@ class ShardedStream(PartStream[T_co]):
         own = [name for name in _parameters(cls) if name not in of_streams]
         check_keywords(f"{cls.__name__}.index", options, own)
         opened = None if store is None else as_store(store)
+        loop = background_loop()
+        if shards is None:
+            if index is None:
+                raise TypeError(f"{cls.__name__}.index: give shards, or index=")
+            whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
+            stream = cls(whole.shards[:1], **options)
+            return stream._indexed(whole, unpacked_bytes)
         stream = cls(shards, store=opened, **options)
         found = stream._parts
         place = beside(found) if index is None else place_of(index, opened)
@@ -141,7 +148,7 @@ class ShardedStream(PartStream[T_co]):
             raise ValueError("save=True: no folder has all shards; give index=, for the place of the index")
         indexing = Indexing(stream.index_decoder)
         opening = open_index(found, indexing, place, required=index is not None, save=save)
-        return stream._indexed(background_loop().run(opening), unpacked_bytes)
+        return stream._indexed(loop.run(opening), unpacked_bytes)
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedShards[T_co]:
         """The map-style dataset of shards in an index."""

@@ -110,8 +110,8 @@ class Codec:
 
 def compression_of(key: str) -> str | None:
     """The name of the compression that a key ends with; None for a plain object."""
-    name = key.lower()
-    return next((format for suffix, format in _FORMATS.items() if name.endswith(suffix)), None)
+    _, dot, suffix = key.rpartition(".")
+    return _FORMATS.get(dot + suffix.lower())
 
 
 def unpack_object(data: Buffer, key: str, shard: str, size: int) -> bytearray:

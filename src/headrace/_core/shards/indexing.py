@@ -227,6 +227,7 @@ async def fetch_index(place: Shard) -> IndexFile:
             return map_index(_path(cached))
     data = await replace(place, head=found.head).read(0, found.head.size)
     index = IndexFile(place.name, data)
+    index.verify()
     if cached is None:
         return index
     await cached.store.put(cached.key, bytes(data))
@@ -264,6 +265,17 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     numbers = [find.number(shard) for shard in shards]
     found = [find.version(shard, number) for shard, number in zip(shards, numbers, strict=True)]
     return OpenedIndex(index, found, np.array(numbers, np.int64))
+
+
+def all_shards(index: IndexFile, store: Store | None) -> OpenedIndex:
+    """All shards of an index, where they were when it was made; in a store that was given."""
+    if not index.folder:
+        raise ValueError(f"{index.name} has shards of several folders: name the shards")
+    base, folder = split_url(index.folder)
+    store = store or Store(base)
+    keys = [folder + row.name for row in index.shards]
+    shards = [Shard(store, key, row.head(key)) for key, row in zip(keys, index.shards, strict=True)]
+    return OpenedIndex(index, shards, np.arange(len(shards)))
 
 
 class Matcher:

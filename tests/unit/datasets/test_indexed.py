@@ -367,7 +367,7 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
         path = tmp_path / "all.index"
         path.write_bytes(asyncio.run(store.read_all("x/all.index")))
         before = server.requests()
-        dataset = hr.TarDataset.index(index=path, store=store, fields=["txt"])
+        dataset = hr.TarDataset.index(index=path.as_uri(), store=store, fields=["txt"])
         assert server.requests() == before
         assert [sample["txt"] for sample in dataset] == [sample["txt"] for sample in whole]
     with pytest.raises(TypeError, match="give shards, or index="):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace import errors as errors
     from headrace import telemetry as telemetry
     from headrace import types as types
+    from headrace._core.consumer.delivery import verify as verify
     from headrace._core.error_policy import SkipErrors as SkipErrors
     from headrace._core.eventloop.per_loop import per_loop as per_loop
     from headrace._core.randomized import randomized as randomized
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
 # The public names, by the module that defines them. Importing torch takes seconds, and all of headrace longer than
 # torch's loader to its first batch: a name imports its own module, on first use, and no other.
 _NAMES = {
+    "headrace._core.consumer.delivery": ("verify",),
     "headrace._core.error_policy": ("SkipErrors",),
     "headrace._core.eventloop.per_loop": ("per_loop",),
     "headrace._core.randomized": ("randomized",),

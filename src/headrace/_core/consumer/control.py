@@ -158,7 +158,7 @@ class LoaderControl:
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
-        now = self._fingerprint(loader, self.order(loader))
+        now = self.fingerprint(loader, self.order(loader))
         try:
             for state in states:
                 check_fit(state, now)
@@ -257,9 +257,9 @@ class LoaderControl:
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
-        return LoaderState(epoch, self._fingerprint(loader, order), **drawn)
+        return LoaderState(epoch, self.fingerprint(loader, order), **drawn)
 
-    def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
+    def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
         kind = self.spec.kind
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
@@ -334,7 +334,7 @@ class LoaderControl:
         if resumed is not None:
             self.past = resumed.past
             check_rank(resumed, order, rank)
-            check_fit(resumed, self._fingerprint(loader, order))
+            check_fit(resumed, self.fingerprint(loader, order))
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws one

@@ -1,0 +1,155 @@
+"""The samples that a run delivered, computed from states of its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+
+from headrace._core.array_types import IntArray
+from headrace._core.consumer.control import copied
+from headrace._core.order.order import COMPUTED
+from headrace._core.order.samplers import RankSampler
+from headrace._core.order.state import LoaderState, states_from_dict
+from headrace._core.ranks.distributed import ShardOptions
+from headrace._core.streams.kinds import sample_key
+from headrace.errors import StateError
+
+
+class EpochDelivery(NamedTuple):
+    """How often the samples of an epoch were delivered.
+
+    Attributes:
+        epoch: number of the epoch.
+        ended: whether a part of the run reached the end of the epoch.
+        once: number of samples that were delivered once.
+        others: indices of the samples that were delivered more than once ("repeated"), "never", or not
+            because of `DataLoader.exclude` ("excluded").
+        dataset: has the keys of the samples, of which `str()` shows some.
+    """
+
+    epoch: int
+    ended: bool
+    once: int
+    others: Mapping[str, IntArray]
+    dataset: Any
+
+    def __str__(self) -> str:
+        found = [f"{self.once:,} once"]
+        for kind, indices in self.others.items():
+            some = indices[:5].tolist()
+            named = [f"{index} {sample_key(self.dataset, index) or ''}".rstrip() for index in some]
+            found.append(f"{len(indices):,} {kind}" + f" ({', '.join(named)})" * bool(named))
+        return f"epoch {self.epoch}{'' if self.ended else ', not ended'}: {', '.join(found)}"
+
+
+def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> list[EpochDelivery]:
+    """Compute from the states of a run which samples it delivered.
+
+    Nothing is read. docs/resuming.md says more.
+
+    Args:
+        parts: for each part of the run, from a start to the next start, two states: the state that was
+            restored (None for the beginning of epoch 0), and the state that the next part restored, or
+            the last state.
+        loader: a loader with the dataset, order, seed and `drop_last` of the run.
+
+    Raises:
+        StateError: positions of the order are not computed; or a part has a state of another loader or
+            of one rank alone, or its states are not in order.
+
+    Example:
+        >>> import headrace as hr
+        >>> loader = hr.DataLoader(range(8), batch_size=2, shuffle=True, seed=0)
+        >>> states = [loader.state_dict() for batch in loader]
+        >>> print(*hr.verify([(None, states[1]), (states[0], states[2])], loader))
+        epoch 0, not ended: 4 once, 2 repeated (0, 1), 2 never (2, 5), 0 excluded
+    """
+    control = loader._control
+    order = control.order(copied(loader))
+    own = control.fingerprint(loader, order)
+    if type(order.sampler) is SequentialSampler and not order.is_stream:
+        order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
+    sampler = order.computed
+    if sampler is None or (sampler.exact and control.spec.options["coordinated"]):
+        raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
+    spans, stop = [], 0
+    for number, part in enumerate(parts):
+        begin, end = (states_from_dict(state) if state else (LoaderState(0, own),) for state in part)
+        last = end[0]
+        if not last.run:  # no epoch has begun
+            continue
+        problems = own.differences(begin[0].fingerprint) or own.differences(last.fingerprint)
+        if any(each[0].rank is not None and len(each) < each[0].ranks for each in (begin, end)):
+            problems.append("a state is of one rank alone: use headrace.merge_states")
+        if last.ranks > 1 and not order.shared:
+            problems.append(f"{last.ranks} ranks shared the order: give the loader of a rank")
+        begin = tuple(_continued(order, state, last) for state in begin)
+        position = begin[0].epoch, begin[0].cursor
+        in_order = (last.run[0], last.run[2]) <= position <= (last.epoch, last.cursor)
+        if not in_order or len(begin) not in (1, last.ranks):
+            problems.append(
+                "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
+                "between them: give two parts"
+            )
+        if problems:
+            raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
+        spans.append((begin, end))
+        stop = max(stop, last.epoch + 1)
+    found = []
+    for epoch in range(stop):
+        counts = np.zeros(sampler.epoch_size, np.int64)
+        kept = counts == 0
+        ended = False
+        for begin, end in spans:
+            if not begin[0].epoch <= epoch <= end[0].epoch:
+                continue
+            fresh = end[0]._replace(epoch=epoch, cursor=0, samples=0, over=False, delivered=())
+            counts += _left(order, begin if begin[0].epoch == epoch else (fresh,))
+            if end[0].epoch == epoch:
+                counts -= _left(order, end)
+            ended |= end[0].epoch > epoch or end[0].over
+            if fresh.excluded:
+                batches_of_one = *fresh.run[:4], 1, 0  # of which none is dropped
+                kept &= _left(order, (fresh._replace(ranks=1, run=batches_of_one),)) > 0
+        never = counts == 0
+        kinds = {"repeated": counts > 1, "never": never & kept, "excluded": never & ~kept}
+        others = {kind: np.flatnonzero(chosen) for kind, chosen in kinds.items()}
+        once = int(np.count_nonzero(counts == 1))
+        found.append(EpochDelivery(epoch, ended, once, others, control.spec.source))
+    return found
+
+
+def _continued(order: Any, state: LoaderState, last: LoaderState) -> LoaderState:
+    """The state as the part that ends with the state `last` continued it."""
+    order.leave_out(state.excluded)
+    position = order.computed.whole(state.epoch, state.cursor)
+    order.leave_out(last.excluded)
+    cursor = order.computed.left(state.epoch, position)
+    return state._replace(cursor=cursor, excluded=last.excluded, ranks=last.ranks, run=last.run)
+
+
+def _left(order: Any, states: Sequence[LoaderState]) -> IntArray:
+    """How often each sample is still to be delivered in the epoch of the states."""
+    first = states[0]
+    order.leave_out(first.excluded)
+    sampler = order.computed
+    batch_size = first.run[4] or order.batch_size or 1
+    left = [np.empty(0, np.int64)]
+    for rank in range(first.ranks):
+        state = states[rank % len(states)]
+        if state.over:
+            continue
+        samples = sampler.order_in(first.epoch)
+        dealt = sampler._dealt(samples, ShardOptions(rank, first.ranks), state.cursor)
+        own = np.fromiter(dealt, np.int64)
+        for _, start, count, *_ in state.delivered:
+            first_index = start - state.samples
+            own[max(first_index, 0) : first_index + count] = -1
+        own = own[own >= 0]
+        if order.drop_last:
+            own = own[: len(own) // batch_size * batch_size]
+        left.append(own)
+    return np.bincount(np.concatenate(left), minlength=sampler.epoch_size)

@@ -10,9 +10,10 @@ from torch.utils.data import SequentialSampler
 
 from headrace._core.array_types import IntArray
 from headrace._core.consumer.control import copied
+from headrace._core.consumer.rewind import with_exclusions
 from headrace._core.order.order import COMPUTED
 from headrace._core.order.samplers import RankSampler
-from headrace._core.order.state import LoaderState, states_from_dict
+from headrace._core.order.state import LoaderState, Run, states_from_dict
 from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.streams.kinds import sample_key
 from headrace.errors import StateError
@@ -86,9 +87,10 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             problems.append("a state is of one rank alone: use headrace.merge_states")
         if last.ranks > 1 and not order.shared:
             problems.append(f"{last.ranks} ranks shared the order: give the loader of a rank")
-        begin = tuple(_continued(order, state, last) for state in begin)
+        begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
         position = begin[0].epoch, begin[0].cursor
-        in_order = (last.run[0], last.run[2]) <= position <= (last.epoch, last.cursor)
+        run = Run(*last.run)
+        in_order = (run.epoch, run.cursor) <= position <= (last.epoch, last.cursor)
         if not in_order or len(begin) not in (1, last.ranks):
             problems.append(
                 "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
@@ -96,7 +98,8 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             )
         if problems:
             raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
-        spans.append((begin, end))
+        continued = (state._replace(ranks=last.ranks, run=run) for state in begin)
+        spans.append((tuple(continued), end))
         stop = max(stop, last.epoch + 1)
     found = []
     for epoch in range(stop):
@@ -112,31 +115,25 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
                 counts -= _left(order, end)
             ended |= end[0].epoch > epoch or end[0].over
             if fresh.excluded:
-                batches_of_one = *fresh.run[:4], 1, 0  # of which none is dropped
-                kept &= _left(order, (fresh._replace(ranks=1, run=batches_of_one),)) > 0
-        never = counts == 0
-        kinds = {"repeated": counts > 1, "never": never & kept, "excluded": never & ~kept}
-        others = {kind: np.flatnonzero(chosen) for kind, chosen in kinds.items()}
+                of_one = Run(*fresh.run)._replace(batch_size=1)  # no batch is dropped
+                kept &= _left(order, (fresh._replace(ranks=1, run=of_one),)) > 0
+        never = counts < 1
+        others = {
+            "repeated": np.flatnonzero(counts > 1),
+            "never": np.flatnonzero(never & kept),
+            "excluded": np.flatnonzero(never & ~kept),
+        }
         once = int(np.count_nonzero(counts == 1))
         found.append(EpochDelivery(epoch, ended, once, others, control.spec.source))
     return found
 
 
-def _continued(order: Any, state: LoaderState, last: LoaderState) -> LoaderState:
-    """The state as the part that ends with the state `last` continued it."""
-    order.leave_out(state.excluded)
-    position = order.computed.whole(state.epoch, state.cursor)
-    order.leave_out(last.excluded)
-    cursor = order.computed.left(state.epoch, position)
-    return state._replace(cursor=cursor, excluded=last.excluded, ranks=last.ranks, run=last.run)
-
-
 def _left(order: Any, states: Sequence[LoaderState]) -> IntArray:
     """How often each sample is still to be delivered in the epoch of the states."""
-    first = states[0]
+    first, run = states[0], Run(*states[0].run)
     order.leave_out(first.excluded)
     sampler = order.computed
-    batch_size = first.run[4] or order.batch_size or 1
+    batch_size = run.batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
     for rank in range(first.ranks):
         state = states[rank % len(states)]

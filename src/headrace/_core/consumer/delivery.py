@@ -26,9 +26,9 @@ class EpochDelivery(NamedTuple):
         epoch: number of the epoch.
         ended: whether a part of the run reached the end of the epoch.
         once: number of samples that were delivered once.
-        others: indices of the samples that were delivered more than once ("repeated"), "never", or not
+        others: indices of samples that were delivered more than once ("repeated"), "never", or not
             because of `DataLoader.exclude` ("excluded").
-        dataset: has the keys of the samples, of which `str()` shows some.
+        dataset: the dataset; `str()` shows a few indices with the keys of the samples.
     """
 
     epoch: int
@@ -52,14 +52,18 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     Nothing is read. docs/resuming.md says more.
 
     Args:
-        parts: for each part of the run, from a start to the next start, two states: the state that was
-            restored (None for the beginning of epoch 0), and the state that the next part restored, or
-            the last state.
+        parts: two states for each part of the run, from a start to the next start: the state that
+            was restored (None for the beginning of epoch 0), and the state that the next part
+            restored, or the last state.
         loader: a loader with the dataset, order, seed and `drop_last` of the run.
 
+    Returns:
+        What was delivered in each epoch, from epoch 0 on.
+
     Raises:
-        StateError: positions of the order are not computed; or a part has a state of another loader or
-            of one rank alone, or its states are not in order.
+        StateError: the order is not computed; or a part has a state of another loader or of one
+            rank alone, or its states are not in order.
+        ValueError: a part has not two states.
 
     Example:
         >>> import headrace as hr
@@ -74,11 +78,13 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     if type(order.sampler) is SequentialSampler and not order.is_stream:
         order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
     sampler = order.computed
-    if sampler is None or (sampler.exact and control.spec.options["coordinated"]):
+    coordinated = control.spec.options["coordinated"]
+    if sampler is None or sampler.dealt_at_once > 1 or (sampler.exact and coordinated):
         raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
+    start = (LoaderState(0, own),)
     spans, stop = [], 0
     for number, part in enumerate(parts):
-        begin, end = (states_from_dict(state) if state else (LoaderState(0, own),) for state in part)
+        begin, end = (start if state is None else states_from_dict(state) for state in part)
         last = end[0]
         if not last.run:  # no epoch has begun
             continue
@@ -87,9 +93,9 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             problems.append("a state is of one rank alone: use headrace.merge_states")
         if last.ranks > 1 and not order.shared:
             problems.append(f"{last.ranks} ranks shared the order: give the loader of a rank")
+        run = Run(*last.run)
         begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
         position = begin[0].epoch, begin[0].cursor
-        run = Run(*last.run)
         in_order = (run.epoch, run.cursor) <= position <= (last.epoch, last.cursor)
         if not in_order or len(begin) not in (1, last.ranks):
             problems.append(
@@ -98,55 +104,54 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             )
         if problems:
             raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
-        continued = (state._replace(ranks=last.ranks, run=run) for state in begin)
-        spans.append((tuple(continued), end))
+        spans.append((begin, end))
         stop = max(stop, last.epoch + 1)
     found = []
     for epoch in range(stop):
         counts = np.zeros(sampler.epoch_size, np.int64)
-        kept = counts == 0
+        excluded = counts > 0
         ended = False
         for begin, end in spans:
             if not begin[0].epoch <= epoch <= end[0].epoch:
                 continue
-            fresh = end[0]._replace(epoch=epoch, cursor=0, samples=0, over=False, delivered=())
-            counts += _left(order, begin if begin[0].epoch == epoch else (fresh,))
-            if end[0].epoch == epoch:
-                counts -= _left(order, end)
-            ended |= end[0].epoch > epoch or end[0].over
-            if fresh.excluded:
-                of_one = Run(*fresh.run)._replace(batch_size=1)  # no batch is dropped
-                kept &= _left(order, (fresh._replace(ranks=1, run=of_one),)) > 0
+            last = end[0]
+            order.leave_out(last.excluded)
+            samples = sampler.order_in(epoch)
+            indices = np.fromiter(sampler._dealt(samples, ShardOptions(0, 1), 0), np.int64)
+            states = begin if begin[0].epoch == epoch else (LoaderState(epoch, own),)
+            counts[indices] += _left(order, states, last, len(indices))
+            if last.epoch == epoch:
+                counts[indices] -= _left(order, end, last, len(indices))
+            ended |= last.epoch > epoch or last.over
+            left_out = counts == counts
+            left_out[indices] = False
+            excluded |= left_out
         never = counts < 1
         others = {
             "repeated": np.flatnonzero(counts > 1),
-            "never": np.flatnonzero(never & kept),
-            "excluded": np.flatnonzero(never & ~kept),
+            "never": np.flatnonzero(never & ~excluded),
+            "excluded": np.flatnonzero(never & excluded),
         }
         once = int(np.count_nonzero(counts == 1))
         found.append(EpochDelivery(epoch, ended, once, others, control.spec.source))
     return found
 
 
-def _left(order: Any, states: Sequence[LoaderState]) -> IntArray:
-    """How often each sample is still to be delivered in the epoch of the states."""
-    first, run = states[0], Run(*states[0].run)
-    order.leave_out(first.excluded)
-    sampler = order.computed
-    batch_size = run.batch_size or order.batch_size or 1
+def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: int) -> IntArray:
+    """How often a part that ends with `last` has each position of an order after `states`."""
+    batch_size = Run(*last.run).batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
-    for rank in range(first.ranks):
+    for rank in range(last.ranks):
         state = states[rank % len(states)]
         if state.over:
             continue
-        samples = sampler.order_in(first.epoch)
-        dealt = sampler._dealt(samples, ShardOptions(rank, first.ranks), state.cursor)
-        own = np.fromiter(dealt, np.int64)
+        shard = ShardOptions(rank, last.ranks)
+        own = np.fromiter(order.computed._dealt(range(size), shard, state.cursor), np.int64)
         for _, start, count, *_ in state.delivered:
-            first_index = start - state.samples
-            own[max(first_index, 0) : first_index + count] = -1
+            first = start - state.samples
+            own[max(first, 0) : first + count] = -1
         own = own[own >= 0]
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
         left.append(own)
-    return np.bincount(np.concatenate(left), minlength=sampler.epoch_size)
+    return np.bincount(np.concatenate(left), minlength=size)

@@ -187,7 +187,7 @@ def test_states_that_do_not_belong_together_are_refused(as_rank):
         ([(None, first), (second, first)], run.loader(), r"part 1 .* wrong order"),
         ([(None, second)], run.loader(), r"batch_size= .* changed .* give two parts"),
         ([(None, second)], other_seed, r"ElasticSampler\(.*seed=1.* is .*seed=2"),
-        ([(None, undivided.state_dict())], undivided, "2 ranks shared the order"),
+        ([(None, undivided.state_dict())], undivided, "of 2 ranks.* with its sampler"),
         ([], hr.DataLoader(range(N), shuffle=True), "RandomSampler.* use shuffle=True with seed="),
         ([], hr.DataLoader(stream(1, 2)), "a state of stream"),
     ):

@@ -92,7 +92,10 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         if any(each[0].rank is not None and len(each) < each[0].ranks for each in (begin, end)):
             problems.append("a state is of one rank alone: use headrace.merge_states")
         if last.ranks > 1 and not order.shared:
-            problems.append(f"{last.ranks} ranks shared the order: give the loader of a rank")
+            problems.append(
+                f"it is of {last.ranks} ranks, and {order.sampler_name} does not divide the order "
+                f"among ranks: give the loader of a rank, with its sampler"
+            )
         run = Run(*last.run)
         begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
         position = begin[0].epoch, begin[0].cursor
@@ -119,13 +122,15 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             samples = sampler.order_in(epoch)
             indices = np.fromiter(sampler._dealt(samples, ShardOptions(0, 1), 0), np.int64)
             states = begin if begin[0].epoch == epoch else (LoaderState(epoch, own),)
-            counts[indices] += _left(order, states, last, len(indices))
+            delivered = _left(order, states, last, len(indices))
             if last.epoch == epoch:
-                counts[indices] -= _left(order, end, last, len(indices))
+                delivered -= _left(order, end, last, len(indices))
+            counts[indices] += delivered
             ended |= last.epoch > epoch or last.over
-            left_out = counts == counts
-            left_out[indices] = False
-            excluded |= left_out
+            if last.excluded:
+                left_out = np.ones_like(excluded)
+                left_out[indices] = False
+                excluded |= left_out
         never = counts < 1
         others = {
             "repeated": np.flatnonzero(counts > 1),
@@ -150,7 +155,8 @@ def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: in
         for _, start, count, *_ in state.delivered:
             first = start - state.samples
             own[max(first, 0) : first + count] = -1
-        own = own[own >= 0]
+        if state.delivered:
+            own = own[own >= 0]
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
         left.append(own)

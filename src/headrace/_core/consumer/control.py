@@ -211,7 +211,8 @@ class LoaderControl:
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
         if self.resumed:
-            self._next_epoch, self.resumed = self.resumed[0].epoch + 1, ()
+            self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
+            self.resumed = ()
 
     def is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""

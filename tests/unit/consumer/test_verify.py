@@ -143,6 +143,18 @@ def test_last_samples_that_an_epoch_drops_were_never_delivered(options):
     assert (first.once, first.ended, second.once) == (39, True, 0)
 
 
+def test_exclusions_last_where_a_trainer_skips_an_epoch_that_is_over():
+    loaders = [hr.DataLoader(range(N), 8, shuffle=True, seed=0) for _ in range(2)]
+    loaders[0].exclude(keys=[7])
+    (*_, state) = [loaders[0].state_dict() for _ in loaders[0]]
+    loaders[1].load_state_dict(state)
+    loaders[1]._control.skip_rest()
+    batches = [batch.tolist() for batch in loaders[1]]
+    assert {*range(N)}.difference(*batches) == {7}
+    second = hr.verify([(state, loaders[1].state_dict())], loaders[1])[1]
+    assert (second.once, second.others["excluded"].tolist()) == (N - 1, [7])
+
+
 def test_ranks_of_an_exact_sampler_drop_batches_of_their_own():
     run = Run(functools.partial(elastic, exact=True), drop_last=True)
     ranks = [run.loader(rank, ranks=3, batch_size=7) for rank in range(3)]

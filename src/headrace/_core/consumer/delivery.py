@@ -98,9 +98,11 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             )
         run = Run(*last.run)
         begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
-        position = begin[0].epoch, begin[0].cursor
-        in_order = (run.epoch, run.cursor) <= position <= (last.epoch, last.cursor)
-        if not in_order or len(begin) not in (1, last.ranks):
+        first = begin[0]
+        position = first.epoch, first.cursor
+        later = (first.epoch + first.over, 0)  # of an epoch that is over, the next epoch
+        unchanged = (run.epoch, run.cursor) <= max(position, later)
+        if not unchanged or (last.epoch, last.cursor) < position or len(begin) not in (1, last.ranks):
             problems.append(
                 "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
                 "between them: give two parts"
@@ -115,13 +117,13 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         excluded = counts > 0
         ended = False
         for begin, end in spans:
-            if not begin[0].epoch <= epoch <= end[0].epoch:
+            first, last = begin[0], end[0]
+            if not first.epoch <= epoch <= last.epoch:
                 continue
-            last = end[0]
             order.leave_out(last.excluded)
             samples = sampler.order_in(epoch)
             indices = np.fromiter(sampler._dealt(samples, ShardOptions(0, 1), 0), np.int64)
-            states = begin if begin[0].epoch == epoch else (LoaderState(epoch, own),)
+            states = begin if first.epoch == epoch else (LoaderState(epoch, own),)
             delivered = _left(order, states, last, len(indices))
             if last.epoch == epoch:
                 delivered -= _left(order, end, last, len(indices))

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from headrace.samplers import Permutation as Permutation
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
-    from headrace.telemetry.headspace import headspace as headspace
     from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
@@ -115,7 +114,6 @@ _NAMES = {
     "headrace.packing": ("pack",),
     "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"),
     "headrace.state": ("gather_state", "merge_states"),
-    "headrace.telemetry.headspace": ("headspace",),
     "headrace.telemetry.progress": ("progress",),
     "headrace.telemetry.trace": ("trace",),
     "torch.utils.data": ("get_worker_info",),

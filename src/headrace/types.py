@@ -10,7 +10,6 @@ from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip
 from headrace.telemetry.counters import LoaderStats
-from headrace.telemetry.headspace import Headspace
 from headrace.telemetry.report import Report
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "EpochDelivery",
     "Failure",
     "FileSample",
-    "Headspace",
     "LoaderStats",
     "ObjectSample",
     "Randomized",

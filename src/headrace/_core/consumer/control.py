@@ -49,7 +49,6 @@ from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoc
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
-from headrace._core.torchcompat.private import batches_skipped_by_hook
 from headrace.errors import LoaderClosedError, StateError
 from headrace.telemetry.counters import Counters
 
@@ -312,14 +311,6 @@ class LoaderControl:
 
     def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
-        skipped = 0 if self.resumed else batches_skipped_by_hook(loader)
-        if skipped:
-            if stream or (seed is not None and not self._epoch_set):
-                raise StateError(
-                    f"a library lets torch's iterators begin after {skipped} batches, which the loader of a stream "
-                    f"cannot, and one with seed= only after set_epoch(epoch). Save loader.state_dict() instead"
-                )
-            self.skip(loader, skipped, rank)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
@@ -327,7 +318,7 @@ class LoaderControl:
         check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
-        keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
+        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = stream and resumed is not None and resumed.ranks != rank.world_size

@@ -26,7 +26,7 @@ MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
 BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
-BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog proves a third to a half of what blocks
+BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight

@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-size", default="256MB", metavar="SIZE", help="bytes, or as 256MB")
     add("--transform", metavar="MODULE:FUNCTION", help="applied to each sample, in the workers")
     add("--num-workers", type=int, default=0, metavar="N", help="processes for it (0)")
-    add("--dry-run", action="store_true", help="read some samples, print an estimate, and write nothing")
     index = commands.add_parser(
         "index",
         help="index shards, so that a loader reads them in any order, on any number of GPUs",

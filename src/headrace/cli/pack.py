@@ -26,10 +26,8 @@ def run(arguments: argparse.Namespace) -> bool:
         shard_size=arguments.shard_size,
         num_workers=arguments.num_workers,
         transform=None if arguments.transform is None else function_of(arguments.transform, "--transform"),
-        dry_run=arguments.dry_run,
     )
-    would = "would be about " if arguments.dry_run else ""
-    print(f"{would}{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
+    print(f"{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
     return True
 
 

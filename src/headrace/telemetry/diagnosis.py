@@ -32,8 +32,6 @@ QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, wh
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
 MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
-CLOSE = 0.7  # of the longest waiting, above which that for another stage is named too
-THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
 BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
 GAIN = 1.05  # times as many batches a second after a change; one that gives less is not advised
@@ -138,7 +136,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     found = _diagnosed(figures, setup)
     if found.predicted is None or found.limit in ("consumer", "start-up") or not figures.compute:
         return found
-    if figures.gain(found.predicted) > GAIN:
+    if (1.0 - found.predicted) > GAIN * (1.0 - figures.wait_share):
         return found
     return Diagnosis(found.limit, f"{found.evidence}; no single change makes it faster, since other stages limit too")
 
@@ -155,7 +153,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     waiting = figures.start_up + figures.waited
     busy = _workers_are_busy(figures, setup)
     if not busy and waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
-        return _blocked_loop(model)
+        return _blocked_loop(figures)
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
             "start-up",
@@ -163,7 +161,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             f"it after the start of fetching; later ones {seconds(wait)} in next()",
             "keep the loader for several epochs (its engine and workers stay), or call iter() before the model is "
             "built",
-            (figures.waited + figures.first_again) / (figures.seconds + figures.first_again),
+            figures.wait_share,
         )
     if _holds_the_lock(figures, setup) and (found := _busy_loop(model)) is not None:
         return found
@@ -174,12 +172,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         stepping = setup.stream and figures.steps_busy > figures.workers_busy
         return (_stepping if stepping else _working)(model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
-    longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
-    found = _of_stage(longest, model)
-    if waits[second] > CLOSE * waits[longest]:
-        of_both = f"{share(waits[longest] / figures.waited)} and {share(waits[second] / figures.waited)}"
-        found = found._replace(evidence=f"{found.evidence}; close to it is {second} ({of_both} of the waiting)")
-    return found
+    return _of_stage(max(waits, key=waits.__getitem__), model)
 
 
 def _workers_are_busy(figures: Figures, setup: Setup) -> bool:
@@ -301,7 +294,7 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     figures, setup = model.figures, model.setup
     busy, queued = figures.engine_cpu, figures.engine_queued
     if _blocked_seconds(figures) > BLOCKED_LOOP * (figures.start_up + figures.seconds):
-        return _blocked_loop(model)
+        return _blocked_loop(figures)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
@@ -340,20 +333,14 @@ def _blocked_seconds(figures: Figures) -> float:
     return figures.start_blocked + figures.blocked * figures.seconds
 
 
-def _blocked_loop(model: _Model) -> Diagnosis:
-    figures = model.figures
+def _blocked_loop(figures: Figures) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total, blocking = figures.start_up + figures.seconds, _blocked_seconds(figures)
-    in_threads = min(THREADS, figures.concurrency or THREADS)
-    period = total / (figures.batches + 1)  # all may be fetched before the first batch is delivered
-    after = period * max(1 - blocking / total, blocking / total / in_threads)
     return Diagnosis(
         "blocked-loop",
         f"for about {share(blocking / total)} of the time, a blocking call{place} stops all fetches",
-        f"call it with anyio.to_thread.run_sync, which runs {in_threads} at once, use an async client, or do CPU work "
-        f"in transform=",
-        model.at_period(after, floor=0.0),
-        factor=period / after,
+        "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
+        "transform=",
     )
 
 
@@ -365,14 +352,10 @@ def _order(model: _Model) -> Diagnosis:
     if setup.stream:
         factor = model.needed()
         evidence += "that take more than three times the usual time: a shard that is slow holds up the others"
-        # So many more batches are made of the other shards while the slow one is read.
-        slow = figures.slow_waits * (figures.waits["fetch"] + figures.waits["queue"])
-        gained = slow * (1 - 1 / factor)
         return Diagnosis(
             "order",
             evidence,
             f"read {digits(factor)} times as many at once: {_read_more(setup)}",
-            (figures.waited - gained) / (figures.seconds - gained),
             factor=factor,
         )
     evidence += "with a sample that takes more than three times the usual time, while later batches are complete"

@@ -130,7 +130,6 @@ class Figures:
     start_up: float
     start_blocked: float = 0.0  # seconds of them for which user code blocked the event loop
     first_fetch: float = 0.0  # seconds of them after the first fetch had begun, or the first batch had been read
-    first_again: float = 0.0  # as many in a later epoch, for which the clients are open that the first fetch opened
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -175,10 +174,6 @@ class Figures:
     def period(self) -> float:
         """Mean seconds from one batch to the next."""
         return self.seconds / self.batches if self.batches else 0.0
-
-    def gain(self, wait_share: float) -> float:
-        """How many times as many batches come if the loop waits for another share of the time."""
-        return (1.0 - wait_share) / max(1e-9, 1.0 - self.wait_share)
 
 
 def figures_of(records: Sequence[BatchRecord]) -> Figures:
@@ -230,7 +225,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
-        first_again=first_fetch - max(0.0, first.times.fetch_seconds - _percentile(timed, 0.5)),
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.text import digits, rate, seconds, share
+from headrace._core.text import rate, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
@@ -69,10 +69,7 @@ class Report(Figures):
         if self.advice:
             said += f" Change: {self.advice}."
         if self.predicted is not None and self.advice:
-            said += f" Predicted wait after it, {assumed}: {share(self.predicted)}"
-            # A loop that hardly computes waits for nearly all of the time, however fast batches come.
-            faster = f", with {digits(self.gain(self.predicted))} times as many batches a second"
-            said += (faster if share(self.predicted) == share(self.wait_share) else "") + "."
+            said += f" Predicted wait after it, {assumed}: {share(self.predicted)}."
         return said
 
     def _facts(self) -> dict[str, str]:
@@ -126,7 +123,7 @@ _LIMITS = {
     "bandwidth": ("Bandwidth is the limit", "if the link carries as many bytes as now"),
     "source": ("The store, or another source, is the limit", "if it gives as much as now"),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
-    "blocked-loop": ("A blocking call on the event loop is the limit", "if those calls can run side by side"),
+    "blocked-loop": ("A blocking call on the event loop is the limit", ""),
     "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
     "order": ("The order of batches is the limit", "if the others take as long as now"),
     "transport": ("Sending batches is the limit", "if that takes no time"),

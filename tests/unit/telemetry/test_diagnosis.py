@@ -121,16 +121,6 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
     assert (found.advice or "not the limit") in str(found)
 
 
-def test_next_epoch_is_predicted_without_the_connections_that_the_first_fetch_opened():
-    first, *later = records(fetch=0.001, fetch_seconds=0.001)
-    times = first.times._replace(admitted=first.times.admitted - 20.1, began=first.times.began - 20.0)
-    for seconds, predicted in ((20.001, 0.1), (0.001, 0.98)):  # of the first fetch; the others of its batch come again
-        begun = first._replace(called=first.called - 20.0, times=times._replace(fetch_seconds=seconds))
-        found = make_report([begun, *later], SETUP)
-        assert found.limit == "start-up"
-        assert found.predicted == pytest.approx(predicted, abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("most", "cpu", "advice", "predicted"),
     [
@@ -199,13 +189,6 @@ def test_one_worker_has_no_others_that_wait(stream):
     found = make_report(idle, setup)
     assert found.limit == "workers"
     assert "others" not in found.evidence
-
-
-def test_two_limits_that_are_close_are_both_named():
-    found = report(fetch=0.02, load=FULL, work=0.016)
-    assert found.limit == "latency"
-    assert "transforms and collation (56 % and 44 % of the waiting)" in found.evidence
-    assert "close to it" not in report(fetch=0.02, load=FULL, work=0.01).evidence
 
 
 def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():

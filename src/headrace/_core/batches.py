@@ -104,8 +104,6 @@ class StageTimes(NamedTuple):
     blocked_in: str | None = None  # the line that has blocked it longest
     worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
     engine_queued: float = 0.0  # seconds for which the engine's thread could have computed and had no core, until then
-    first_byte: float = 0.0  # seconds to the first byte of one request to a store, made since the batch before
-    request_seconds: float = 0.0  # the duration of that request
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown

@@ -30,7 +30,6 @@ BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
-MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
 BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
@@ -369,12 +368,10 @@ def _order(model: _Model) -> Diagnosis:
 def _saturated(model: _Model) -> Diagnosis | None:
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     figures, setup = model.figures, model.setup
-    request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
-    transfer = first_byte and request - first_byte > MOSTLY * request
     searched = setup.concurrency == "auto" and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
     factor = model.needed()
-    parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
-    advice = f"{digits(factor)} times fewer {parts}: {_cache_or(setup, remedy)}"
+    remedy = _cache_or(setup, "smaller samples, or several in one request")
+    advice = f"{digits(factor)} times fewer bytes, or requests: {remedy}"
     if setup.concurrency != "auto":
         advice += '; concurrency="auto" finds how many fetches get the most'
     if (figures.crowding or 0.0) > CROWDED:
@@ -383,12 +380,10 @@ def _saturated(model: _Model) -> Diagnosis | None:
         shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
     elif searched and figures.full > 0.5 and figures.grown <= 1.0 and figures.concurrency < setup.most_concurrency:
         shown = 'concurrency="auto" gets no more by more in flight'
-    elif transfer and figures.full > 0.5 and figures.crowding is None:
-        shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
     else:
         return None
     return model.faster(
-        "bandwidth" if transfer else "source",
+        "source",
         f"{figures.in_flight:.0f} fetches in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s and {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, "
         f"and {shown}",

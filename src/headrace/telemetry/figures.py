@@ -106,9 +106,6 @@ class Figures:
         in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and work inside it.
         compute: mean seconds of the consumer between two calls of `next()`.
         fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if unknown.
-        first_byte_seconds: the same percentiles of the time to the first byte of one request to a store in each batch;
-            empty if the dataset makes none, or is a stream.
-        request_seconds: those of the whole request.
         crowding: by how much the logarithm of a fetch's duration grows with that of the number in flight: 0.0 where
             fetches do not wait for each other, 1.0 where they share a link; None if that number has not changed.
         in_flight: mean number of fetches in flight, when a batch was complete.
@@ -144,8 +141,6 @@ class Figures:
     fetch_seconds: tuple[float, ...] = ()
     first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
     quick_fetch_seconds: float = 0.0  # the 20th percentile of all
-    first_byte_seconds: tuple[float, ...] = ()
-    request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
     in_flight: float = 0.0
     concurrency: int = 0
@@ -228,8 +223,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
-        request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),
         in_flight=sum(load.in_flight for load in loads) / len(loads),
         concurrency=loads[-1].limit,

@@ -35,7 +35,6 @@ def records(
     count=50,
     load=IDLE,
     fetch_seconds=0.02,
-    request=(0.0, 0.0),
     requests=None,
     cpu=0.1,
     queued=0.0,
@@ -74,8 +73,6 @@ def records(
             engine_cpu=cpu * at,
             blocked=blocked * (at - 100.0),
             engine_queued=queued * at,
-            first_byte=request[0],
-            request_seconds=request[1],
             work_cpu=work_cpu * lengths["work"],
             worker_deaths=int(not number % 20),
         )
@@ -103,7 +100,6 @@ def report(setup=SETUP, **steps):
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("source", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
-        ("bandwidth", {"fetch": 0.02, "load": FULL, "request": (0.01, 0.1)}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
         ("workers", {"worker_queue": 0.001, "work": 0.04}),
@@ -204,7 +200,7 @@ def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():
     assert "cache" not in crowded.advice
     cacheable = SETUP._replace(remedies=frozenset({"cache"}))
     assert ".cache(folder)" in report(cacheable, fetch=0.02, load=load, fetch_seconds=load_seconds).advice
-    assert report(fetch=0.02, load=load, fetch_seconds=0.02, request=(0.001, 0.02)).limit == "latency"
+    assert report(fetch=0.02, load=load, fetch_seconds=0.02).limit == "latency"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import copyreg
 import enum
-import functools
 import io
 import math
-import os
 import pickle
 import sys
 import traceback
@@ -188,40 +186,11 @@ class SentModule(types.ModuleType):
 def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> None:
     """Complete a class or function that is sent by value; where the program does not run, its module gets it."""
     made[0](obj, made[1])
-    if isinstance(sys.modules["__main__"], SentModule):
-        module = sys.modules.setdefault(obj.__module__, SentModule(obj.__module__))
-        if isinstance(module, SentModule):
-            setattr(module, obj.__qualname__, obj)
+    if isinstance(main := sys.modules["__main__"], SentModule):
+        setattr(main, obj.__qualname__, obj)
 
 
-_settled: set[object] = {"__main__"}  # the names of modules of which it is settled whether they go by value
-_sent: set[object] = {"__main__"}  # of those, the ones that do since another process could not import them
-
-
-def _settle(name: object) -> None:
-    """Have what a module defines sent by value if another process could not import it.
-
-    Of the main module that cloudpickle sees to; not in a child of `multiprocessing`, where it has another name. Others
-    that are in `sys.modules` alone are plug-ins and configurations, loaded from a file or made by the program.
-    """
-    _settled.add(name)
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is not None and not _is_importable(str(name).partition(".")[0]):
-        cloudpickle.register_pickle_by_value(module)
-        _sent.add(name)
-
-
-@functools.lru_cache
-def _is_importable(name: str) -> bool:
-    """Whether importing a top-level module by its name gives the one that this process has."""
-    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    found = next((spec for find in finders if (spec := find(name, None)) is not None), None)
-    loaded = getattr(sys.modules.get(name), "__file__", None)
-    if found is None or loaded is None or not found.has_location:
-        return found is not None
-    return bool(os.path.realpath(found.origin or "") == os.path.realpath(loaded))
-
-
+_MAIN = ("__main__", "__mp_main__")  # in a child of `multiprocessing` the second, which is no name for another process
 _REDUCERS = {types.CodeType: _reduce_code, SentModule: _CLOUDPICKLES[types.ModuleType]}
 
 
@@ -229,7 +198,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]  # those that were met
-    defines = False  # whether what is sent of the program's modules can be looked up there where it is received
+    defines = False  # whether what is sent of the main module can be looked up there where it is received
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
@@ -252,8 +221,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.descriptors.append(obj)
             return received_descriptor, (len(self.descriptors) - 1,)
         if isinstance(obj, type | types.FunctionType) and not _is_known(obj):
-            if obj.__module__ not in _settled:
-                _settle(obj.__module__)
+            if obj.__module__ == "__mp_main__" and "__mp_main__" in sys.modules:
+                cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
             reduced = super().reducer_override(obj)
             if type(reduced) is not tuple or len(reduced) < 6:  # by reference
                 return reduced
@@ -262,7 +231,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
                 state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
-            module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
+            module = sys.modules.get(obj.__module__) if obj.__module__ in _MAIN else None
             if self.defines and getattr(module, obj.__qualname__, None) is obj:
                 return make, arguments, (complete, state), None, None, _define
             return reduced

@@ -241,8 +241,6 @@ def _fetching(model: _Model) -> Diagnosis:
     if (found := _busy_loop(model)) is not None:
         return found
     if setup.stream:
-        if figures.slow_waits > 0.5 and figures.slow_span < 0.5:
-            return _order(model)
         return model.faster(
             "latency",
             f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
@@ -344,20 +342,13 @@ def _blocked_loop(figures: Figures) -> Diagnosis:
 
 
 def _order(model: _Model) -> Diagnosis:
-    """One slow sample, or shard, holds up the batches after it."""
+    """One slow sample holds up the batches after it."""
     figures, setup = model.figures, model.setup
-    evidence = f"{share(figures.slow_waits)} of the waiting is for batches "
     hedge = 'hedge="auto" if a second request is faster' if "hedge" in setup.remedies else "make slow fetches faster"
-    if setup.stream:
-        factor = model.needed()
-        evidence += "that take more than three times the usual time: a shard that is slow holds up the others"
-        return Diagnosis(
-            "order",
-            evidence,
-            f"read {digits(factor)} times as many at once: {_read_more(setup)}",
-            factor=factor,
-        )
-    evidence += "with a sample that takes more than three times the usual time, while later batches are complete"
+    evidence = (
+        f"{share(figures.slow_waits)} of the waiting is for batches with a sample that takes more than three times the "
+        f"usual time, while later batches are complete"
+    )
     if not setup.in_order:
         return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
     # By Little's law, with the look-ahead full of batches in any state.
@@ -394,14 +385,11 @@ def _saturated(model: _Model) -> Diagnosis | None:
 
 def _full(model: _Model) -> Diagnosis:
     """As many fetches are in flight as may be, and none waits for another as far as is known."""
-    figures, setup = model.figures, model.setup
+    figures = model.figures
     evidence = (
         f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s; the window was full {share(figures.full)} of the time"
     )
-    if figures.concurrency >= setup.most_concurrency:
-        advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
-        return Diagnosis("latency", evidence, advice, factor=model.needed())
     change = _more_in_flight(model, figures.concurrency * model.needed())
     tried = 'if the source serves more at once, which concurrency="auto" in a long epoch finds out'
     return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -134,7 +133,6 @@ class Figures:
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     slow_waits: float = 0.0  # share of the waiting for fetch that was for batches which took three times the median
-    slow_span: float = 0.0  # share of all batches among which four fifths of that waiting lie
     in_call_seconds: float = 0.0
     batch_seconds: float = 0.0  # mean seconds from planning a batch to its end in the engine
     compute: float = 0.0
@@ -198,7 +196,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         by_batch.append((parts["queue"] + parts["fetch"], _length(_fetching(record))))
     waited = sum(record.returned - record.called for record in rest)
     typical = _percentile([taken for _, taken in by_batch if taken], 0.5)
-    slow = list(itertools.accumulate(wait if taken > SLOW * typical else 0.0 for wait, taken in by_batch))
+    slow = sum(wait for wait, taken in by_batch if taken > SLOW * typical)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
     ends = sorted((record.times for record in records), key=lambda times: times.assembled)  # may come in another order
@@ -215,8 +213,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         waited=waited,
         wait_share=waited / seconds,
         waits=waits,
-        slow_waits=slow[-1] / max(1e-9, waits["queue"] + waits["fetch"]),
-        slow_span=_share(0.1 * slow[-1] < each < 0.9 * slow[-1] for each in slow),
+        slow_waits=slow / max(1e-9, waits["queue"] + waits["fetch"]),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),

@@ -234,7 +234,7 @@ def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
 def test_slow_shard_of_a_stream_is_read_beside_more_others():
     stream = SETUP._replace(stream=True, remedies=frozenset({"shards_in_parallel", "requests_per_shard"}))
     found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
-    assert found.limit == "order"
+    assert found.limit == "latency"
     assert "shards_in_parallel= of the dataset" in found.advice
     assert "hedge" not in found.advice  # streams are not hedged
     assert found.change == {}

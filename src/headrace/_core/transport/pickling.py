@@ -211,7 +211,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
-            return _reduce_read_only(obj)
+            return obj.copy().__reduce_ex__(5)  # which arrives writable, as any copy of an array is
         # obstore is not imported here: 4 ms, for which a program without a store need not wait.
         if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
             return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
@@ -250,20 +250,6 @@ def dump_parts(
     pickling.descriptors = descriptors
     pickling.dump(obj)
     return stream.getvalue()
-
-
-def _reduce_read_only(array: np.ndarray[Any, Any]) -> object:
-    """A read-only array, such as one of a file's bytes, becomes writable, as any copy of it is."""
-    if array.dtype.kind not in "biufcSUmM":
-        return NotImplemented
-    if not array.size:
-        return np.empty, (array.shape, array.dtype)
-    if not array.flags.c_contiguous:
-        return array.copy().__reduce_ex__(5)
-    interface: dict[str, Any] = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
-    # The same memory, not written to here; the owner is kept alive until it has been copied.
-    view = np.asarray(types.SimpleNamespace(__array_interface__=interface, owner=array))
-    return view.__reduce_ex__(5)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:

@@ -14,6 +14,7 @@ import enum
 import io
 import math
 import pickle
+import re
 import sys
 import traceback
 import types
@@ -27,7 +28,7 @@ import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import add_note, error_message, set_cause
-from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
+from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
 from headrace.errors import RemoteError
@@ -92,20 +93,25 @@ def format_error(error: BaseException) -> str:
 
 
 def picklable_error(error: E) -> E | RemoteError:
-    """An exception that can be pickled and unpickled: `error`, or a copy without some attributes, or a `RemoteError`.
+    """An exception whose copy has the same text: `error`, or one without some attributes, or a `RemoteError`.
 
     Both directions are tried here, in the worker, which can still report a failure.
     """
-    text = error_message(error)
+    text = _text_of(error)
     for cause in dict.fromkeys((error.__cause__, None)):
         set_cause(error, cause)
-        if (copied := _copied(error)) is not _LOST:
-            return error if error_message(copied) == text else _keeping(error, text)
+        if _text_of(_copied(error)) == text:
+            return error
     with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
-        if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
-            return reduced if error_message(copied) == text else _keeping(reduced, text)
-    return _as_text(error, text)
+        if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:
+            return reduced
+    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=error_message(error))
+
+
+def _text_of(error: BaseException) -> str:
+    """The message of an error without addresses of objects, which are others in a copy."""
+    return re.sub(" at 0x[0-9a-f]+", "", error_message(error))
 
 
 def noted_error(error: E, where: str) -> E | RemoteError:
@@ -114,19 +120,6 @@ def noted_error(error: E, where: str) -> E | RemoteError:
     portable = picklable_error(error)
     add_note(portable, f"{where}:\n{traceback}")
     return portable
-
-
-def _keeping(error: E, text: str) -> E | RemoteError:
-    """`error` with its text, which its copy in another process would not have."""
-    with suppress(BaseException):  # user code, or a class without subclasses
-        kept = with_text(error, text)
-        if error_message(_copied(kept)) == text:
-            return cast(E, kept)
-    return _as_text(error, text)
-
-
-def _as_text(error: BaseException, text: str) -> RemoteError:
-    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=text)
 
 
 _LOST: Any = object()

@@ -220,7 +220,6 @@ class RequestCounts:
         cache_hits: samples read from a disk cache.
         cache_misses: samples fetched for a disk cache.
         cache_damaged: damaged samples of a cache, which were fetched again.
-        cache_evicted: samples evicted from a cache.
     """
 
     requests: int = 0
@@ -232,7 +231,6 @@ class RequestCounts:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_damaged: int = 0
-    cache_evicted: int = 0
 
     def __add__(self, other: RequestCounts) -> RequestCounts:
         return RequestCounts(*map(operator.add, counts_of(self), counts_of(other)))

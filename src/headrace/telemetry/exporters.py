@@ -103,7 +103,6 @@ COUNTERS = (
     ("cache_hits", "Samples read from a cache.", "stats.requests.cache_hits"),
     ("cache_misses", "Samples fetched for a cache.", "stats.requests.cache_misses"),
     ("cache_damaged", "Damaged in a cache.", "stats.requests.cache_damaged"),
-    ("cache_evicted", "Evicted from a cache.", "stats.requests.cache_evicted"),
 )
 GAUGES = (
     ("fetches_in_flight", "At the last batch.", "load.in_flight"),

@@ -103,6 +103,10 @@ def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(make
     module = make(name, SOURCE, tmp_path)
     monkeypatch.setitem(sys.modules, name, module)
     exec(SOURCE, module.__dict__)
+    if name != "this":
+        with pytest.raises(ModuleNotFoundError) as caught:
+            next(iter(hr.DataLoader(Numbers(2), num_workers=1, transform=module.transform)))
+        assert "cloudpickle.register_pickle_by_value" in str(caught.value.__notes__)
     cloudpickle.register_pickle_by_value(module)
     for options in ({}, {"placement": "thread"}):
         with hr.DataLoader(

@@ -31,6 +31,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.descriptors import Descriptor
+from headrace._core.text import add_note
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.pickling import Pickler, dump_parts, load_message
 from headrace._core.transport.preload import modules_named_in
@@ -82,7 +83,12 @@ class SharedPickle:
             mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
         buffers = self._mapped()
         pickled = self.pickled or buffers.pop()
-        return load_message(pickled, buffers, self.descriptors)
+        try:
+            return load_message(pickled, buffers, self.descriptors)
+        except ModuleNotFoundError as error:
+            remedy = f"cloudpickle.register_pickle_by_value(sys.modules[{error.name!r}])"
+            add_note(error, f"headrace: if no other process can import it, call {remedy} before the first iter()")
+            raise
 
     def _mapped(self) -> list[memoryview]:
         if self.memory is None:

@@ -81,7 +81,6 @@ class FetchLoad(NamedTuple):
     queued: int = 0  # samples that wait for one of them
     held_plans: int = 0  # plans that wait for memory
     memory: int = 0  # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
-    memory_samples: int = 0  # the number of samples that these are
     unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
 
 

@@ -254,11 +254,7 @@ def _fetching(model: _Model) -> Diagnosis:
     if figures.full > 0.5:
         return _full(model)
     if figures.held > 0.5:
-        budget = setup.memory_budget or 0
-        if figures.memory_of_sample and setup.concurrency != "auto":
-            allowed = max(1.0, budget / figures.memory_of_sample)  # samples, in any state
-            factor = max(1.0, min(factor, figures.concurrency / allowed * 2))
-        mebibytes = math.ceil(budget * factor / 2**20)
+        mebibytes = math.ceil((setup.memory_budget or 0) * factor / 2**20)
         return model.faster(
             "memory-budget",
             f"plans waited for memory at {share(figures.held)} of the batches, with {in_flight} in flight",

@@ -146,7 +146,6 @@ class Figures:
     grown: float = 1.0  # factor of `concurrency` in the second half of the batches
     held: float = 0.0  # share of the batches at whose completion plans waited for memory
     nbytes: int = 0
-    memory_of_sample: float = 0.0  # bytes, as the memory budget counts them; 0 where it does not
     work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
@@ -227,7 +226,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),
-        memory_of_sample=sum(load.memory for load in loads) / max(1, sum(load.memory_samples for load in loads)),
         work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,

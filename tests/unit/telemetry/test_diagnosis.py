@@ -158,9 +158,8 @@ def test_fixed_window_bounds_what_workers_gain_and_is_the_limit_beside_idle_work
     assert report(worker_queue=0.001, work=0.04, load=FULL).limit == "latency"
 
 
-def test_memory_that_is_advised_is_by_the_size_that_the_budget_counts():
-    # Samples of 1 MiB in their batches, and of 100 bytes as fetched. Three times the rate is needed, and some to spare.
-    load = IDLE._replace(held_plans=2, memory=2 << 20, memory_samples=2)
+def test_memory_that_is_advised_is_in_proportion_to_the_rate_that_is_needed():
+    load = IDLE._replace(held_plans=2, memory=2 << 20)  # three times the rate is needed, and some to spare
     found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
 

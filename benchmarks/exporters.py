@@ -1,7 +1,7 @@
 """What exporters of metrics and the progress line cost.
 
-Contestants, in turn, on the same loader, whose samples are there at once: nothing, `hr.telemetry.prometheus`,
-`hr.telemetry.opentelemetry` with the SDK, `hr.progress` as in a terminal (a line every 0.5 s). Reading the metrics,
+Contestants, in turn, on the same loader, whose samples are there at once: nothing, `hr.telemetry.prometheus`, and
+`hr.progress` as in a terminal (a line every 0.5 s). Reading the metrics,
 once after each epoch, is not in the figure, which is CPU time of the process. The budget at 10,000 objects/s is 100 µs
 for an object.
 """
@@ -19,8 +19,6 @@ from typing import Any
 import prometheus_client
 from contents import check_order
 from harness import Figure, claim, describe_machine, interleave, parse_arguments
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import headrace as hr
 
@@ -61,15 +59,6 @@ def prometheus(loader: Loader) -> Iterator[Iterable[int]]:
 
 
 @contextlib.contextmanager
-def opentelemetry(loader: Loader) -> Iterator[Iterable[int]]:
-    provider = MeterProvider([reader := InMemoryMetricReader()])
-    with hr.telemetry.opentelemetry(loader, meter_provider=provider):
-        yield loader
-        reader.get_metrics_data()
-    provider.shutdown()
-
-
-@contextlib.contextmanager
 def progress(loader: Loader) -> Iterator[Iterable[int]]:
     yield hr.progress(loader, file=Terminal())
 
@@ -96,10 +85,10 @@ def main() -> None:
     arguments = parse_arguments(parser, batches=20, rounds=1)
     print(describe_machine())
     dataset = AtOnce(arguments.batches)
-    for block in (nothing, prometheus, opentelemetry, progress):
+    for block in (nothing, prometheus, progress):
         with hr.DataLoader(dataset, BATCH, concurrency=64) as loader, block(loader) as source:
             check_order((batch.tolist() for batch in source), dataset.length)  # type: ignore[attr-defined]
-    blocks = {"nothing": nothing, "Prometheus": prometheus, "OpenTelemetry": opentelemetry, "progress line": progress}
+    blocks = {"nothing": nothing, "Prometheus": prometheus, "progress line": progress}
     table = interleave(
         {name: lambda block=block: cpu_of_a_batch(block, arguments.batches) for name, block in blocks.items()},  # type: ignore[misc]
         rounds=arguments.rounds,

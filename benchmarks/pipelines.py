@@ -308,7 +308,7 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             assert report.factor is not None
             return objects(served(int(size / report.factor), 400, link))
 
-        return Pipeline("bandwidth", lambda **change: objects(server, **change), 0.03, 50, smaller)
+        return Pipeline("source", lambda **change: objects(server, **change), 0.03, 50, smaller)
 
     def event_loop() -> Pipeline:
         def cheaper(report: hr.types.Report) -> hr.DataLoader[Any]:

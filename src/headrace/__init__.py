@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace import errors as errors
     from headrace import telemetry as telemetry
     from headrace import types as types
+    from headrace._core.consumer.delivery import verify as verify
     from headrace._core.error_policy import SkipErrors as SkipErrors
     from headrace._core.eventloop.per_loop import per_loop as per_loop
     from headrace._core.randomized import randomized as randomized
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.datasets.litdata import LitDataset as LitDataset
     from headrace.datasets.mds import MDSDataset as MDSDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
+    from headrace.datasets.opening import open_cached as open_cached
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tfrecord import TFRecordDataset as TFRecordDataset
@@ -68,13 +70,13 @@ if TYPE_CHECKING:
     from headrace.samplers import Permutation as Permutation
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
-    from headrace.telemetry.headspace import headspace as headspace
     from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
 # The public names, by the module that defines them. Importing torch takes seconds, and all of headrace longer than
 # torch's loader to its first batch: a name imports its own module, on first use, and no other.
 _NAMES = {
+    "headrace._core.consumer.delivery": ("verify",),
     "headrace._core.error_policy": ("SkipErrors",),
     "headrace._core.eventloop.per_loop": ("per_loop",),
     "headrace._core.randomized": ("randomized",),
@@ -100,6 +102,7 @@ _NAMES = {
     "headrace.datasets.litdata": ("LitDataset",),
     "headrace.datasets.mds": ("MDSDataset",),
     "headrace.datasets.objects": ("ObjectDataset",),
+    "headrace.datasets.opening": ("open_cached",),
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),
     "headrace.datasets.tfrecord": ("TFRecordDataset",),
@@ -111,7 +114,6 @@ _NAMES = {
     "headrace.packing": ("pack",),
     "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"),
     "headrace.state": ("gather_state", "merge_states"),
-    "headrace.telemetry.headspace": ("headspace",),
     "headrace.telemetry.progress": ("progress",),
     "headrace.telemetry.trace": ("trace",),
     "torch.utils.data": ("get_worker_info",),

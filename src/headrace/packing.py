@@ -8,16 +8,14 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import re
 import struct
 import tarfile
 import tempfile
-import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
@@ -26,12 +24,13 @@ import numpy as np
 
 from headrace._core.ranks.rankinfo import own_rank
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.tar_index import SUFFIX, IndexDecoder, TarIndex
+from headrace._core.shards.indexing import NAME, Indexing, IndexingDecoder, build_index, part_key, with_heads
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import plan
 from headrace.datasets.parquet import TableStream
+from headrace.datasets.tar import tar_decoder
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
@@ -45,19 +44,13 @@ BATCH = 64  # samples
 UPLOADS = 4  # shards at once, each in several parts
 PIECE = 1 << 20  # bytes
 ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
-_MOST_PARTS = 10_000  # of a list that are compared
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_PARTS = (
-    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),  # of functions
-    *("__func__", "__self__", "func", "args", "keywords", "__call__", "__dict__"),  # of methods and other objects
-)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _Json = dict[str, Any]
 _MakeWriter = Callable[[Path], "_ShardWriter"]
 
 
 class Packed(NamedTuple):
-    """What was packed; of a dry run, what would be.
+    """What was packed.
 
     Attributes:
         shards: number of shards.
@@ -77,7 +70,6 @@ def pack(
     format: Format = "tar",
     shard_size: int | str = "256MB",
     num_workers: int = 0,
-    dry_run: bool = False,
     **options: Unpack[LoaderOptions],
 ) -> Packed:
     """Write the samples of a dataset into shards, in their order, with a progress bar.
@@ -86,7 +78,8 @@ def pack(
     parts while the next ones are written. ``_pack.json`` beside the shards has the name, number of samples, size and
     SHA-256 of each; tar shards have the index that `TarDataset.index` reads. The same call after an interruption, also
     by SIGKILL, continues after the last shard of that record: no sample is lost, or comes twice. A call with another
-    `transform` or `seed` is an error, as far as its code and values show: of libraries only the names are compared.
+    `transform` or `seed` is an error. Of a `transform` its own code, closure, arguments and repr are compared, and not
+    the functions that it calls.
 
     Args:
         dataset: map-style or a stream, on one rank.
@@ -96,16 +89,13 @@ def pack(
             ``"parquet"``: dicts of columns, with the types of the first 64 rows, or of the `ParquetDataset` or
             `ArrowDataset` that is packed without a `transform`. ``"tokens"``: sequences of integers, each a
             document of Megatron's ``.bin`` and ``.idx``, as uint16 if the first has that type, else int32.
-        shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it. About five shards are on the
-            local disk at a time.
+        shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it, or with ``on_error="skip"``
+            with the batch of 64 samples. About five shards are on the local disk at a time.
         num_workers: processes for `transform`.
-        dry_run: whether only the first 256 samples are read, for an estimate, and nothing is written. Of a stream
-            without a length, it is the estimate for these.
         options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
 
     Raises:
-        ValueError: an argument is invalid, the directory has other shards, was begun with other arguments, or with
-            ``on_error="skip"`` other samples failed before an interruption than after it.
+        ValueError: an argument is invalid, the directory has other shards, or was begun with other arguments.
         TypeError: a sample does not fit the format; the message names it.
         HeadraceError: reading or writing failed.
 
@@ -129,16 +119,14 @@ def pack(
     if isinstance(dataset, TableStream) and format == "parquet" and options.get("transform") is None:
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    code = "\n".join(_texts([options.get("transform"), *functions, getattr(type(source), "aget", None)], set()))
+    code = repr(list(map(_described, (options.get("transform"), *functions, getattr(type(source), "aget", None)))))
     arguments = {
         "format": format,
         "shard_size": size,
         "seed": options["seed"],
-        "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
+        "transform": hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", code).encode()).hexdigest()[:16],
     }
     with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
-        if dry_run:
-            return _estimate(loader, Path(folder), writer, size)
         skips = options.get("on_error", "raise") != "raise"
         return _run(loader, as_store(store), Path(folder), writer, arguments, skips)
 
@@ -150,47 +138,15 @@ def _bytes(size: int | str) -> int:
     return found
 
 
-def _texts(value: Any, seen: set[object], depth: int = 8) -> Iterator[str]:
-    """The code and the values that a function, or a sample, is made of; the same in each process."""
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict | list | tuple):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-    elif isinstance(value, set | frozenset):
-        parts = sorted(map(repr, value))
-    elif hasattr(value, "__array__"):
-        with contextlib.suppress(Exception):  # of a tensor with a gradient, or on a device
-            array = np.asarray(value)
-            yield f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
-    elif isinstance(value, types.CodeType):
-        if value not in seen:
-            seen.add(value)
-            yield f"{value.co_code.hex()} {value.co_names}"
-            parts = value.co_consts
-    else:
-        yield repr(bytes(value)) if isinstance(value, memoryview) else re.sub(" at 0x[0-9a-f]+", "", repr(value))
-        if not isinstance(value, (*_PLAIN, type, types.ModuleType)):
-            parts = [getattr(value, name, None) for name in _PARTS]
-    if isinstance(value, types.FunctionType):
-        names = value.__globals__
-        used = [names.get(name) for name in value.__code__.co_names]
-        own = [each for each in used if isinstance(each, _PLAIN) or getattr(each, "__globals__", None) is names]
-        parts = [*parts, *own]
-    for part in itertools.islice(parts, _MOST_PARTS if depth else 0):
-        yield from _texts(part, seen, depth - 1)
-
-
-def _estimate(loader: DataLoader[Any], folder: Path, make: _MakeWriter, size: int) -> Packed:
-    samples = [sample for batch in itertools.islice(loader, 256 // BATCH) for sample in batch]
-    with contextlib.closing(make(folder / "0")) as writer:
-        for number, sample in enumerate(samples):
-            writer.add(sample, number)
-    try:
-        total = len(loader.dataset)
-    except TypeError:
-        total = len(samples)  # a stream without a length
-    times = total / max(1, len(samples))
-    nbytes = (folder / "0").stat().st_size * times  # of Parquet less than is counted for its shards
-    return Packed(math.ceil(writer.nbytes * times / size), total, math.ceil(nbytes))
+def _described(function: Any) -> list[object]:
+    """What distinguishes a function from another one of its name: its own code, and the values that it holds."""
+    if isinstance(function, functools.partial):
+        return [*_described(function.func), function.args, function.keywords]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    # The order of a set is another one in each process.
+    return [sorted(map(repr, each)) if isinstance(each, set | frozenset) else each for each in (function, *own, *held)]
 
 
 def _run(
@@ -202,8 +158,7 @@ def _run(
         loader.load_state_dict(record["state"])  # or an error, if it is another dataset
     uploads: deque[tuple[Future[_Json], _Json]] = deque()
 
-    def write(complete: bool = False) -> None:
-        record["complete"] = complete
+    def write() -> None:
         background_loop().run(store.put(RECORD, json.dumps(record, indent=1).encode()))
 
     def commit(most: int) -> None:
@@ -212,28 +167,25 @@ def _run(
             shard, position = uploads.popleft()
             record["shards"].append(shard.result())
             record.update(position)
-            write(complete=position["skip"] is None)
+            write()
 
     def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
-        """Complete shards, each with the position after it.
-
-        A position is a state of the loader, the number of samples to skip after it, None for all, and their digest.
-        """
-        before, samples = record["shards"], _samples(loader, store.url, record, skips)
+        """Complete shards, each with the position after it: a state of the loader, and samples to skip after it."""
+        before, samples = record["shards"], _samples(loader, record["skip"])
         number = sum(shard["samples"] for shard in before)
         for count, first in zip(itertools.count(len(before)), samples):
             path = folder / f"{count:06d}"
-            skip: int | None
             with contextlib.closing(make(path)) as writer:
-                for sample, skip, digest in itertools.chain([first], samples):  # noqa: B007  # after it
+                for sample, taken, left in itertools.chain([first], samples):
                     writer.add(sample, number)
                     number += 1
-                    if writer.nbytes >= arguments["shard_size"]:
+                    # Other samples of a batch may be skipped the next time.
+                    if writer.nbytes >= arguments["shard_size"] and not (left and skips):
+                        position = {"state": loader.state_dict(int(left > 0)), "skip": taken if left else 0}
                         break
                 else:
-                    skip = None  # after the last batch
-            state = loader.state_dict(lag=int(skip is not None))
-            yield path, writer, {"state": state, "skip": skip, "digest": digest}
+                    position = {"state": loader.state_dict(), "skip": 0, "complete": True}
+            yield path, writer, position
 
     if not record["complete"]:
         write()  # before the first shard, so that this directory is known
@@ -242,9 +194,23 @@ def _run(
                 uploads.append((threads.submit(_upload, store, path, writer), position))
                 commit(UPLOADS)
             commit(0)
-        write(complete=True)
+        record["complete"] = True
+        write()
+    if arguments["format"] == "tar":
+        _index(store, record["shards"])
     written = record["shards"]
     return Packed(len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes")))
+
+
+def _index(store: Store, shards: list[_Json]) -> None:
+    """Join the parts of the index that `_upload` has stored; builds what is missing."""
+    loop, place = background_loop(), Shard(store, NAME)
+    with contextlib.suppress(ObjectNotFoundError):
+        loop.run(store.head(NAME))
+        return
+    found = loop.run(with_heads([Shard(store, shard["name"]) for shard in shards]))
+    if found:
+        loop.run(build_index(found, Indexing(tar_decoder), place))
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
@@ -264,24 +230,11 @@ def _begun(store: Store, arguments: _Json) -> _Json:
     return record
 
 
-_Samples = Iterator[tuple[Any, int, str]]
-"""Samples, the number of samples of their batch up to each, and a digest of these if others may be skipped."""
-
-
-def _samples(loader: DataLoader[Any], url: str, record: _Json, skips: bool) -> _Samples:
-    """The samples that come after those of a record."""
-    skip, expected = record["skip"], record.get("digest", "")
+def _samples(loader: DataLoader[Any], skip: int) -> Iterator[tuple[Any, int, int]]:
+    """The samples after the first `skip`, each with the numbers of samples of its batch up to it and after it."""
     for batch in progress(loader, name="pack"):
-        hashed, digest = hashlib.sha256(), ""
-        for taken, sample in enumerate(batch, 1):
-            if skips:
-                hashed.update("\n".join(_texts(sample, set())).encode())
-                digest = hashed.hexdigest()
-            if taken > skip:
-                yield sample, taken, digest
-            elif taken == min(skip, len(batch)) and expected not in ("", digest):
-                what = "other samples of its last batch failed than before the interruption"
-                raise ValueError(f"{url}: {what}; delete its shards and pack again")
+        for taken, sample in enumerate(batch[skip:], skip + 1):
+            yield sample, taken, len(batch) - taken
         skip = 0
 
 
@@ -296,12 +249,13 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
-        decoder = IndexDecoder(shard.name, uniform=False)
+        indexing = Indexing(tar_decoder)
+        decoder = IndexingDecoder(shard, indexing)
         with path.open("rb") as file:
-            pieces = iter(lambda: file.read(PIECE), b"")
-            rows = [row for piece in pieces for row in decoder.feed(piece)]
-        index = TarIndex.of(shard, [*rows, *decoder.finish()])
-        loop.run(store.put(key + SUFFIX, index.dump()))
+            for piece in iter(lambda: file.read(PIECE), b""):
+                decoder.feed(piece)
+        decoder.finish()
+        loop.run(store.put(part_key(Shard(store, NAME), shard, indexing), decoder.index()))
     size = path.stat().st_size
     os.unlink(path)
     return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}

@@ -1,6 +1,7 @@
 """Types of what loaders and datasets give, for annotations and `isinstance`. Programs rarely make one of them."""
 
 from headrace._core.batches import BatchPlan, RequestCounts
+from headrace._core.consumer.delivery import EpochDelivery
 from headrace._core.failure import Failure, Stage
 from headrace._core.randomized import Randomized
 from headrace._core.ranks.rankinfo import RankInfo
@@ -9,15 +10,14 @@ from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip
 from headrace.telemetry.counters import LoaderStats
-from headrace.telemetry.headspace import Headspace
 from headrace.telemetry.report import Report
 
 __all__ = [
     "BatchPlan",
     "Blocks",
+    "EpochDelivery",
     "Failure",
     "FileSample",
-    "Headspace",
     "LoaderStats",
     "ObjectSample",
     "Randomized",

@@ -179,7 +179,6 @@ def test_max_bytes_holds_and_the_oldest_entries_go_first(folder):
     there = [not get(fresh, name, DATA[: 10 * number]) for number, name in enumerate(names)]
     assert sum(there) > 40
     assert there == sorted(there)
-    assert cache.counts().cache_evicted == 200 - sum(there)
 
 
 def test_entry_larger_than_half_of_max_bytes_is_not_cached_and_evicts_nothing(folder):

@@ -257,17 +257,6 @@ def tokens(sample):
     return sample % 4
 
 
-async def pairs(samples):
-    """For `pipe`: two samples in one."""
-    first = None
-    async for sample in samples:
-        if first is None:
-            first = sample
-        else:
-            yield [first, sample]
-            first = None
-
-
 def whole(samples):
     """The collate function of programs without batches."""
     return samples

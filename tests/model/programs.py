@@ -55,7 +55,6 @@ OPERATIONS = {
     "concat": "concat([{}, Count(5, start=100)])",
     "mix": "mix([{}, Count(9, start=100)], [2, 1])",
     "mix all": 'mix([{}, Count(3, start=100)], [1, 1], seed=3, stop="all")',
-    "pipe": "{}.pipe(pairs)",
     "split": "{}.split()",
     "pack": "{}.map(document).pack(6).map(plain)",
     "first fit": '{}.map(document).pack(6, "first_fit", window=2).map(plain)',
@@ -64,7 +63,7 @@ OPERATIONS = {
     "buckets": "batch_by_tokens({}, 7, length=tokens, boundaries=[1, 2], padded=False)",
 }
 CHANGING = [(0, [1, 2, 0]), (10, [3, 2, 2]), (40, [0, 2, 1])]  # weights of a mix
-LAST = ("pipe", "split", "pack", "first fit", "best fit", "tokens", "buckets")
+LAST = ("split", "pack", "first fit", "best fit", "tokens", "buckets")
 SHUFFLING = ("shuffle", "shuffle, seed", "mix", "mix all", "repeat", "for ever")  # at most one of them in a program
 
 
@@ -345,7 +344,6 @@ _OF_REFERENCE = {
     "saved": lambda loader: loader.state_dict(),
     "merge_states": lambda states: states[0],
     "plain": lambda packed: packed,
-    "pairs": lambda samples: ([first, second] for first, second in zip(*[iter(samples)] * 2, strict=False)),
 }
 
 

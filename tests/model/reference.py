@@ -132,9 +132,6 @@ class Stream:
         """Every n-th sample for each of n ranks, which `Iteration` deals out."""
         return Stream(self.items, undivided=self)
 
-    def pipe(self, function):
-        return Stream(lambda place: function(self.items(place)))
-
     def pack(self, seq_len, strategy="concat", *, window=32):
         return Stream(lambda place: iter(packed(self.items(place), seq_len, strategy, window)))
 

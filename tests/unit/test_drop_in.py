@@ -1,6 +1,5 @@
 """Programs written for torch's loader whose parts have unusual attributes: each gets what torch's loader gives."""
 
-import functools
 import gc
 import os
 import pickle
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, SequentialSampler, TensorDataset, dataloader, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, SequentialSampler, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import headrace as hr
@@ -221,69 +220,6 @@ def test_iterator_has_the_attributes_of_torchs_that_libraries_read():
         with pytest.raises(NotImplementedError, match="cannot be pickled"):
             pickle.dumps(iterator)
     assert seen[0] == seen[1]
-
-
-class EpochOnly(list):
-    """Another order in each epoch that the program sets, which cannot be asked for."""
-
-    def set_epoch(self, epoch):
-        self[:] = [(number + epoch) % 12 for number in range(12)]
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """A library that lets torch's iterators begin after `loader.skip_to` batches, as SpeechBrain does."""
-    torchs, again = dataloader._BaseDataLoaderIter.__init__, dataloader._BaseDataLoaderIter._reset
-
-    def begin(self, loader, *args):
-        torchs(self, loader, *args)
-        for self._num_yielded in range(1, loader.skip_to + 1):
-            next(self._sampler_iter)
-        loader.skip_to = 0
-
-    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "__init__", functools.update_wrapper(begin, torchs))
-    after = lambda self, loader, first=False: first or again(self, loader)  # noqa: E731
-    monkeypatch.setattr(dataloader._BaseDataLoaderIter, "_reset", after)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        lambda: {"batch_size": 2, "shuffle": True},
-        lambda: {"batch_size": 2, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
-        lambda: {"batch_sampler": BatchSampler(EpochOnly(), 2, False)},
-        lambda: {"batch_sampler": [[number, number + 1] for number in range(0, 12, 2)]},
-        lambda: {"batch_size": None, "sampler": iter(range(12))},
-    ],
-)
-def test_loader_begins_where_a_library_lets_torchs_iterators_begin(arguments, num_workers):
-    seen = []
-    for kind in (TorchDataLoader, hr.DataLoader):
-        torch.manual_seed(1)
-        loader = kind(list(range(12)), num_workers=num_workers, **arguments())
-        if hasattr(sampler := getattr(loader.batch_sampler, "sampler", None), "set_epoch"):
-            sampler.set_epoch(4)
-        loader.skip_to = 2
-        epochs = iter(loader), iter(loader)
-        seen.append([(each._num_yielded, torch.as_tensor(batch).tolist()) for each in epochs for batch in each])
-    assert seen[0] == seen[1]
-    assert seen[0][0][0] == 3
-
-
-@pytest.mark.usefixtures("library")
-def test_loader_that_cannot_begin_there_is_an_error():
-    stream, seeded = hr.from_async_iterable(Numbers.aget), {"shuffle": True, "seed": 1}
-    for loader in (hr.DataLoader(stream, batch_size=2), hr.DataLoader(Numbers(4), **seeded)):
-        loader.skip_to = 1
-        with pytest.raises(hr.StateError, match="begin after 1 batches"):
-            iter(loader)
-    loader.skip_to = 1
-    loader.set_epoch(3)
-    rest = list(loader)
-    loader.set_epoch(3)
-    assert rest == list(loader)[1:]
 
 
 def test_subclass_whose_constructor_does_not_call_the_loaders_is_an_error():

@@ -35,7 +35,10 @@ def test_objects_become_tar_shards_with_an_index(tmp_path):
     assert packed == (3, 3, 3 * 10_240)
     with tarfile.open(tmp_path / "shards/000002.tar") as archive:
         assert archive.getnames() == ["dog/1.seg.png", "dog/1.cls"]
-    assert (tmp_path / "shards/000002.tar.index.npz").exists()
+    assert {path.name for path in (tmp_path / "shards").iterdir() if path.suffix != ".tar"} == {
+        "_pack.json",
+        "headrace.index",
+    }
     samples = hr.TarDataset.index(tmp_path / "shards", fields=["cls"])
     assert [samples[index]["cls"] for index in range(3)] == [b"0", b"0", b"1"]
     record = json.loads((tmp_path / "shards/_pack.json").read_text())
@@ -84,7 +87,7 @@ def test_packed_parquet_dataset_keeps_its_types(tmp_path):
 
 
 def stopped(sample):
-    if sample["cls"] > 300:
+    if sample["cls"] > 300 and sample.keys() - {"a", "set", "of", "names"}:
         raise RuntimeError("stop")
     return {"txt": "old" * 100}
 
@@ -117,28 +120,25 @@ def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
             hr.pack(data, tmp_path, shard_size="30KB", **options)
 
 
-def test_samples_that_fail_otherwise_after_an_interruption_are_an_error(tmp_path):
+def test_samples_that_fail_otherwise_after_an_interruption_come_once_or_not_at_all(tmp_path):
     healed, going = tmp_path / "healed", tmp_path / "going"
 
     def make(index):
         if index == 5 and not healed.exists():
             raise ValueError("once")
-        if index == 100 and not going.exists():
+        if index == 600 and not going.exists():
             raise RuntimeError("stop")
         return {"txt": f"{index:1000}"}
 
     options = {"shard_size": "10KB", "on_error": lambda failure: "skip" if "once" in failure.message else "raise"}
-    data = SlowDataset(128, 0, make=make)
+    data = SlowDataset(640, 0, make=make)
     with pytest.raises(RuntimeError, match="stop"):
         hr.pack(data, tmp_path / "shards", **options)
     going.touch()
     healed.touch()
-    with pytest.raises(ValueError, match="other samples of its last batch failed than before"):
-        hr.pack(data, tmp_path / "shards", **options)
-    healed.unlink()
     hr.pack(data, tmp_path / "shards", **options)
     texts = [int(sample["txt"]) for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)]
-    assert texts == [index for index in range(128) if index != 5]
+    assert texts == [index for index in range(640) if index != 5]
 
 
 @pytest.mark.parametrize("make", [list, lambda tokens: np.array(tokens, np.uint16)])
@@ -166,14 +166,6 @@ def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
     packed = hr.pack(hr.ObjectDataset(source), tmp_path / "shards", **options)
     assert packed.samples == 2
     assert [sample["txt"] for sample in hr.TarDataset(tmp_path / "shards")] == [b"A", b"C"]
-
-
-def test_dry_run_estimates_and_writes_nothing(tmp_path):
-    packed = hr.pack(dataset(*[{"txt": b"x"}] * 1000), tmp_path / "shards", shard_size=100_000, dry_run=True)
-    assert packed.samples == 1000
-    assert packed.nbytes == pytest.approx(1024 * 1000, rel=0.05)
-    assert packed.shards == 11
-    assert not (tmp_path / "shards").exists()
 
 
 @pytest.mark.parametrize(
@@ -227,9 +219,8 @@ def test_command(tmp_path, capsys):
     source.mkdir()
     (source / "a.txt").write_text("a")
     command = ["pack", str(source), str(shards), "--transform", "tests.unit.test_packing:upper"]
-    assert main([*command, "--dry-run"]) == 0
-    assert capsys.readouterr().out == "would be about 1 shards, 1 samples, 10,240 bytes\n"
     assert main(command) == 0
+    assert capsys.readouterr().out == "1 shards, 1 samples, 10,240 bytes\n"
     assert next(iter(hr.TarDataset(shards)))["txt"] == b"A"
     assert main(["pack", str(shards / "000000.tar"), str(tmp_path / "rows"), "--format", "parquet"]) == 0
     assert next(iter(hr.ParquetDataset(tmp_path / "rows")))["txt"] == b"A"

@@ -81,7 +81,6 @@ class FetchLoad(NamedTuple):
     queued: int = 0  # samples that wait for one of them
     held_plans: int = 0  # plans that wait for memory
     memory: int = 0  # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
-    memory_samples: int = 0  # the number of samples that these are
     unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
 
 
@@ -104,8 +103,6 @@ class StageTimes(NamedTuple):
     blocked_in: str | None = None  # the line that has blocked it longest
     worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
     engine_queued: float = 0.0  # seconds for which the engine's thread could have computed and had no core, until then
-    first_byte: float = 0.0  # seconds to the first byte of one request to a store, made since the batch before
-    request_seconds: float = 0.0  # the duration of that request
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
@@ -222,7 +219,6 @@ class RequestCounts:
         cache_hits: samples read from a disk cache.
         cache_misses: samples fetched for a disk cache.
         cache_damaged: damaged samples of a cache, which were fetched again.
-        cache_evicted: samples evicted from a cache.
     """
 
     requests: int = 0
@@ -234,7 +230,6 @@ class RequestCounts:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_damaged: int = 0
-    cache_evicted: int = 0
 
     def __add__(self, other: RequestCounts) -> RequestCounts:
         return RequestCounts(*map(operator.add, counts_of(self), counts_of(other)))

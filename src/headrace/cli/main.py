@@ -56,7 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-size", default="256MB", metavar="SIZE", help="bytes, or as 256MB")
     add("--transform", metavar="MODULE:FUNCTION", help="applied to each sample, in the workers")
     add("--num-workers", type=int, default=0, metavar="N", help="processes for it (0)")
-    add("--dry-run", action="store_true", help="read some samples, print an estimate, and write nothing")
+    index = commands.add_parser(
+        "index",
+        help="index shards, so that a loader reads them in any order, on any number of GPUs",
+        description="Reads each shard once, and writes one index, which TarDataset.index, LinesDataset.index and "
+        "TFRecordDataset.index find. After an interruption the same command continues.",
+    )
+    add = index.add_argument
+    add("url", metavar="URL", help="shards: a directory, a glob, or with braces: s3://bucket/{0000..0127}.tar")
+    add("--format", choices=("tar", "lines", "tfrecord"), help="of the shards (by the endings of their names)")
+    add("--output", metavar="PATH", help="path or URL of the index (headrace.index in the folder of the shards)")
+    about = "function that gives the length of a sample, as its number of tokens; the index keeps lengths"
+    add("--length", metavar="MODULE:FUNCTION", help=about)
+    add("--check", action="store_true", help="compare the index with the store, and write nothing")
+    add("--processes", type=_positive, metavar="N", help="that read shards (as many as there are cores)")
+    about = "read the I-th of N shares, on one of N machines; then run the command without this option"
+    add("--part", type=_part, metavar="I/N", help=about)
     doctor = commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
@@ -65,3 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text} is no share, as 1/4 to 4/4")
+    return int(number), int(count)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value

@@ -14,7 +14,7 @@ from headrace.datasets.parquet import ParquetDataset
 from headrace.datasets.tar import TarDataset
 from headrace.packing import pack
 
-__all__ = ["run"]
+__all__ = ["function_of", "run"]
 
 
 def run(arguments: argparse.Namespace) -> bool:
@@ -25,11 +25,9 @@ def run(arguments: argparse.Namespace) -> bool:
         format=arguments.format,
         shard_size=arguments.shard_size,
         num_workers=arguments.num_workers,
-        transform=None if arguments.transform is None else _function(arguments.transform),
-        dry_run=arguments.dry_run,
+        transform=None if arguments.transform is None else function_of(arguments.transform, "--transform"),
     )
-    would = "would be about " if arguments.dry_run else ""
-    print(f"{would}{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
+    print(f"{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
     return True
 
 
@@ -41,10 +39,11 @@ def _dataset(source: str) -> Any:
     return ParquetDataset(source) if source.endswith(ParquetDataset._suffixes) else ObjectDataset(source)
 
 
-def _function(name: str) -> Any:
+def function_of(name: str, option: str) -> Any:
+    """The function that an option names, as ``module:function``."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())  # as `python -m`
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--transform {name}: {error}; write module:function") from error
+        raise ValueError(f"{option} {name}: {error}; write module:function") from error

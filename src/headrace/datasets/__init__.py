@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from headrace._core.shards.discovery import map_shards as map_shards
     from headrace._core.shards.reading import BadRecord as BadRecord
     from headrace._core.shards.reading import Decoder as Decoder
-    from headrace._core.shards.stream import ShardedStream as ShardedStream
-    from headrace._core.shards.stream import StreamOptions as StreamOptions
     from headrace.datasets.cached import RangedShards as RangedShards
+    from headrace.datasets.sharded import ShardedStream as ShardedStream
+    from headrace.datasets.sharded import StreamOptions as StreamOptions
 else:
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from headrace._core.shards import discovery, reading, stream
-        from headrace.datasets import cached
+        from headrace._core.shards import discovery, reading
+        from headrace.datasets import cached, sharded
 
-        return next(getattr(module, name) for module in (discovery, reading, stream, cached) if hasattr(module, name))
+        return next(getattr(module, name) for module in (discovery, reading, cached, sharded) if hasattr(module, name))
 
 
 __all__ = [

@@ -11,8 +11,8 @@ from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.streams.resumable import State, expect
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class LinesDataset(ShardedStream[Any]):
     Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or zstd, in the same
     order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
     are ignored, as usual; those of text are samples.
+
+    An index of lines of JSON has no empty lines, and an index of text has them.
 
     An invalid line raises a `ShardError` with the file, the line and the offset, and the stream continues with the next
     line. So does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with
@@ -77,16 +79,17 @@ class LinesDataset(ShardedStream[Any]):
 
     def decoder(self, shard: Shard) -> _Lines:
         """The decoder of one shard."""
-        return _Lines(shard.name, self._format_of(shard), self._line_limit, given=self._format != "auto")
-
-    def _format_of(self, shard: Shard) -> str:
-        if self._format != "auto":
-            return self._format
-        return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+        return _Lines(shard.name, _format_of(self._format, shard), self._line_limit, given=self._format != "auto")
 
     def _name_of(self, part: int, number: int) -> str:
-        line = "non-empty line" if self._format_of(self._parts[part]) == "json" else "line"
+        line = "non-empty line" if _format_of(self._format, self._parts[part]) == "json" else "line"
         return f"{self._parts[part].name}, {line} {number + 1:,}"
+
+
+def _format_of(format: str, shard: Shard) -> str:
+    if format != "auto":
+        return format
+    return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
 
 
 def _is_document(value: Any) -> bool:
@@ -104,27 +107,28 @@ class _Lines(Decoder):
     def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
         self.pages = given and format != "json"
         self._first = format == "json" and not given  # whether the next value may be all of the file
-        self._held: list[Any] = []  # that value
+        self._held: list[tuple[Any, int]] = []  # that value, and the byte after its line
         self._is_document = False  # whether the first line has begun a document of several lines
         self._shard = shard
         self._format = format
+        self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit
         self._parts: list[bytes] = []  # of an incomplete line
         self._part_bytes = 0
         self._offset = 0  # of that line
-        self._number = 1  # of that line
+        self._number: int | None = 1  # of that line; None if unknown
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
         self._parts.append(first)
         self._part_bytes += len(first)
-        for number, part in enumerate(rest, self._number):
-            self._number = number
+        for part in rest:
             yield from self._line(b"".join(self._parts), 1)
             self._parts, self._part_bytes = [part], len(part)
-        self._number += bool(rest)
+            if self._number is not None:
+                self._number += 1
         if self._part_bytes > self._limit:
-            raise self._error(f"line {self._number:,} is longer than line_limit={self._limit} bytes")
+            raise self._error(f"{self._name} is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
         last = b"".join(self._parts)
@@ -135,14 +139,20 @@ class _Lines(Decoder):
             raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
     def position(self) -> State | None:
-        return None if self._is_document else {"offset": self._offset, "line": self._number}
+        return None if self._is_document else {"offset": self._offset, "number": self._number}
 
     def restore(self, position: State) -> None:
         self._first = False
-        self._offset, self._number = expect(position, "offset", int), expect(position, "line", int)
+        self._parts, self._part_bytes = [], 0  # of a sample that the decoder made before
+        self._offset = self.complete = expect(position, "offset", int)
+        self._number = None if position.get("number") is None else expect(position, "number", int)
+
+    @property
+    def _name(self) -> str:
+        return "line" if self._number is None else f"line {self._number:,}"
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
-        content = line.removesuffix(b"\r")
+        content, end = line.removesuffix(b"\r"), self._offset + len(line) + ending
         if not self._offset and self._format != "bytes":
             if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise self._error(
@@ -153,28 +163,34 @@ class _Lines(Decoder):
             if len(line) > self._limit:
                 raise ValueError(f"longer than line_limit={self._limit} bytes")
             if self._format == "bytes":
+                self.complete = end
                 yield content
             elif self._format == "text":
-                yield content.decode()
+                text = content.decode()
+                self.complete = end
+                yield text
             elif content.strip():
                 if self._held:
-                    yield self._held.pop()
+                    held, self.complete = self._held.pop()
+                    yield held
                 if self._is_document:
                     raise ValueError("part of one JSON document")
                 value = json.loads(content)
                 if self._first and _is_document(value):
-                    self._held.append(value)
+                    self._held.append((value, end))
                 else:
+                    self.complete = end
                     yield value
                 self._first = False
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
-            what = f"invalid line {self._number:,}: {str(error).replace('line 1 ', '')}"
+            what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
                 self._is_document = True
                 what += f"; if the file is one JSON document, {_DOCUMENT}"
             self._first = False
+            self.complete = end
             yield BadRecord(self._error(what))
-        self._offset += len(line) + ending
+        self._offset = end
 
     def _error(self, what: str) -> ShardError:
         return ShardError(what, shard=self._shard, offset=self._offset)

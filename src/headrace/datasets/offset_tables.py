@@ -129,10 +129,7 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     async def _load(self, number: int) -> ByteArray:
         file, shard = self._files[number], self._shards[number]
-        try:
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
-        except ShardError:  # perhaps damaged in transit: read once more
-            return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
+        return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
 
     def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> ByteArray:
         found = np.frombuffer(data, np.uint8)

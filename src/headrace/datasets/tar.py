@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Collection
 from typing import Any, Unpack
 
-import numpy as np
-
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.stream import ShardedStream, StreamOptions
-from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples
-from headrace._core.shards.tar_index import ABSENT, TarIndex, load_indices
-from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import StoreLike
-from headrace._core.streams.blocking import background_loop
+from headrace._core.shards.discovery import Shard, Shards
+from headrace._core.shards.indexing import OpenedIndex
+from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
 from headrace._core.text import check_names
-from headrace.datasets.cached import RangedShards
+from headrace.datasets.indexed import IndexedShards
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
-__all__ = ["IndexedTarDataset", "TarDataset"]
+__all__ = ["IndexedTarDataset", "TarDataset", "tar_decoder"]
 
 _SUFFIXES = (".tar", *(f".tar{suffix}" for suffix in SUFFIXES), *TAR_SUFFIXES)
 
@@ -107,112 +102,56 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         """The decoder of one shard."""
         return TarSamples(shard.name, fields=self._fields, uniform=self._uniform, member_limit=self._member_limit)
 
-    @staticmethod
-    def index(
-        shards: Shards,
-        *,
-        fields: Collection[str] | None = None,
-        uniform: bool = True,
-        save: bool = False,
-        store: StoreLike | None = None,
-    ) -> IndexedTarDataset:
-        """The samples of plain tar shards, map-style: each is read by one ranged request.
+    def index_decoder(self, shard: Shard) -> TarSamples:
+        """The decoder by which a shard is indexed: for all fields."""
+        return tar_decoder(shard)
 
-        An index has the positions of the members of a shard and their CRC-32. Building one reads the whole shard once.
-        One beside the shard (``0000.tar.index.npz``) that has its size and version is read instead of the shard.
-        Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
-
-        Args:
-            shards: as for the class.
-            fields: as for the class; the index has all fields.
-            uniform: as for the class.
-            save: whether to store indices beside their shards. If that fails, it is a warning.
-            store: as for the class.
-
-        Raises:
-            ShardError: a shard is corrupt, or compressed and so cannot be read at an offset.
-            StoreError: a request failed.
-
-        Example:
-            >>> dataset = TarDataset.index("s3://bucket/train/{0000..0127}.tar")  # doctest: +SKIP
-        """
-        check_names("fields", fields)
-        found = find_shards(shards, suffixes=_SUFFIXES, store=store)
-        indices = background_loop().run(load_indices(found, uniform=uniform and fields is None, save=save))
-        return IndexedTarDataset(indices, fields=fields)
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedTarDataset:
+        if self._member_limit != MEMBER_LIMIT:
+            raise ValueError("member_limit= is an option of the stream alone")
+        uniform = self._uniform and self._fields is None
+        return IndexedTarDataset(opened, unpacked_bytes, self._fields, uniform)
 
 
-class IndexedTarDataset(RangedShards[dict[str, Any]]):
+def tar_decoder(shard: Shard) -> TarSamples:
+    """The decoder by which shards are indexed."""
+    return TarSamples(shard.name, uniform=True)
+
+
+class IndexedTarDataset(IndexedShards[dict[str, Any]]):
     """The samples of indexed tar shards, map-style; made by `TarDataset.index`.
 
-    A sample is one ranged GET, of the bytes from its first field to its last. The CRC-32 of every field is checked; a
-    corrupt sample is read a second time. A loader reads samples of its look-ahead that are near each other by one
-    request.
-
     Args:
-        indices: one for each shard.
+        opened: the shards, as they are in their index.
+        unpacked_bytes: bytes of unpacked shards that each process keeps.
         fields: fields to return, each of which every sample must have; None for all that a sample has.
+        uniform: whether all samples of a shard must have the same fields.
 
     Raises:
-        ShardError: a sample lacks one of `fields`.
+        ShardError: samples of a shard have different fields.
     """
 
-    def __init__(self, indices: Sequence[TarIndex], *, fields: Collection[str] | None = None) -> None:
-        super().__init__([index.shard for index in indices], [len(index.keys) for index in indices])
-        self._indices = tuple(indices)
-        self._names = tuple(shard.name for shard in self._shards)
-        self._fields = None if fields is None else tuple(fields)
-        self._columns = tuple(self._columns_of(index) for index in self._indices)
-        bounds = [index.bounds(columns) for index, columns in zip(self._indices, self._columns, strict=True)]
-        self._starts = np.concatenate([starts for starts, _ in bounds])
-        self._stops = np.concatenate([stops for _, stops in bounds])
+    def __init__(
+        self,
+        opened: OpenedIndex,
+        unpacked_bytes: int,
+        fields: tuple[str, ...] | None,
+        uniform: bool,
+    ) -> None:
+        super().__init__(opened, unpacked_bytes, functools.partial(_sample_decoder, fields))
+        for number in opened.numbers.tolist() if uniform else ():
+            if (problem := opened.file.shards[number].problem) is not None:
+                raise ShardError(problem)
+        self._selected = None if fields is None else frozenset(fields)
+        self._names: dict[bytes, str] = {}  # fields by what comes after the key in headers
 
-    def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
-        shards, _, places = self._rows(indices)
-        return Ranges(shards, self._starts[places], self._stops[places])
-
-    def sample_of(self, index: int, data: memoryview) -> dict[str, Any]:
-        """Make the sample at `index` of its bytes; raises `ShardError` if the checksum of a field is wrong."""
-        return self.samples_of([index], [data])[0]
-
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[dict[str, Any]]:
-        """Make the samples of a batch; raises `ShardError` if the checksum of a field is wrong."""
-        shards, rows, places = self._rows(indices)
-        begins = self._starts[places]
-        return list(map(self._sample, shards.tolist(), rows.tolist(), begins.tolist(), data))
-
-    def _sample(self, number: int, row: int, begin: int, data: memoryview) -> dict[str, Any]:
-        """The sample in a row of an index, of its bytes, which begin at a place of the shard."""
-        tar, name = self._indices[number], self._names[number]
-        sample: dict[str, Any] = {"__key__": tar.keys[row], "__url__": name}
-        offsets, sizes = tar.offsets[row].tolist(), tar.sizes[row].tolist()
-        for column in self._columns[number]:
-            offset = offsets[column]
-            if offset == ABSENT:
-                continue
-            content = bytes(data[offset - begin : offset - begin + sizes[column]])
-            if zlib.crc32(content) != tar.checksums[row, column]:
-                member = f"{tar.keys[row]}.{tar.fields[column]}"
-                raise ShardError("the checksum of a member is wrong", shard=name, member=member, offset=offset)
-            sample[tar.fields[column]] = content
+    def decode(self, number: int, start: int, data: memoryview) -> dict[str, Any]:
+        """Make a sample of its members."""
+        sample = plain_sample(data, self._urls[number], self._names, self._selected)
+        if sample is None:
+            sample = self._decoder_of(self._shards[number]).whole_sample(data, start)
         return sample
 
-    def sample_key(self, index: int) -> str:
-        """The shard and the key of the sample at `index`."""
-        number, row = self.locate(index)
-        tar = self._indices[number]
-        return f"{tar.shard.key}/{tar.keys[row]}"
 
-    def _columns_of(self, index: TarIndex) -> tuple[int, ...]:
-        if self._fields is None:
-            return tuple(range(len(index.fields)))
-        missing = [field for field in self._fields if field not in index.fields]
-        if missing and index.keys:
-            raise index.shard.error(f"no sample has field {missing[0]!r}")
-        columns = tuple(index.fields.index(field) for field in self._fields if field in index.fields)
-        lacking = np.argwhere(index.offsets[:, list(columns)] == ABSENT)
-        if len(lacking):
-            row, column = map(int, lacking[0])
-            raise index.shard.error(f"sample {index.keys[row]!r} lacks {self._fields[column]!r}")
-        return columns
+def _sample_decoder(fields: tuple[str, ...] | None, shard: Shard) -> TarSamples:
+    return TarSamples(shard.name, fields=fields, uniform=False)

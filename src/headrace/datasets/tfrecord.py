@@ -9,8 +9,8 @@ from headrace._core.extras import require
 from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.shards.stream import ShardedStream, StreamOptions
 from headrace._core.streams.resumable import State, expect
+from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError, TruncatedShardError
 
 if TYPE_CHECKING:
@@ -57,13 +57,16 @@ class TFRecordDataset(ShardedStream[bytes]):
 class _Records(Decoder):
     """Decoder of one file: length, its checksum, data, its checksum; all numbers are little-endian."""
 
+    format = "records of TFRecord"
+
     def __init__(self, shard: str) -> None:
         from google_crc32c import value
 
         self._shard, self._crc = shard, value
         self._parts: list[bytes] = []  # from `_offset` on
         self._size, self._needed = 0, 12  # bytes in them; bytes that are needed to go on
-        self._offset = self._number = 0
+        self._offset = 0
+        self._number: int | None = 1  # of the next record; None if unknown
 
     def feed(self, data: Buffer) -> Iterator[bytes | BadRecord]:
         self._parts.append(bytes(data))
@@ -78,27 +81,36 @@ class _Records(Decoder):
             if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length
                 break
+            self.complete = self._offset + 16 + length
             if self._is_right(record := held[at + 12 : end], held[end : end + 4]):
                 yield record
             else:
                 yield BadRecord(self._error("checksum is wrong"))
-            self._offset, self._number, at = self._offset + 16 + length, self._number + 1, end + 4
+            self._offset, at = self.complete, end + 4
+            if self._number is not None:
+                self._number += 1
         self._parts, self._size = [held[at:]], len(held) - at
 
     def finish(self) -> Iterator[bytes | BadRecord]:
         if self._size:
-            raise TruncatedShardError(f"truncated in record {self._number + 1}", shard=self._shard, offset=self._offset)
+            raise TruncatedShardError(f"truncated in {self._name}", shard=self._shard, offset=self._offset)
         return iter(())
 
     def position(self) -> State:
-        return {"offset": self._offset, "record": self._number}
+        return {"offset": self._offset, "number": self._number}
 
     def restore(self, position: State) -> None:
-        self._offset, self._number = expect(position, "offset", int), expect(position, "record", int)
+        self._parts, self._size, self._needed = [], 0, 12  # of a sample that the decoder made before
+        self._offset = expect(position, "offset", int)
+        self._number = None if position.get("number") is None else expect(position, "number", int)
+
+    @property
+    def _name(self) -> str:
+        return "record" if self._number is None else f"record {self._number:,}"
 
     def _is_right(self, data: bytes, masked: bytes) -> bool:
         crc: int = self._crc(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(masked, "little")
 
     def _error(self, what: str) -> ShardError:
-        return ShardError(f"record {self._number + 1:,}: its {what}", shard=self._shard, offset=self._offset)
+        return ShardError(f"{self._name}: its {what}", shard=self._shard, offset=self._offset)

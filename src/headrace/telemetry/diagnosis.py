@@ -26,14 +26,11 @@ MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
 BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
-BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog proves a third to a half of what blocks
+BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
 CROWDED = 0.5  # see `Figures.crowding`
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
-MOSTLY = 0.5  # of a request that is the transfer of its body
 MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
-CLOSE = 0.7  # of the longest waiting, above which that for another stage is named too
-THREADS = 40  # calls that `anyio.to_thread.run_sync` runs at once
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
 BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
 GAIN = 1.05  # times as many batches a second after a change; one that gives less is not advised
@@ -138,7 +135,7 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     found = _diagnosed(figures, setup)
     if found.predicted is None or found.limit in ("consumer", "start-up") or not figures.compute:
         return found
-    if figures.gain(found.predicted) > GAIN:
+    if (1.0 - found.predicted) > GAIN * (1.0 - figures.wait_share):
         return found
     return Diagnosis(found.limit, f"{found.evidence}; no single change makes it faster, since other stages limit too")
 
@@ -155,7 +152,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     waiting = figures.start_up + figures.waited
     busy = _workers_are_busy(figures, setup)
     if not busy and waiting > LONG_START * total and _blocked_seconds(figures) > BLOCKED_WAITING * waiting:
-        return _blocked_loop(model)
+        return _blocked_loop(figures)
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
             "start-up",
@@ -163,7 +160,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             f"it after the start of fetching; later ones {seconds(wait)} in next()",
             "keep the loader for several epochs (its engine and workers stay), or call iter() before the model is "
             "built",
-            (figures.waited + figures.first_again) / (figures.seconds + figures.first_again),
+            figures.wait_share,
         )
     if _holds_the_lock(figures, setup) and (found := _busy_loop(model)) is not None:
         return found
@@ -174,12 +171,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         stepping = setup.stream and figures.steps_busy > figures.workers_busy
         return (_stepping if stepping else _working)(model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
-    longest, second, *_ = sorted(waits, key=waits.__getitem__, reverse=True)
-    found = _of_stage(longest, model)
-    if waits[second] > CLOSE * waits[longest]:
-        of_both = f"{share(waits[longest] / figures.waited)} and {share(waits[second] / figures.waited)}"
-        found = found._replace(evidence=f"{found.evidence}; close to it is {second} ({of_both} of the waiting)")
-    return found
+    return _of_stage(max(waits, key=waits.__getitem__), model)
 
 
 def _workers_are_busy(figures: Figures, setup: Setup) -> bool:
@@ -249,8 +241,6 @@ def _fetching(model: _Model) -> Diagnosis:
     if (found := _busy_loop(model)) is not None:
         return found
     if setup.stream:
-        if figures.slow_waits > 0.5 and figures.slow_span < 0.5:
-            return _order(model)
         return model.faster(
             "latency",
             f"the stream gives {rate(figures.samples / figures.seconds)} samples/s, with the event loop "
@@ -264,11 +254,7 @@ def _fetching(model: _Model) -> Diagnosis:
     if figures.full > 0.5:
         return _full(model)
     if figures.held > 0.5:
-        budget = setup.memory_budget or 0
-        if figures.memory_of_sample and setup.concurrency != "auto":
-            allowed = max(1.0, budget / figures.memory_of_sample)  # samples, in any state
-            factor = max(1.0, min(factor, figures.concurrency / allowed * 2))
-        mebibytes = math.ceil(budget * factor / 2**20)
+        mebibytes = math.ceil((setup.memory_budget or 0) * factor / 2**20)
         return model.faster(
             "memory-budget",
             f"plans waited for memory at {share(figures.held)} of the batches, with {in_flight} in flight",
@@ -301,7 +287,7 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     figures, setup = model.figures, model.setup
     busy, queued = figures.engine_cpu, figures.engine_queued
     if _blocked_seconds(figures) > BLOCKED_LOOP * (figures.start_up + figures.seconds):
-        return _blocked_loop(model)
+        return _blocked_loop(figures)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
@@ -340,42 +326,25 @@ def _blocked_seconds(figures: Figures) -> float:
     return figures.start_blocked + figures.blocked * figures.seconds
 
 
-def _blocked_loop(model: _Model) -> Diagnosis:
-    figures = model.figures
+def _blocked_loop(figures: Figures) -> Diagnosis:
     place = f" in {figures.blocked_in}" if figures.blocked_in else ""
     total, blocking = figures.start_up + figures.seconds, _blocked_seconds(figures)
-    in_threads = min(THREADS, figures.concurrency or THREADS)
-    period = total / (figures.batches + 1)  # all may be fetched before the first batch is delivered
-    after = period * max(1 - blocking / total, blocking / total / in_threads)
     return Diagnosis(
         "blocked-loop",
         f"for about {share(blocking / total)} of the time, a blocking call{place} stops all fetches",
-        f"call it with anyio.to_thread.run_sync, which runs {in_threads} at once, use an async client, or do CPU work "
-        f"in transform=",
-        model.at_period(after, floor=0.0),
-        factor=period / after,
+        "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
+        "transform=",
     )
 
 
 def _order(model: _Model) -> Diagnosis:
-    """One slow sample, or shard, holds up the batches after it."""
+    """One slow sample holds up the batches after it."""
     figures, setup = model.figures, model.setup
-    evidence = f"{share(figures.slow_waits)} of the waiting is for batches "
     hedge = 'hedge="auto" if a second request is faster' if "hedge" in setup.remedies else "make slow fetches faster"
-    if setup.stream:
-        factor = model.needed()
-        evidence += "that take more than three times the usual time: a shard that is slow holds up the others"
-        # So many more batches are made of the other shards while the slow one is read.
-        slow = figures.slow_waits * (figures.waits["fetch"] + figures.waits["queue"])
-        gained = slow * (1 - 1 / factor)
-        return Diagnosis(
-            "order",
-            evidence,
-            f"read {digits(factor)} times as many at once: {_read_more(setup)}",
-            (figures.waited - gained) / (figures.seconds - gained),
-            factor=factor,
-        )
-    evidence += "with a sample that takes more than three times the usual time, while later batches are complete"
+    evidence = (
+        f"{share(figures.slow_waits)} of the waiting is for batches with a sample that takes more than three times the "
+        f"usual time, while later batches are complete"
+    )
     if not setup.in_order:
         return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
     # By Little's law, with the look-ahead full of batches in any state.
@@ -386,12 +355,10 @@ def _order(model: _Model) -> Diagnosis:
 def _saturated(model: _Model) -> Diagnosis | None:
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     figures, setup = model.figures, model.setup
-    request, first_byte = sum(figures.request_seconds[:1]), sum(figures.first_byte_seconds[:1])
-    transfer = first_byte and request - first_byte > MOSTLY * request
     searched = setup.concurrency == "auto" and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
     factor = model.needed()
-    parts, remedy = ("bytes", "smaller samples") if transfer else ("requests", "several samples in one request")
-    advice = f"{digits(factor)} times fewer {parts}: {_cache_or(setup, remedy)}"
+    remedy = _cache_or(setup, "smaller samples, or several in one request")
+    advice = f"{digits(factor)} times fewer bytes, or requests: {remedy}"
     if setup.concurrency != "auto":
         advice += '; concurrency="auto" finds how many fetches get the most'
     if (figures.crowding or 0.0) > CROWDED:
@@ -400,12 +367,10 @@ def _saturated(model: _Model) -> Diagnosis | None:
         shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
     elif searched and figures.full > 0.5 and figures.grown <= 1.0 and figures.concurrency < setup.most_concurrency:
         shown = 'concurrency="auto" gets no more by more in flight'
-    elif transfer and figures.full > 0.5 and figures.crowding is None:
-        shown = f"{seconds(request - first_byte)} of a request of {seconds(request)} are the transfer of its body"
     else:
         return None
     return model.faster(
-        "bandwidth" if transfer else "source",
+        "source",
         f"{figures.in_flight:.0f} fetches in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s and {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, "
         f"and {shown}",
@@ -416,14 +381,11 @@ def _saturated(model: _Model) -> Diagnosis | None:
 
 def _full(model: _Model) -> Diagnosis:
     """As many fetches are in flight as may be, and none waits for another as far as is known."""
-    figures, setup = model.figures, model.setup
+    figures = model.figures
     evidence = (
         f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
         f"{rate(figures.samples / figures.seconds)} samples/s; the window was full {share(figures.full)} of the time"
     )
-    if figures.concurrency >= setup.most_concurrency:
-        advice = f"more descriptors (ulimit -n), which allow {setup.most_concurrency} fetches now, or ranges and shards"
-        return Diagnosis("latency", evidence, advice, factor=model.needed())
     change = _more_in_flight(model, figures.concurrency * model.needed())
     tried = 'if the source serves more at once, which concurrency="auto" in a long epoch finds out'
     return Diagnosis("latency", evidence, f"{change[0]}, {tried}", *change[1:])

@@ -1,24 +1,21 @@
-"""Metrics of loaders for Prometheus and OpenTelemetry: one table, and a collector each."""
+"""Metrics of loaders for Prometheus: a table, and a collector."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headrace._core.batches import FetchLoad
-from headrace._version import __version__
 from headrace.telemetry.counters import BatchRecord, Counters, counters_of
 from headrace.telemetry.figures import WAITS, waits_of
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
 
-__all__ = ["METRICS", "Export", "Metric", "opentelemetry", "prometheus"]
+__all__ = ["METRICS", "Export", "Metric", "prometheus"]
 
 
 class Export(contextlib.AbstractContextManager["Export"]):
@@ -34,10 +31,9 @@ class Export(contextlib.AbstractContextManager["Export"]):
         self.name: str = name
         self.stats = counters.snapshot()
         # Sums over the batches since then, and figures of the last of them:
-        self.fetched = self.fetch_seconds = self.event_loop_cpu = self.event_loop_blocked = 0.0  # bytes, and seconds
+        self.fetched = self.fetch_seconds = 0.0  # bytes, and seconds
         self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
         self.load, self.ready = FetchLoad(), 0
-        self._iteration, self._cpu, self._blocked = 0, 0.0, 0.0  # the engine's sums, which begin anew with an engine
         self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
         self._exports = exports
         self._unsubscribe = Counters.subscribe(self._on_batch)
@@ -51,29 +47,20 @@ class Export(contextlib.AbstractContextManager["Export"]):
             self.step_waits[step] += seconds
         self.fetched += times.nbytes
         self.fetch_seconds += times.fetch_seconds
-        if record.iteration > self._iteration:
-            if times.engine_cpu < self._cpu:
-                self._cpu = self._blocked = 0.0
-            self._iteration = record.iteration
-        # Later batches may be complete before this one, and so have larger sums.
-        self.event_loop_cpu += max(0.0, times.engine_cpu - self._cpu)
-        self.event_loop_blocked += max(0.0, times.blocked - self._blocked)
-        self._cpu, self._blocked = max(self._cpu, times.engine_cpu), max(self._blocked, times.blocked)
         self.load, self.ready = times.load, record.ready
 
-    def read(self, metrics: Iterable[Metric]) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
-        """The values of metrics, each with those of its labels: the loader's name, and of `step_wait` the step."""
+    def read(self) -> Iterator[tuple[Metric, list[str], float]]:
+        """The values of all metrics, each with the values of its labels: the loader's name, and the step."""
         if (counters := self._counters()) is None:
             return
         self.stats = counters.snapshot()
-        iterating = bool(counters.open)
-        for metric in metrics:
-            value = operator.attrgetter(metric.source)(self) if metric.kind == "counter" or iterating else 0
+        for metric in METRICS:
+            value = operator.attrgetter(metric.source)(self) if metric.kind == "counter" or counters.open else 0
             if isinstance(value, dict):
                 for step, each in value.items():
-                    yield metric, (self.name, step.replace(" ", "_").replace("-", "_")), each
+                    yield metric, [self.name, step.replace(" ", "_").replace("-", "_")], each
             else:
-                yield metric, (self.name,), value
+                yield metric, [self.name], value
 
     def close(self) -> None:
         """End the export; any number of times."""
@@ -90,43 +77,40 @@ class Metric(NamedTuple):
 
     kind: Literal["counter", "gauge"]
     name: str  # without the prefix and the unit
-    unit: str  # in UCUM: "s", "By", or what is counted, in braces
     help: str
     source: str  # the attribute of an `Export`; a dict there is by the value of the label `step`
+    unit: str = ""
 
 
 COUNTERS = (
-    ("epochs", "{epoch}", "Iterations begun.", "stats.epochs"),
-    ("batches", "{batch}", "Batches delivered.", "stats.batches"),
-    ("samples", "{sample}", "Samples delivered.", "stats.samples"),
-    ("skipped_samples", "{sample}", "Samples left out by on_error.", "stats.skipped_samples"),
-    ("lost_batches", "{batch}", "Batches that lost all samples.", "stats.lost_batches"),
-    ("discarded_batches", "{batch}", "Batches after other ranks.", "stats.discarded_batches"),
-    ("worker_deaths", "{process}", "Worker processes that died.", "stats.worker_deaths"),
-    ("wait", "s", "Time that the consumer waited for batches.", "stats.wait_seconds"),
-    ("step_wait", "s", "Time in next(), by the step of the awaited batch.", "step_waits"),
-    ("fetch", "s", "Duration of one fetch of each batch.", "fetch_seconds"),
-    ("fetched", "By", "Approximate size of the samples fetched.", "fetched"),
-    ("event_loop_cpu", "s", "CPU time of the event loop's thread.", "event_loop_cpu"),
-    ("event_loop_blocked", "s", "Time of blocking calls on it.", "event_loop_blocked"),
-    ("requests", "{request}", "Requests to stores.", "stats.requests.requests"),
-    ("retries", "{request}", "Those that were retries.", "stats.requests.retries"),
-    ("throttled_requests", "{request}", "Responses 429, 503.", "stats.requests.throttled"),
-    ("timed_out_requests", "{request}", "Without a byte in time.", "stats.requests.timed_out"),
-    ("hedges", "{fetch}", "Fetches started a second time.", "stats.requests.hedges"),
-    ("hedges_won", "{fetch}", "Hedges that finished first.", "stats.requests.hedges_won"),
-    ("cache_hits", "{sample}", "Samples read from a cache.", "stats.requests.cache_hits"),
-    ("cache_misses", "{sample}", "Samples fetched for a cache.", "stats.requests.cache_misses"),
-    ("cache_damaged", "{sample}", "Damaged in a cache.", "stats.requests.cache_damaged"),
-    ("cache_evicted", "{sample}", "Evicted from a cache.", "stats.requests.cache_evicted"),
+    ("epochs", "Iterations begun.", "stats.epochs"),
+    ("batches", "Batches delivered.", "stats.batches"),
+    ("samples", "Samples delivered.", "stats.samples"),
+    ("skipped_samples", "Samples left out by on_error.", "stats.skipped_samples"),
+    ("lost_batches", "Batches that lost all samples.", "stats.lost_batches"),
+    ("discarded_batches", "Batches after other ranks.", "stats.discarded_batches"),
+    ("worker_deaths", "Worker processes that died.", "stats.worker_deaths"),
+    ("wait", "Time that the consumer waited for batches.", "stats.wait_seconds", "seconds"),
+    ("step_wait", "Time in next(), by the step of the awaited batch.", "step_waits", "seconds"),
+    ("fetch", "Duration of one fetch of each batch.", "fetch_seconds", "seconds"),
+    ("fetched", "Approximate size of the samples fetched.", "fetched", "bytes"),
+    ("requests", "Requests to stores.", "stats.requests.requests"),
+    ("retries", "Those that were retries.", "stats.requests.retries"),
+    ("throttled_requests", "Responses 429, 503.", "stats.requests.throttled"),
+    ("timed_out_requests", "Without a byte in time.", "stats.requests.timed_out"),
+    ("hedges", "Fetches started a second time.", "stats.requests.hedges"),
+    ("hedges_won", "Hedges that finished first.", "stats.requests.hedges_won"),
+    ("cache_hits", "Samples read from a cache.", "stats.requests.cache_hits"),
+    ("cache_misses", "Samples fetched for a cache.", "stats.requests.cache_misses"),
+    ("cache_damaged", "Damaged in a cache.", "stats.requests.cache_damaged"),
 )
 GAUGES = (
-    ("fetches_in_flight", "{fetch}", "At the last batch.", "load.in_flight"),
-    ("fetch_limit", "{fetch}", "Fetches allowed, at the last batch.", "load.limit"),
-    ("queued_samples", "{sample}", "Samples that waited for a fetch.", "load.queued"),
-    ("held_plans", "{batch}", "Batches that waited for memory.", "load.held_plans"),
-    ("memory", "By", "Of what is fetched and not consumed.", "load.memory"),
-    ("ready_batches", "{batch}", "Batches ready after the last delivery.", "ready"),
+    ("fetches_in_flight", "At the last batch.", "load.in_flight"),
+    ("fetch_limit", "Fetches allowed, at the last batch.", "load.limit"),
+    ("queued_samples", "Samples that waited for a fetch.", "load.queued"),
+    ("held_plans", "Batches that waited for memory.", "load.held_plans"),
+    ("memory", "Of what is fetched and not consumed.", "load.memory", "bytes"),
+    ("ready_batches", "Batches ready after the last delivery.", "ready"),
 )
 METRICS = (
     *(Metric("counter", *each) for each in COUNTERS),
@@ -134,8 +118,8 @@ METRICS = (
 )
 
 
-# What shows the exports of a registry, or of a provider of meters: one for each.
-_collectors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
+"""The collector of each registry."""
 
 
 def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
@@ -196,62 +180,9 @@ class _Collector:
         families: dict[str, Any] = {}
         for metric in METRICS:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            unit = {"s": "seconds", "By": "bytes"}.get(metric.unit, "")
             labels = ["loader", "step"] if metric.name == "step_wait" else ["loader"]
-            families[metric.name] = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=unit)
+            families[metric.name] = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=metric.unit)
         for export in list(self.exports.values()):
-            for metric, labelled, value in export.read(METRICS):
-                families[metric.name].add_metric(labelled, value)
+            for metric, labels, value in export.read():
+                families[metric.name].add_metric(labels, value)
         yield from families.values()
-
-
-def opentelemetry(loader: object, *, name: str = "default", meter_provider: MeterProvider | None = None) -> Export:
-    """Export a loader's metrics to a meter provider of OpenTelemetry.
-
-    The same metrics as of `prometheus`, with dots in their names. It needs only OpenTelemetry's API; the SDK is yours.
-
-    Args:
-        loader: a `DataLoader`.
-        name: the value of the attribute ``headrace.loader``. Each loader of a provider needs another.
-        meter_provider: the global one if None, which may be set later.
-
-    Returns:
-        The export, whose `close()` ends it.
-
-    Raises:
-        ImportError: `headrace[opentelemetry]` is not installed.
-        TypeError: `loader` is no `DataLoader`.
-        ValueError: the loader is exported to this provider already, or another one by this name.
-
-    Example:
-        >>> import headrace as hr
-        >>> loader = hr.DataLoader(list(range(8)), batch_size=2)
-        >>> with hr.telemetry.opentelemetry(loader, name="train"):
-        ...     for batch in loader: pass
-    """
-    from opentelemetry import metrics
-
-    counters = counters_of(loader, "headrace.telemetry.opentelemetry")
-    globally = meter_provider is None or meter_provider is metrics.get_meter_provider()
-    target: Any = metrics if globally else meter_provider  # the global provider may be a proxy until it is set
-    if target not in _collectors:
-        _collectors[target] = _Instruments(target.get_meter("headrace", __version__))
-    return Export(_collectors[target].exports, counters, name)
-
-
-class _Instruments:
-    """The instruments of one provider, which cannot be removed, and the loaders that they show."""
-
-    def __init__(self, meter: Any) -> None:
-        self.exports: dict[str, Export] = {}
-        make = {"counter": meter.create_observable_counter, "gauge": meter.create_observable_gauge}
-        for metric in METRICS:
-            callbacks = [functools.partial(self._observe, metric)]
-            make[metric.kind](f"headrace.{metric.name}", callbacks, unit=metric.unit, description=metric.help)
-
-    def _observe(self, metric: Metric, options: object) -> Iterator[Any]:
-        from opentelemetry.metrics import Observation
-
-        for export in list(self.exports.values()):
-            for _, labels, value in export.read([metric]):
-                yield Observation(value, dict(zip(("headrace.loader", "headrace.step"), labels, strict=False)))

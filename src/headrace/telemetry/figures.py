@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -106,9 +105,6 @@ class Figures:
         in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and work inside it.
         compute: mean seconds of the consumer between two calls of `next()`.
         fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if unknown.
-        first_byte_seconds: the same percentiles of the time to the first byte of one request to a store in each batch;
-            empty if the dataset makes none, or is a stream.
-        request_seconds: those of the whole request.
         crowding: by how much the logarithm of a fetch's duration grows with that of the number in flight: 0.0 where
             fetches do not wait for each other, 1.0 where they share a link; None if that number has not changed.
         in_flight: mean number of fetches in flight, when a batch was complete.
@@ -130,7 +126,6 @@ class Figures:
     start_up: float
     start_blocked: float = 0.0  # seconds of them for which user code blocked the event loop
     first_fetch: float = 0.0  # seconds of them after the first fetch had begun, or the first batch had been read
-    first_again: float = 0.0  # as many in a later epoch, for which the clients are open that the first fetch opened
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -138,15 +133,12 @@ class Figures:
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     slow_waits: float = 0.0  # share of the waiting for fetch that was for batches which took three times the median
-    slow_span: float = 0.0  # share of all batches among which four fifths of that waiting lie
     in_call_seconds: float = 0.0
     batch_seconds: float = 0.0  # mean seconds from planning a batch to its end in the engine
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
     first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
     quick_fetch_seconds: float = 0.0  # the 20th percentile of all
-    first_byte_seconds: tuple[float, ...] = ()
-    request_seconds: tuple[float, ...] = ()
     crowding: float | None = None
     in_flight: float = 0.0
     concurrency: int = 0
@@ -154,7 +146,6 @@ class Figures:
     grown: float = 1.0  # factor of `concurrency` in the second half of the batches
     held: float = 0.0  # share of the batches at whose completion plans waited for memory
     nbytes: int = 0
-    memory_of_sample: float = 0.0  # bytes, as the memory budget counts them; 0 where it does not
     work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
@@ -175,10 +166,6 @@ class Figures:
     def period(self) -> float:
         """Mean seconds from one batch to the next."""
         return self.seconds / self.batches if self.batches else 0.0
-
-    def gain(self, wait_share: float) -> float:
-        """How many times as many batches come if the loop waits for another share of the time."""
-        return (1.0 - wait_share) / max(1e-9, 1.0 - self.wait_share)
 
 
 def figures_of(records: Sequence[BatchRecord]) -> Figures:
@@ -208,7 +195,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         by_batch.append((parts["queue"] + parts["fetch"], _length(_fetching(record))))
     waited = sum(record.returned - record.called for record in rest)
     typical = _percentile([taken for _, taken in by_batch if taken], 0.5)
-    slow = list(itertools.accumulate(wait if taken > SLOW * typical else 0.0 for wait, taken in by_batch))
+    slow = sum(wait for wait, taken in by_batch if taken > SLOW * typical)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
     ends = sorted((record.times for record in records), key=lambda times: times.assembled)  # may come in another order
@@ -225,17 +212,13 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         waited=waited,
         wait_share=waited / seconds,
         waits=waits,
-        slow_waits=slow[-1] / max(1e-9, waits["queue"] + waits["fetch"]),
-        slow_span=_share(0.1 * slow[-1] < each < 0.9 * slow[-1] for each in slow),
+        slow_waits=slow / max(1e-9, waits["queue"] + waits["fetch"]),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         batch_seconds=sum(_length((record.planned, record.times.assembled)) for record in rest) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
-        first_again=first_fetch - max(0.0, first.times.fetch_seconds - _percentile(timed, 0.5)),
         fetch_seconds=_percentiles(timed),
         first_fetch_seconds=_percentile(timed[:PAIRS], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        first_byte_seconds=_percentiles(record.times.first_byte for record in rest),
-        request_seconds=_percentiles(record.times.request_seconds for record in rest),
         crowding=_crowding(rest),
         in_flight=sum(load.in_flight for load in loads) / len(loads),
         concurrency=loads[-1].limit,
@@ -243,7 +226,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(record.times.nbytes for record in rest),
-        memory_of_sample=sum(load.memory for load in loads) / max(1, sum(load.memory_samples for load in loads)),
         work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,

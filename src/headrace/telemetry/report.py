@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.text import digits, rate, seconds, share
+from headrace._core.text import rate, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, StageShare, figures_of
@@ -21,7 +21,7 @@ class Report(Figures):
 
     Attributes:
         limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
-            ``"bandwidth"``, ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
+            ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
             ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``; ``"few-batches"`` if
             it is not known.
         evidence: the numbers that show it.
@@ -69,10 +69,7 @@ class Report(Figures):
         if self.advice:
             said += f" Change: {self.advice}."
         if self.predicted is not None and self.advice:
-            said += f" Predicted wait after it, {assumed}: {share(self.predicted)}"
-            # A loop that hardly computes waits for nearly all of the time, however fast batches come.
-            faster = f", with {digits(self.gain(self.predicted))} times as many batches a second"
-            said += (faster if share(self.predicted) == share(self.wait_share) else "") + "."
+            said += f" Predicted wait after it, {assumed}: {share(self.predicted)}."
         return said
 
     def _facts(self) -> dict[str, str]:
@@ -84,16 +81,10 @@ class Report(Figures):
             facts["rate"] = speed
         if self.concurrency:
             facts["fetches in flight"] = f"{self.in_flight:.0f} of {self.concurrency}"
-        timed = {
-            "a fetch takes": self.fetch_seconds,
-            "a request takes": self.request_seconds,  # of another sample of the batch
-            "until its first byte": self.first_byte_seconds,
-        }
-        names = ("p50", "p90", "p99" if self.batches >= 100 else "longest")
-        for name, found in timed.items():
-            if found:
-                parts = ", ".join(f"{part} {seconds(each)}" for part, each in zip(names, found, strict=True))
-                facts[name] = parts + ", each of another sample" * (found is self.request_seconds)
+        if self.fetch_seconds:
+            names = ("p50", "p90", "p99" if self.batches >= 100 else "longest")
+            pairs = zip(names, self.fetch_seconds, strict=True)
+            facts["a fetch takes"] = ", ".join(f"{name} {seconds(each)}" for name, each in pairs)
         if self.workers_busy >= 0.05:
             facts["batches in work"] = f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"
         if self.engine_cpu:
@@ -123,10 +114,9 @@ _IN_FLIGHT = "if more fetches at once take no longer each"
 _LIMITS = {
     "latency": ("Fetching is the limit", _IN_FLIGHT),
     "throttling": ("The store's rate limit is the limit", "if the store answers as many requests as now"),
-    "bandwidth": ("Bandwidth is the limit", "if the link carries as many bytes as now"),
-    "source": ("The store, or another source, is the limit", "if it gives as much as now"),
+    "source": ("The source, or the link to it, is the limit", "if it gives as much as now"),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
-    "blocked-loop": ("A blocking call on the event loop is the limit", "if those calls can run side by side"),
+    "blocked-loop": ("A blocking call on the event loop is the limit", ""),
     "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
     "order": ("The order of batches is the limit", "if the others take as long as now"),
     "transport": ("Sending batches is the limit", "if that takes no time"),

@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 import headrace as hr
+from headrace.errors import ObjectChangedError, ShardError
+from object_server import ObjectServer
 from tests.unit.datasets.formats import FORMATS, plain
 from tests.unit.shards.resuming import resumes_at_every_position
 
@@ -85,6 +87,45 @@ def test_cached_samples_need_no_store(name, store, tmp_path):
     every, _ = read(hr.DataLoader(cached, **COLLATE))
     shutil.rmtree(tmp_path / "files")
     assert read(hr.DataLoader(cached, **COLLATE))[0] == every == wanted(name)
+
+
+@pytest.mark.parametrize("name", MAP_STYLE)
+def test_second_start_makes_no_request(name, tmp_path):
+    format = FORMATS[name]
+    with ObjectServer(dict(format.files)) as server:
+
+        def opened():
+            return format.open(hr.Store(server.url, options=server.store_options))
+
+        for _ in range(2):  # LitDataset asks for the other chunks what the first chunk that it reads decides
+            first = hr.open_cached(tmp_path / "opened", opened)
+        before = server.requests()
+        second = hr.open_cached(tmp_path / "opened", opened)
+        assert server.requests() == before
+        samples = wanted(name)
+        for dataset in (first, second):
+            assert [plain(dataset[index]) for index in range(len(samples))] == samples
+
+
+def test_file_of_answers_is_checked_and_objects_are_read_in_their_version(tmp_path):
+    format, path = FORMATS["tar index"], tmp_path / "opened"
+    with ObjectServer(dict(format.files)) as server:
+
+        def opened():
+            return format.open(hr.Store(server.url, options=server.store_options))
+
+        hr.open_cached(path, opened)
+        server.put("0.tar", format.files["2.tar"])
+        with pytest.raises(ObjectChangedError, match=r"0\.tar"):
+            hr.open_cached(path, opened)[0]
+        data = path.read_bytes()
+        for at in range(0, len(data), 97):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(ShardError, match=r"opened.*damaged one; delete it|damaged one; delete it.*opened"):
+                hr.open_cached(path, opened)
+        path.write_bytes(b"")
+        with pytest.raises(ShardError, match="damaged one"):
+            hr.open_cached(path, opened)
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -2,19 +2,17 @@
 
 import asyncio
 import gzip
-import io
 import lzma
 import random
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import headrace as hr
-from headrace.errors import EmptyListingError, ShardError, StoreError
-from headrace.testing import DatasetContract, StreamContract
-from object_server import Fault, ObjectServer
+from headrace.errors import EmptyListingError, ShardError
+from headrace.testing import StreamContract
+from object_server import ObjectServer
 from tests.unit.shards import tars
 
 
@@ -50,11 +48,6 @@ class OfFolder:
 class TestTarStream(OfFolder, StreamContract):
     def make_dataset(self):
         return hr.TarDataset(self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000)
-
-
-class TestIndexedTar(OfFolder, DatasetContract):
-    def make_dataset(self):
-        return hr.TarDataset.index(self.folder / "{0000..0005}.tar")
 
 
 # Samples
@@ -233,102 +226,6 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
         # Two shards and the one that is begun already; for each, two ranges under way, and at most three that are
         # parsed: a block of samples that is given out, and the next, of two ranges where a sample reaches into both.
         assert server.requests()["GET"] <= 3 * (2 + 3)
-
-
-# The index
-
-
-def test_indexed_dataset_is_map_style(folder):
-    dataset = hr.TarDataset.index(folder / "*.tar")
-    assert len(dataset) == 60
-    assert dataset.counts == (10,) * 6
-    assert [dataset[i] for i in range(60)] == list(hr.TarDataset(folder / "*.tar", shards_in_parallel=1))
-    assert dataset[-1]["__key__"] == "05-009"
-    for beyond in (60, -61):
-        with pytest.raises(IndexError, match="out of range"):
-            dataset[beyond]
-    assert dataset.sample_key(12) == "0001.tar/01-002"
-
-
-def test_index_stored_beside_its_shard_is_loaded(tmp_path):
-    with ObjectServer(numbered(3, 10)) as server:
-        options = {"store": hr.Store(server.url, options=server.store_options), "save": True}
-        hr.TarDataset.index(server.url + "/*.tar", **options)
-        assert server.requests()["PUT"] == 3
-        gets = server.requests()["GET"]
-        again = hr.TarDataset.index(server.url + "/*.tar", **options)
-        assert server.requests()["PUT"] == 3
-        assert server.requests()["GET"] == gets + 3
-        assert again[15]["txt"] == b"text of 01-005"
-        assert server.requests()["GET"] == gets + 4, "a sample is one request"
-
-
-def test_corrupt_index_is_rebuilt_and_stored_again(folder):
-    whole = list(hr.TarDataset.index(folder / "000{0,1}.tar", save=True))
-    beside = folder / "0000.tar.index.npz"
-    data = beside.read_bytes()
-    with np.load(beside) as arrays:
-        np.savez(beyond_its_shard := io.BytesIO(), **{**arrays, "offsets": arrays["offsets"] + (1 << 40)})
-    other = beyond_its_shard.getvalue(), (folder / "0001.tar.index.npz").read_bytes()
-    flipped = (data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in range(0, len(data), 97))
-    for damaged in (b"", data[: len(data) // 2], b"PK" + data[:100], *other, *flipped):
-        beside.write_bytes(damaged)
-        assert list(hr.TarDataset.index(folder / "000{0,1}.tar", save=True)) == whole
-        assert len(beside.read_bytes()) == len(data)
-
-
-@pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index.npz", 401), ("*.index.npz", 400)])
-def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(key, status):
-    with ObjectServer(numbered(1, 10)) as server:
-        options = {"store": hr.Store(server.url, options=server.store_options)}
-        hr.TarDataset.index(server.url + "/*.tar", save=key == "*.index.npz", **options)
-        server.misbehave(Fault("status", key="*.index.npz", status=403))
-        # S3 refuses what does not exist, to those who may not list the bucket.
-        assert len(hr.TarDataset.index(server.url + "/*.tar", **options)) == 10
-        server.misbehave(Fault("status", key=key, status=status))
-        with pytest.raises(StoreError) as failed:
-            hr.TarDataset.index(server.url + "/*.tar", **options)
-        assert failed.value.status == status
-
-
-def test_read_only_store_warns_once(tmp_path):
-    with ObjectServer(numbered(3, 10)) as server:
-        server.misbehave(Fault("status", method="PUT", status=403))
-        options = {"store": hr.Store(server.url, options=server.store_options)}
-        with pytest.warns(RuntimeWarning, match="cannot store indices beside their shards") as warned:
-            dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
-        assert dataset[15]["txt"] == b"text of 01-005"
-        assert len(warned) == 1
-
-
-def test_indexed_sample_reads_only_the_bytes_of_its_fields(tmp_path):
-    big = {"jpg": lambda key: bytes(100_000), "cls": str.encode, "empty": lambda key: b""}
-    with ObjectServer({"a.tar": tars.shard("ab", **big)}) as server:
-        store = hr.Store(server.url, options=server.store_options)
-        dataset = hr.TarDataset.index("a.tar", fields=["cls"], store=store)
-        number, start, stop = dataset.range(1)
-        assert (number, stop - start) == (0, 1)
-        assert dataset[1]["cls"] == b"b"
-        assert hr.TarDataset.index("a.tar", fields=["empty"], store=store)[0]["empty"] == b""
-        with pytest.raises(ShardError, match="no sample has field 'png'"):
-            hr.TarDataset.index("a.tar", fields=["png"], store=store)
-
-
-def test_samples_with_different_fields_can_be_indexed(tmp_path):
-    (tmp_path / "a.tar").write_bytes(tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3")))
-    dataset = hr.TarDataset.index(tmp_path / "a.tar", uniform=False)
-    assert [sorted(sample) for sample in dataset] == [
-        ["__key__", "__url__", "jpg"],
-        ["__key__", "__url__", "cls", "jpg"],
-    ]
-    with pytest.raises(ShardError, match="'a' lacks 'cls'"):
-        hr.TarDataset.index(tmp_path / "a.tar", fields=["jpg", "cls"])
-    hr.TarDataset.index(tmp_path / "a.tar", uniform=False, save=True)
-    with pytest.raises(ShardError, match="has 'cls', which earlier samples lack"):
-        hr.TarDataset.index(tmp_path / "a.tar")  # the stored index is not used
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tars.shard("ab")))
-    with pytest.raises(ShardError, match="compressed"):
-        hr.TarDataset.index(tmp_path / "a.tar.gz")
 
 
 def test_missing_zstd_package_is_named(tmp_path, monkeypatch):

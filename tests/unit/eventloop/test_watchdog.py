@@ -145,9 +145,9 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
     assert len(records.messages) == len(KINDS)
     assert all(each.startswith(f"{dataset_class.__name__}: {__file__}:") for each in records.messages)
     (slept,), (requested,), (computed,) = by_kind.values()
-    assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop blocked" in slept
+    assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop has blocked" in slept
     assert "await anyio.sleep(seconds)" in slept
-    assert f"{__file__}:{line_of('requests')} in request_in_the_loop blocked" in requested
+    assert f"{__file__}:{line_of('requests')} in request_in_the_loop has blocked" in requested
     assert "use an async client" in requested
     assert "in compute_in_the_loop" in computed
     assert "transform= (or dataset.map) with num_workers=" in computed
@@ -192,7 +192,7 @@ def test_a_call_that_does_not_end_is_reported_while_it_blocks(records):
         assert len(list(loader)) == 1
     (message,) = records.messages
     assert " so far, " in message
-    assert ".aget blocked" in message
+    assert ".aget has blocked" in message
 
 
 def test_short_calls_that_block_together_are_reported(records):
@@ -206,7 +206,7 @@ def test_short_calls_that_block_together_are_reported(records):
         for _ in loader:
             if records.messages:
                 break
-    assert ".aget blocked" in records.messages[0]
+    assert ".aget has blocked" in records.messages[0]
 
 
 class Healthy(Numbers):

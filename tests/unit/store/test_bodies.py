@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace._core.store.request_stats import SMALL, BodyReader, RequestStats
+from headrace._core.store.request_stats import SMALL, BodyReader
 
 TIMEOUT = 30
 
@@ -95,12 +95,3 @@ async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_
         assert await waiting == b"body"
     stalled.reading.join(TIMEOUT)
     assert not stalled.reading.is_alive()
-
-
-def test_one_request_is_timed_until_its_times_are_taken():
-    stats = RequestStats()
-    assert [stats.begin_timing() for _ in range(3)] == [True, False, False]
-    stats.add_times(0.1, 0.2)
-    assert not stats.begin_timing()
-    assert stats.take_times() == (0.1, 0.2)
-    assert [stats.begin_timing() for _ in range(2)] == [True, False]

@@ -110,11 +110,6 @@ class Stream(hr.AsyncIterableDataset):
             yield Fetched(f"{self.name}{i}", here())
 
 
-async def passed_on(samples):
-    async for sample in samples:
-        yield sample
-
-
 MAP_STYLE = {
     "map": lambda d: hr.concat([d]).map(mapped_again),
     "concat": lambda d: hr.concat([d, Samples("b").map(mapped_again), Samples("c")]),
@@ -134,7 +129,6 @@ STREAMS = {
     "split": lambda s: hr.concat([s]).split(rank=0, world_size=2),
     "concat": lambda s: hr.concat([s, Stream("b").map(mapped_again), Stream("c")]),
     "mix": lambda s: hr.mix([s, Stream("b").map(mapped_again)], [1, 1], seed=3, stop="all"),
-    "pipe": lambda s: hr.concat([s]).pipe(passed_on),
     "batch_by_tokens": lambda s: hr.batch_by_tokens(s, 2, length=lambda sample: 1),
     "ChainDataset": lambda s: data.ChainDataset([s, Stream("b").map(mapped_again), s]),
 }

@@ -1,7 +1,6 @@
-"""Operations on a stream's samples before batching: `filter`, `map`, `pipe`, `repeat`; in the workers, in order."""
+"""Operations on a stream's samples before batching: `filter`, `map`, `repeat`; in the workers, in order."""
 
 import asyncio
-import gc
 import itertools
 import os
 import random
@@ -21,15 +20,6 @@ WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 
 
 def even(sample):
     return sample % 2 == 0
-
-
-async def in_pairs(samples):
-    pair = []
-    async for sample in samples:
-        pair.append(sample)
-        if len(pair) == 2:
-            yield tuple(pair)
-            pair = []
 
 
 # Filtering
@@ -157,7 +147,7 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
                 break
 
 
-# Piping
+# Dropping
 
 
 class OnlyFails(hr.AsyncIterableDataset):
@@ -168,33 +158,14 @@ class OnlyFails(hr.AsyncIterableDataset):
         raise Mine
 
 
-def always_fails(samples):
-    raise Mine("no generator")
-
-
-async def yield_and_fail(samples=None):
-    yield 0
-    raise Mine
-
-
-def test_function_or_stream_that_always_fails_ends():
-    fails_later = hr.from_async_iterable(yield_and_fail).pipe(in_pairs)
-    fails_again = Count(6).pipe(yield_and_fail)
-    for stream in (Count(6).pipe(always_fails), OnlyFails().pipe(in_pairs), fails_later, fails_again):
-        with hr.DataLoader(stream, batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
-            list(loader)
-
-
-async def yield_nothing(samples):
-    async for _ in samples:
-        pass
-    yield 0
+def test_stream_that_always_fails_ends():
+    with hr.DataLoader(OnlyFails(), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
+        list(loader)
 
 
 DROPPED = {
     "filter": lambda stream: stream.filter(lambda sample: False),
     "pack": lambda stream: stream.map(lambda sample: []).pack(4),
-    "pipe": lambda stream: stream.pipe(yield_nothing),
     "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(lambda sample: False),
 }
 
@@ -205,38 +176,6 @@ def test_repeated_stream_of_which_nothing_is_left_is_an_error(drop):
     for read in (iter(stream), iter(hr.DataLoader(stream))):
         with pytest.raises(ValueError, match="repeated without end"):
             next(read)
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1, "placement": "thread"}])
-@pytest.mark.parametrize("closing", ["end", "break"])
-def test_functions_and_stream_are_closed(options, closing):
-    closed, done = [], threading.Event()
-
-    class Feed(hr.AsyncIterableDataset):
-        async def __aiter__(self):
-            try:
-                for i in range(500):
-                    yield i
-            finally:
-                closed.append("stream")
-                done.set()
-
-    async def function(samples):
-        try:
-            async for sample in samples:
-                yield sample
-        finally:
-            closed.append("function")
-
-    with hr.DataLoader(Feed().filter(even).pipe(function), batch_size=1, **options) as loader:
-        batches = iter(loader)
-        next(batches)
-        if closing == "end":
-            list(batches)
-        del batches
-        gc.collect()
-        assert done.wait(20)
-    assert sorted(closed) == ["function", "stream"]
 
 
 # Repeating

@@ -57,42 +57,6 @@ def often(sample):
     return random.random() < 0.6
 
 
-async def pairs(samples):
-    async for sample in samples:
-        with contextlib.suppress(StopAsyncIteration):
-            yield sample, await anext(samples)
-
-
-async def failing_pairs(samples):
-    async for sample in samples:
-        if sample in (4, 9):
-            raise ValueError(f"pipe {sample}")
-        yield sample
-
-
-class PairsWithState:
-    """An iterator in place of a generator, that knows what it holds."""
-
-    def __init__(self, samples):
-        self.samples = samples
-        self.held = []
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        while len(self.held) < 2:
-            self.held.append(await anext(self.samples))
-        pair, self.held = tuple(self.held), self.held[1:]
-        return pair
-
-    def state_dict(self):
-        return {"held": self.held}
-
-    def load_state_dict(self, state):
-        self.held = state["held"]
-
-
 def document(number):
     return [number + 1] * (number * 7 % 24)
 
@@ -150,9 +114,6 @@ COMPOSITIONS = {
     "pack of filter": lambda: (
         Count(30, bad=[4]).filter(odd).map(document).pack(N(9), np.str_("first_fit"), window=N(3)).map(listed)
     ),
-    "pipe, failing": lambda: Count(12, bad=[3, 10]).pipe(failing_pairs),
-    "pipe, state": lambda: Count(9, bad=[2, 3, 8]).pipe(PairsWithState),
-    "shuffle of pipe": lambda: Count(14).pipe(pairs).shuffle(2),
     "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
     "from_async_iterable of a stream": lambda: hr.from_async_iterable(lambda: Count(9).shuffle(3)).take(N(7)),
 }
@@ -234,7 +195,7 @@ def test_restored_stream_continues_from_every_position(name, start, place):
         asyncio.run(check_every_position(COMPOSITIONS[name], start))
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if not re.search("without state|pipe|inside", name)])
+@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if not re.search("without state|inside", name)])
 async def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled generator has ended
     make = COMPOSITIONS[name]
     expected = await outcomes(start_stream(make()))
@@ -298,10 +259,9 @@ HOLDING = pytest.mark.parametrize(
         lambda stream: stream.shuffle(4),
         lambda stream: hr.batch_by_tokens(stream, 40, length=int, boundaries=[2]),
         lambda stream: stream.map(document).pack(15, "best_fit", window=2),
-        lambda stream: stream.pipe(pairs),
         lambda stream: stream.map(fail_at()).filter(bool),
     ],
-    ids=["shuffle", "tokens", "pack", "pipe", "map, filter"],
+    ids=["shuffle", "tokens", "pack", "map, filter"],
 )
 
 

@@ -1,4 +1,4 @@
-"""`headrace.telemetry.prometheus` and `opentelemetry`: what the real client and the real SDK read of a loader."""
+"""`headrace.telemetry.prometheus`: what the real client reads of a loader."""
 
 import dataclasses
 import gc
@@ -9,16 +9,14 @@ import signal
 
 import prometheus_client
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, Sum
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 import headrace as hr
-from headrace._core.batches import RequestCounts, StageTimes
-from headrace.telemetry.counters import BatchRecord, Counters, LoaderStats
+from headrace._core.batches import RequestCounts
+from headrace.telemetry.counters import Counters, LoaderStats
 from headrace.telemetry.exporters import METRICS, Export
 from tests import datasets
 
@@ -33,23 +31,6 @@ class Numbers(datasets.Numbers):
 @pytest.fixture
 def registry():
     return CollectorRegistry()
-
-
-@pytest.fixture
-def reader():
-    return InMemoryMetricReader()
-
-
-@pytest.fixture
-def provider(reader):
-    provider = MeterProvider([reader])
-    yield provider
-    provider.shutdown()
-
-
-def metrics_of(reader):
-    data = reader.get_metrics_data()
-    return {m.name: m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics} if data else {}
 
 
 def value(registry, name, loader="default", **labels):
@@ -72,16 +53,6 @@ def test_each_number_of_the_stats_is_a_metric(counters):
     assert wanted <= {operator.attrgetter(metric.source)(export) for metric in METRICS if metric.name != "step_wait"}
 
 
-def test_engine_seconds_continue_when_a_new_engine_counts_from_zero(counters):
-    export = Export({}, counters, "default")
-    for iteration, cpu in [(1, 1.0), (1, 3.0), (1, 2.0), (2, 4.0), (3, 0.5), (3, 0.75), (2, 0.6)]:
-        times = StageTimes(1.0, 1.0, 1.0, 0.0, 0.0, 1.0, nbytes=100, engine_cpu=cpu, blocked=cpu / 10)
-        record = BatchRecord(iteration, 0, 4, 1.0, times, 1.0, 1.5, 1.5, 1.5, 3, None)
-        counters.delivered(record)
-    assert (export.event_loop_cpu, round(export.event_loop_blocked, 9)) == (4.75, 0.475)
-    assert (export.fetched, sum(export.step_waits.values())) == (700, 3.5)
-
-
 def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_makes(registry, tmp_path):
     def die_once(sample, folder=tmp_path):
         if sample == 5 and not (folder / "died").exists():
@@ -98,7 +69,6 @@ def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_ma
     assert value(registry, "throttled_requests_total") == stats.requests.throttled == 1
     assert value(registry, "wait_seconds_total") == stats.wait_seconds
     assert value(registry, "fetched_bytes_total") > 0
-    assert value(registry, "event_loop_cpu_seconds_total") > 0
     assert value(registry, "fetch_seconds_total") > 0
     waits = sum(value(registry, "step_wait_seconds_total", step=step) or 0.0 for step in ("plan", "fetch", "hand_over"))
     assert 0 < waits <= stats.wait_seconds
@@ -141,37 +111,10 @@ def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_th
     assert kinds["headrace_memory_bytes"] == "gauge"
 
 
-def test_sdk_and_prometheus_see_the_same_numbers(reader, provider, registry):
-    with hr.DataLoader(Numbers(64), 4) as loader:
-        hr.telemetry.prometheus(loader, name="train", registry=registry)
-        hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
-        batches = iter(loader)
-        for _ in range(9):
-            next(batches)
-        read = metrics_of(reader)
-        for metric in METRICS:
-            if metric.name == "step_wait":
-                continue
-            suffix = {"s": "_seconds", "By": "_bytes"}.get(metric.unit, "") + "_total" * (metric.kind == "counter")
-            (point,) = read[f"headrace.{metric.name}"].data.data_points
-            assert point.attributes == {"headrace.loader": "train"}
-            assert point.value == value(registry, metric.name + suffix, "train")
-            assert read[f"headrace.{metric.name}"].unit == metric.unit
-            assert isinstance(read[f"headrace.{metric.name}"].data, Sum) == (metric.kind == "counter")
-    for point in read["headrace.step_wait"].data.data_points:
-        step = point.attributes["headrace.step"]
-        assert point.value == value(registry, "step_wait_seconds_total", "train", step=step)
-
-
-def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provider, registry):
+def test_closed_and_dropped_loaders_leave_and_their_names_are_free(registry):
     loader = hr.DataLoader(Numbers(64), 4)
     hr.telemetry.prometheus(loader, registry=registry)
     with hr.DataLoader(Numbers(64), 8) as other:
-        hr.telemetry.opentelemetry(loader, name="train", meter_provider=provider)
-        export = hr.telemetry.opentelemetry(other, name="test", meter_provider=provider)
-        points = metrics_of(reader)["headrace.batches"].data.data_points
-        assert [point.attributes["headrace.loader"] for point in points] == ["train", "test"]
-        export.close()
         list(other)
         del loader
         gc.collect()
@@ -179,7 +122,6 @@ def test_closed_and_dropped_loaders_leave_and_their_names_are_free(reader, provi
         with hr.telemetry.prometheus(other, registry=registry):
             assert value(registry, "batches_total") == 8
         assert generate_latest(registry) == b""
-        assert "headrace.batches" not in metrics_of(reader)
 
 
 def test_loader_or_name_twice_and_names_of_the_users_are_errors(registry):

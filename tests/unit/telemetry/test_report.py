@@ -118,7 +118,7 @@ def cpu_and_sleep(sample):
     return sample
 
 
-def test_one_request_of_a_batch_and_the_cpu_of_the_workers_are_timed(tmp_path):
+def test_cpu_of_the_workers_is_timed(tmp_path):
     for number in range(24):
         (tmp_path / f"{number:02}").write_bytes(b"sample")
     dataset = hr.ObjectDataset(hr.Store(tmp_path))
@@ -126,10 +126,6 @@ def test_one_request_of_a_batch_and_the_cpu_of_the_workers_are_timed(tmp_path):
     with hr.DataLoader(dataset, 2, concurrency=2, **options) as loader:
         list(loader)
         report = loader.report()
-        log = loader._control.counters.records()
-    assert sum(bool(record.times.request_seconds) for record in log) >= 2
-    assert len(report.request_seconds) == len(report.first_byte_seconds) == 3
-    assert all(record.times.first_byte <= record.times.request_seconds for record in log)
     assert 0.0 < report.workers_cpu < report.workers_busy
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import types
 
+import cloudpickle
 import pytest
 
 import headrace as hr
@@ -86,13 +87,11 @@ def loaded_from_a_file(name, source, folder):
 
 
 SOURCE = """
-import pickle
-
 class Sample(int):
     pass
 
 def transform(index):
-    return pickle.loads(pickle.dumps(Sample(index * 10)))
+    return Sample(index * 10)
 """
 
 
@@ -100,10 +99,15 @@ def transform(index):
     ("make", "name"),
     [(made_by_the_program, "config_of_the_program"), (loaded_from_a_file, "plugin_1"), (loaded_from_a_file, "this")],
 )
-def test_functions_and_classes_of_a_module_that_cannot_be_imported_reach_workers(make, name, tmp_path, monkeypatch):
+def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(make, name, tmp_path, monkeypatch):
     module = make(name, SOURCE, tmp_path)
     monkeypatch.setitem(sys.modules, name, module)
     exec(SOURCE, module.__dict__)
+    if name != "this":
+        with pytest.raises(ModuleNotFoundError) as caught:
+            next(iter(hr.DataLoader(Numbers(2), num_workers=1, transform=module.transform)))
+        assert "cloudpickle.register_pickle_by_value" in str(caught.value.__notes__)
+    cloudpickle.register_pickle_by_value(module)
     for options in ({}, {"placement": "thread"}):
         with hr.DataLoader(
             Numbers(2), batch_size=2, num_workers=1, transform=module.transform, collate_fn=list, **options
@@ -111,6 +115,7 @@ def test_functions_and_classes_of_a_module_that_cannot_be_imported_reach_workers
             (batch,) = loader
         assert batch == [0, 10]
         assert {type(sample) for sample in batch} == {module.Sample}
+    cloudpickle.unregister_pickle_by_value(module)
 
 
 def fail(sample):

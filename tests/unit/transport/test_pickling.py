@@ -1,6 +1,5 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
-import copy
 import itertools
 import json
 import pickle
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace._core.transport.pickling import PickledPayload, dump_message, load_message, picklable_error
+from headrace.errors import RemoteError
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -189,6 +189,10 @@ def test_small_tensor_does_not_keep_the_memory_of_the_small_tensors_it_travels_w
 # Errors
 
 
+class Plain:
+    pass
+
+
 class NeedsTwo(Exception):
     def __init__(self, left, right):
         super().__init__(left)
@@ -243,6 +247,10 @@ EXACT = [
 ]
 
 
+def test_error_with_an_object_keeps_its_class():
+    assert type(there_and_back(picklable_error(LookupError(Plain())))) is LookupError
+
+
 @pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
 def test_error_is_restored_with_any_constructor(error):
     error.add_note("noted")
@@ -295,12 +303,8 @@ class Request:
 @pytest.mark.parametrize(
     ("error", "text"), [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg")], ids=str
 )
-def test_error_keeps_the_text_that_it_composed_of_what_cannot_be_sent(error, text):
-    kind = type(error)
+def test_error_whose_text_is_composed_of_what_cannot_be_sent_arrives_as_text(error, text):
     came = there_and_back(picklable_error(error))
-    again = there_and_back(picklable_error(came))  # from a worker, by way of the engine's process
-    for each in (came, again, pickle.loads(pickle.dumps(again)), copy.copy(again)):
-        assert isinstance(each, kind)
-        assert (type(each).__qualname__, str(each)) == (kind.__qualname__, text)
-        assert repr(each) == f"{kind.__name__}({text!r})"
-    assert getattr(again, "status", 403) == 403
+    assert isinstance(came, RemoteError)
+    assert text in str(came)
+    assert type(error).__qualname__ in str(came)

@@ -49,7 +49,6 @@ from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoc
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
-from headrace._core.torchcompat.private import batches_skipped_by_hook
 from headrace.errors import LoaderClosedError, StateError
 from headrace.telemetry.counters import Counters
 
@@ -158,7 +157,7 @@ class LoaderControl:
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
-        now = self._fingerprint(loader, self.order(loader))
+        now = self.fingerprint(loader, self.order(loader))
         try:
             for state in states:
                 check_fit(state, now)
@@ -211,7 +210,8 @@ class LoaderControl:
     def skip_rest(self) -> None:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
         if self.resumed:
-            self._next_epoch, self.resumed = self.resumed[0].epoch + 1, ()
+            self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
+            self.resumed = ()
 
     def is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""
@@ -257,9 +257,9 @@ class LoaderControl:
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
         drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
-        return LoaderState(epoch, self._fingerprint(loader, order), **drawn)
+        return LoaderState(epoch, self.fingerprint(loader, order), **drawn)
 
-    def _fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
+    def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
         kind = self.spec.kind
         # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
@@ -311,14 +311,6 @@ class LoaderControl:
 
     def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
         seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
-        skipped = 0 if self.resumed else batches_skipped_by_hook(loader)
-        if skipped:
-            if stream or (seed is not None and not self._epoch_set):
-                raise StateError(
-                    f"a library lets torch's iterators begin after {skipped} batches, which the loader of a stream "
-                    f"cannot, and one with seed= only after set_epoch(epoch). Save loader.state_dict() instead"
-                )
-            self.skip(loader, skipped, rank)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
@@ -326,7 +318,7 @@ class LoaderControl:
         check_reading(self.spec, loader, rank, self._checked)
         # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
         between = resumed is None or resumed.is_between_epochs
-        keeps = skipped > 0 or (between and not late_epoch and (resumed is None or not self._epoch_set))
+        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
         renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
@@ -334,7 +326,7 @@ class LoaderControl:
         if resumed is not None:
             self.past = resumed.past
             check_rank(resumed, order, rank)
-            check_fit(resumed, self._fingerprint(loader, order))
+            check_fit(resumed, self.fingerprint(loader, order))
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
 from headrace._core.order.restore import EpochSpec
-from headrace._core.order.state import LoaderState, Past, Run
+from headrace._core.order.state import LoaderState, Past, Run, Triples
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
@@ -66,12 +65,12 @@ def samples_at(
 def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]) -> None:
     """Leave samples out from the next `iter()` on; the work of `DataLoader.exclude`."""
     control: LoaderControl = loader._control
-    order, states = control.order(loader), control.states(loader, 0)
+    order, states = control.order(copied(loader)), control.states(loader, 0)
     if order.is_stream:
         raise ValueError("samples are left out of a stream by its .filter(function)")
     if steps:
         _check_in_order(loader)
-    (state, *others), sampler = states, copy.copy(order.computed)
+    (state, *others), sampler = states, order.computed
     if sampler is None or others or state.delivered:
         why = "batches were given out of order" if sampler is not None else f"{order.sampler_name} is drawn"
         raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
@@ -91,13 +90,19 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
             if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
             left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
-    sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded)
-    place = sampler.whole(state.epoch, state.cursor)
-    sampler.exclusions += tuple(left_out)
-    cursor = sampler.left(state.epoch, place)
-    samples = state.samples if order.shared else cursor
-    state = state._replace(cursor=cursor, samples=samples, excluded=sampler.exclusions)
+    state = with_exclusions(order, state, (*state.excluded, *left_out))
+    if not order.shared:
+        state = state._replace(samples=state.cursor)
     control.continue_from(loader, (state,))
+
+
+def with_exclusions(order: Any, state: LoaderState, excluded: Triples) -> LoaderState:
+    """The state at the same position of the whole order, with other exclusions."""
+    order.leave_out(state.excluded)
+    position = order.computed.whole(state.epoch, state.cursor)
+    order.leave_out(excluded)
+    cursor = order.computed.left(state.epoch, position)
+    return state._replace(cursor=cursor, excluded=excluded)
 
 
 def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:

@@ -344,7 +344,6 @@ class Session:
             self._watch.place,
             self._executor.take_deaths(),
             self._watch.queued_seconds,
-            *self._requests.take_times(),
             work.work_cpu,
             self._blocked_before,
             work.worked_by,

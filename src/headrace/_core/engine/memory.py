@@ -95,11 +95,9 @@ class MemoryBudget:
 
     def load(self, load: FetchLoad, waiting: int) -> FetchLoad:
         """A stage's load, with the memory, and with the plans that wait here."""
-        held = sum(self._samples.values())
         return load._replace(
             held_plans=waiting if self._short else 0,
-            memory=int(held * self._sizes.larger),
-            memory_samples=held,
+            memory=int(sum(self._samples.values()) * self._sizes.larger),
             unused=0 if waiting else load.unused,
         )
 

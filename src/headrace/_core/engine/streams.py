@@ -19,7 +19,6 @@ from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.streams.epochs import keys_within
-from headrace._core.streams.operators import Pipe
 from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
 from headrace.errors import StateError
 
@@ -150,15 +149,10 @@ def _ended_a_generator(error: BaseException) -> bool:
     """Whether `error` came out of a generator function of the user's, which gives nothing more then.
 
     It is found by the first frame outside of headrace that the error passed through. A generator further inside may
-    have served a single sample. `pipe` calls its function again, unless the function fails without reading.
+    have served a single sample.
     """
-    caller: object = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == "headrace":
-            caller = frame.f_locals.get("self")
-        elif type(caller) is Pipe:
-            return caller.ended_early
-        else:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
     return False
 

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from headrace._core.descriptors import check_free
@@ -71,6 +72,10 @@ async def end_tasks(deadline: float) -> str:
     return ""
 
 
+carried: ContextVar[object] = ContextVar("headrace_carried", default=None)
+"""A value of the caller's context that the code that runs on the loop sees, too."""
+
+
 class LoopThread:
     """An event loop that runs in a daemon thread until `close`.
 
@@ -114,7 +119,9 @@ class LoopThread:
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         try:
-            future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
+            context = contextvars.Context()
+            context.run(carried.set, carried.get())
+            future = context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error

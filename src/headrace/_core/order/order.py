@@ -247,6 +247,10 @@ class EpochOrder:
     def batch_size(self) -> int | None:
         return getattr(self._batch_sampler, "batch_size", None)
 
+    @property
+    def drop_last(self) -> bool:
+        return getattr(self._batch_sampler, "drop_last", False)
+
     # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
 
     def first_of(self, draws: Iterator[object]) -> object:
@@ -278,10 +282,9 @@ class EpochOrder:
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
         size = self.batch_size
-        drop_last = getattr(self._batch_sampler, "drop_last", False)
         if holes:
-            return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=drop_last)
-        return indices if size is None else iter(BatchSampler(cast(Any, indices), size, drop_last))
+            return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=self.drop_last)
+        return indices if size is None else iter(BatchSampler(cast(Any, indices), size, self.drop_last))
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler

@@ -43,9 +43,8 @@ class Codec:
     """
 
     def __init__(self, key: str, shard: str, *, pages: bool = False) -> None:
-        name = key.lower()
         self._pages = pages
-        self._format = next((format for suffix, format in _FORMATS.items() if name.endswith(suffix)), None)
+        self._format = compression_of(key)
         # Whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the object on.
         self.compressed = self._format is not None
         self._shard = shard
@@ -107,6 +106,23 @@ class Codec:
                 self._stream, self._complete_streams = None, self._complete_streams + 1
             else:
                 rest = getattr(self._stream, "unconsumed_tail", b"")
+
+
+def compression_of(key: str) -> str | None:
+    """The name of the compression that a key ends with; None for a plain object."""
+    _, dot, suffix = key.rpartition(".")
+    return _FORMATS.get(dot + suffix.lower())
+
+
+def unpack_object(data: Buffer, key: str, shard: str, size: int) -> bytearray:
+    """Unpack the first `size` bytes of a compressed object; raises `ShardError` if there are fewer."""
+    codec, output = Codec(key, shard, pages=True), bytearray()
+    for piece in codec.feed(data):
+        output += piece
+        if len(output) >= size:
+            return output
+    codec.finish()
+    raise TruncatedShardError(f"{len(output)} bytes unpacked, and {size} in its index", shard=shard, offset=0)
 
 
 def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:

@@ -16,7 +16,7 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import Head, InitialRead
 from headrace._core.streams.resumable import ORIGINS, Origins, ResumableIterator, State, close_all, expect
-from headrace.errors import HeadraceError, StateError
+from headrace.errors import HeadraceError, ShardError, StateError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -335,6 +335,12 @@ class Decoder(ABC):
     pages: bool = False
     """Whether a web page may be a shard; else it is taken for an error page in place of one."""
 
+    format: str = ""
+    """What the samples are, as "tar"; of decoders whose samples can be indexed, which keep `complete`."""
+
+    complete: int = 0
+    """The byte after the last sample that was yielded."""
+
     @abstractmethod
     def feed(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted.
@@ -356,6 +362,25 @@ class Decoder(ABC):
     def restore(self, position: State) -> None:
         """Go on from a position, which is checked; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
+
+    ending: bytes = b""
+    """What ends a shard after the last sample."""
+
+    def whole_sample(self, data: Buffer, offset: int) -> Any:
+        """The sample that bytes from an offset on are, of a format that can be indexed.
+
+        The decoder is new. Without an `ending` it may also have made such a sample before.
+
+        Raises:
+            ShardError: the sample cannot be made.
+        """
+        self.restore({"offset": offset, "number": None})
+        samples = [*self.feed(data), *self.feed(self.ending), *self.finish()]
+        if len(samples) != 1:
+            raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
+        if type(samples[0]) is BadRecord:
+            raise samples[0].error
+        return samples[0]
 
 
 class ShardReader(BlockReader):

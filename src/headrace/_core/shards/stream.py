@@ -5,32 +5,19 @@ from __future__ import annotations
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypedDict, Unpack
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from typing import Any, ClassVar
 
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.shards.compression import refuse_unsupported
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.positions import PartPosition, names_digest
-from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
-from headrace._core.store.store import StoreLike
+from headrace._core.shards.positions import names_digest
+from headrace._core.shards.reading import PartReader
 from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import T_co, signature_of
+from headrace._core.streams.kinds import T_co
 from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import check_keywords, whole_number
+from headrace._core.text import whole_number
 from headrace.errors import StateError
-
-# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of
-# 2 MiB, 1.4 GB/s in pieces of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s
-# (`benchmarks/tar_stream.py`); a store with 30 ms to the first byte gives about 0.5 GB/s with the
-# 16 requests of the defaults.
-_READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
-# After the first free block of this size, the greatest that counts, glibc keeps up to twice as much of what is freed.
-# Else it returns the memory of chunks and samples to the kernel all the time, for which a sample of 56 KB has 3 page
-# faults, and a loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and the like take precedence.
-_KEPT_BYTES = (32 << 20) - (64 << 10)
 
 
 class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -192,72 +179,3 @@ def _reader_name(index: int, count: int, ranks: int) -> str:
     if count == ranks:
         return f"rank {index} of {ranks}"
     return f"reader {index} of {count}, the workers of {ranks} ranks"
-
-
-class StreamOptions(TypedDict, total=False):
-    """Options of every stream of shards; see `TarDataset`."""
-
-    shuffle: bool
-    buffer_size: int
-    seed: int | None
-    rank: int | None
-    world_size: int | None
-    shards_in_parallel: int
-    requests_per_shard: int
-    chunk_bytes: int
-    store: StoreLike | None
-
-
-class ShardedStream(PartStream[T_co]):
-    """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
-
-    A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`.
-    """
-
-    parts_name = "shards"
-    _remedies = ("shards_in_parallel", "requests_per_shard")
-
-    suffixes: ClassVar[tuple[str, ...]]
-    """Endings of the names of shards in a directory; none if they are not read as a whole."""
-
-    def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
-        own = signature_of(type(self)).parameters.keys() - {"options"}
-        check_keywords(f"{type(self).__name__}.__init__", options, [*StreamOptions.__annotations__, *own])
-        ranks = RankChoice(options.get("rank"), options.get("world_size"))
-        given: Mapping[str, Any] = options
-        sizes = (whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items())
-        self._ahead = ReadAhead(*sizes)
-        shuffle, buffer_size = options.get("shuffle", False), options.get("buffer_size", 0)
-        super().__init__(ranks, shuffle, buffer_size, options.get("seed"))
-        self._parts = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
-        for shard in self._parts if self.suffixes else ():
-            refuse_unsupported(shard.name)
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        """URLs of the shards of all ranks, without secrets."""
-        return tuple(shard.name for shard in self._parts)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._parts)} shards from {self._parts[0].name!r})"
-
-    def decoder(self, shard: Shard) -> Decoder:
-        """The decoder of one shard."""
-        raise NotImplementedError  # each format has its own
-
-    def _name_of(self, part: int, number: int) -> str:
-        return f"{self._parts[part].name}, sample {number + 1:,}"
-
-    def _part_names(self) -> Iterable[str]:
-        return self.shards
-
-    def _options(self) -> dict[str, object]:
-        return {**super()._options(), "shards_in_parallel": self._ahead.shards_in_parallel}
-
-    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
-        bytes(_KEPT_BYTES)  # freed at once, untouched
-
-        def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
-            return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
-
-        return PartReader(parts, self._parts, open_part, self._ahead.shards_in_parallel)

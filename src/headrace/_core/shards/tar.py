@@ -323,6 +323,8 @@ class TarSamples(TarParser, Decoder):
     samples must have.
     """
 
+    format, ending = "tar", bytes(2 * TAR_BLOCK)
+
     def __init__(
         self, shard: str, *, fields: Collection[str] | None = None, uniform: bool, member_limit: int = MEMBER_LIMIT
     ) -> None:
@@ -335,7 +337,6 @@ class TarSamples(TarParser, Decoder):
         self._names: dict[bytes, str] = {}  # fields by what comes after the key in headers, with the zeros
         self._latest: tuple[bytes, int] = b"", 0  # name and offset of its latest member
         self._end = 0  # of that member
-        self._complete = 0  # the end of the last complete sample
         self._seen: set[bytes] = set()
         self._others = 0  # members that belong to no sample
         self._broken: ShardError | None = None  # why the current sample cannot be given
@@ -362,10 +363,10 @@ class TarSamples(TarParser, Decoder):
 
     def position(self) -> State:
         learned = sorted(self._required) if self._exact and self._required is not None else None
-        return {"offset": self._complete, "fields": learned}
+        return {"offset": self.complete, "fields": learned}
 
     def restore(self, position: State) -> None:
-        self._complete = self._end = self._offset = expect(position, "offset", int)
+        self.complete = self._end = self._offset = expect(position, "offset", int)
         learned = None if position.get("fields") is None else expect(position, "fields", list)
         if self._exact and learned is not None:
             self._required = frozenset(map(str, learned))
@@ -396,7 +397,7 @@ class TarSamples(TarParser, Decoder):
                 return
             folder, slash, file = name.rpartition(b"/")
             first, _, rest = file.partition(b".")
-            field = names.get(rest) or self._plain_field(rest)
+            field = names.get(rest) or plain_field(rest, names)
             if field is None:
                 return
             try:
@@ -423,15 +424,6 @@ class TarSamples(TarParser, Decoder):
             self._last, self._latest, self._offset, self._end = name, (name, offset), following, following
             offset = following
 
-    def _plain_field(self, rest: bytes) -> str | None:
-        """The field by what a header has after the key and a dot; None if the general path is to judge it."""
-        if (match := _PLAIN_FIELD.match(rest)) is None:
-            return None
-        field = match[1].decode("utf-8", "surrogateescape").lower()
-        if len(self._names) < _MOST_NAMES:
-            self._names[rest] = field
-        return field
-
     def _is_wanted(self, name: str) -> bool:
         split = split_name(name)
         return split is not None and (self._selected is None or split[1] in self._selected)
@@ -454,7 +446,7 @@ class TarSamples(TarParser, Decoder):
         """The current sample as complete, or its error if it lacks a field, or has one too many."""
         key, contents, required = _text(self._key), self._contents, self._required
         broken, self._broken = self._broken, None
-        self._complete, self._key, self._contents = self._end, None, {}
+        self.complete, self._key, self._contents = self._end, None, {}
         if broken is not None:
             return BadRecord(broken)
         if required is None and self._exact:
@@ -475,6 +467,56 @@ class TarSamples(TarParser, Decoder):
 
     def _error(self, what: str, name: bytes, offset: int) -> ShardError:
         return ShardError(what, shard=self._shard, member=_text(name), offset=offset)
+
+
+def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
+    """The field by what a header has after the key and a dot, kept in `names`; None if the name needs a closer look."""
+    if (match := _PLAIN_FIELD.match(rest)) is None:
+        return None
+    field = match[1].decode("utf-8", "surrogateescape").lower()
+    if len(names) < _MOST_NAMES:
+        names[rest] = field
+    return field
+
+
+def plain_sample(
+    data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
+) -> dict[str, Any] | None:
+    """The sample of the bytes of plain members; None if `TarSamples` has to judge the bytes.
+
+    The bytes are those that were indexed, so that the checksums of the headers are not computed again.
+    """
+    sample: dict[str, Any] = {"__key__": "", "__url__": shard}
+    prefix = b""  # of all names: the key and a dot
+    position, end = 0, len(data)
+    while (start := position + TAR_BLOCK) <= end:
+        name, digits, size_end, _, kind, folder = _PLAIN.unpack_from(data, position)
+        if kind != b"0" or folder != b"\0" or size_end not in _SIZE_ENDS:
+            return None
+        if not prefix:
+            above, slash, file = name.rpartition(b"/")
+            key = above + slash + file.partition(b".")[0]
+            if _PLAIN_KEY.fullmatch(key) is None:
+                return None
+            sample["__key__"] = key.decode("utf-8", "surrogateescape")
+            prefix = key + b"."
+        rest = name[len(prefix) :]
+        field = names.get(rest) or plain_field(rest, names)
+        if field is None or field in sample or not name.startswith(prefix):
+            return None
+        try:
+            stop = start + int(digits, 8)
+        except ValueError:
+            return None
+        sample[field] = bytes(data[start:stop])
+        position = stop + -stop % TAR_BLOCK
+    if position != end or not prefix:
+        return None
+    if selected is None:
+        return sample
+    if not sample.keys() >= selected:
+        return None
+    return {name: value for name, value in sample.items() if name in selected or name in ("__key__", "__url__")}
 
 
 def _text(name: str | bytes | None) -> Any:

@@ -78,13 +78,16 @@ class UnpackedShards:
         return self._in_use.get(key)
 
     async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What `load` gives, which runs once for all that wait. What was corrupt is not loaded again."""
+        """What `load` gives, which runs once for all that wait.
+
+        What is corrupt may have been damaged in transit: it is loaded twice, and then not again.
+        """
         if (data := self._in_use.get(key)) is not None:
             return self._keep(key, data)
         if key in self._corrupt:
             raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
         here = asyncio.get_running_loop(), key
-        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(load()))
+        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(_loaded(load)))
         self._waiting[here] += 1
         try:
             await asyncio.wait((task,))
@@ -108,3 +111,10 @@ class UnpackedShards:
             while self._latest_bytes > self._limit and len(self._latest) > 1:
                 self._latest_bytes -= self._latest.popitem(last=False)[1].nbytes
         return data
+
+
+async def _loaded(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    try:
+        return await load()
+    except ShardError:
+        return await load()

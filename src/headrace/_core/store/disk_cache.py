@@ -202,7 +202,7 @@ class DiskCache:
         if not self._writable:
             return
         try:
-            self.counts().cache_evicted += await run_blocking(self._append, names, views)
+            await run_blocking(self._append, names, views)
         except OSError as error:
             self._writable = False
             if not self._warned:
@@ -272,8 +272,8 @@ class DiskCache:
         self._numbers[segment.stem] = len(self._segments)
         self._segments.append(segment)
 
-    def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> int:
-        """Append the entries that are not there; returns the number of entries evicted for them."""
+    def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Append the entries that are not there."""
         with self._lock:
             new: dict[bytes, memoryview] = {}
             room = math.inf if self._limit is None else self._limit // 2
@@ -282,12 +282,12 @@ class DiskCache:
                     new[name] = view
                     room -= len(view) + RECORD.itemsize
             if not new:
-                return 0
+                return
             nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
-            own, evicted = self._own, 0
+            own = self._own
             full = own is not None and self._limit is not None and own.end + nbytes > self._limit // PER_CACHE
             if own is None or full or own.is_unlinked():
-                evicted = self._make_room(nbytes)
+                self._make_room(nbytes)
                 if own is not None:
                     own.stop_writing()
                 secure_folder(self._folder)
@@ -302,24 +302,20 @@ class DiskCache:
             self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
                 self._read_indices(own=True)
-            return evicted
 
-    def _make_room(self, nbytes: int) -> int:
-        """Evict the oldest segments so that `nbytes` fit, and a segment; returns the number of their entries."""
+    def _make_room(self, nbytes: int) -> None:
+        """Evict the oldest segments so that `nbytes` fit, and a segment."""
         if self._limit is None:
-            return 0
+            return
         files = self._files()
         usage = sum(map(sum, files.values())) + max(nbytes, self._limit // PER_CACHE)
-        evicted = 0
         for stem, sizes in sorted(files.items()):
             if usage <= self._limit - self._limit // SLACK:
                 break
-            evicted += max(0, min(sizes) // RECORD.itemsize - 1) if len(sizes) == 2 else 0
             for ending in (".index", ".data"):
                 with suppress(OSError):  # another process was faster, or it cannot be removed
                     os.unlink(os.path.join(self._folder, stem + ending))
             usage -= sum(sizes)
-        return evicted
 
     def _files(self) -> dict[str, list[int]]:
         """The sizes of the files of each segment."""

@@ -40,9 +40,12 @@ _KIND = re.compile(r"kind: (\w+)")
 _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
 )
-# In the dump of an error's sources: the certificate's defect, the system's message, and the address.
-_CERTIFICATE = re.compile(r"InvalidCertificate\(([^\"]{0,400})")
-_WORDS = re.compile(r'(?:message|error): "([^"]{1,200})"')
+# In the dump of an error's sources: the message of the system or of the client's libraries, and the address.
+_WORDS = re.compile(
+    r'(?:message|error): "([^"]{1,200})"'
+    r"|InvalidCertificate\((?:\s*Other\w*\()*\s*(\w+)"  # UnknownIssuer, and so on
+    r"|(InvalidContentType|BadScheme)"  # no TLS; allow_http is off
+)
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
@@ -74,17 +77,13 @@ class Cause(enum.Enum):
     THROTTLED = "throttled (HTTP 429 or 503)", True
     SERVER = "the store failed", True
     TIMED_OUT = "no byte, or no end of a listing, came within the time-out", True, StoreUnreachableError
-    UNREACHABLE = "no connection to the store", True, StoreUnreachableError, "Check endpoint and port, and that it runs"
-    UNRESOLVED = "the host name of the store does not resolve", True, StoreUnreachableError, "Check endpoint and region"
-    UNTRUSTED = (
-        "the TLS certificate of the server is not valid here",
-        False,
+    UNREACHABLE = (
+        "no connection to the store",
+        True,
         StoreUnreachableError,
-        "For a certificate of a private authority, pass the authority's: options={'client_options': "
-        "{'root_certificate': Path('ca.pem').read_bytes()}}, or SSL_CERT_FILE in the environment",
+        "Check endpoint, port and region; http:// (which allow_http=False forbids) or https://; and for a certificate "
+        "of a private authority the option root_certificate",
     )
-    NOT_TLS = "the server does not speak TLS on this port", False, StoreUnreachableError, "Without TLS, write http://"
-    PLAIN_HTTP = "the endpoint is http://, allow_http is off", False, StoreUnreachableError, "Set allow_http: True"
     ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
@@ -129,10 +128,6 @@ _STATUSES = {
 }
 _IN_DUMPS = {
     f" {BLACKHOLE_PROXY},": Cause.REDIRECTED,
-    "source: BadScheme": Cause.PLAIN_HTTP,
-    '"dns error"': Cause.UNRESOLVED,
-    "InvalidCertificate(": Cause.UNTRUSTED,
-    "InvalidContentType": Cause.NOT_TLS,
     "Parse(": Cause.UNUSABLE,
 }
 CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
@@ -210,13 +205,7 @@ def _transport_cause(text: str, dump: str) -> Cause:
 
 def _innermost(dump: str) -> str:
     """The innermost cause of a failed connection, in words of the client's libraries: `reqwest`, `hyper`, `rustls`."""
-    if (certificate := _CERTIFICATE.search(dump)) is not None:
-        # InvalidCertificate(Other(OtherError(CaUsedAsEndEntity))): the last name is the most specific.
-        names = [name for name in re.findall(r"[A-Za-z]{3,}", certificate[1]) if not name.startswith("Other")]
-        return names[0] if names else ""
-    words = _WORDS.findall(dump)
-    if not words:
-        return ""
+    words = ["".join(each) for each in _WORDS.findall(dump)] or [""]
     address = _ADDRESS.search(dump)
     return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
 

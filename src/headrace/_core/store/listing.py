@@ -18,6 +18,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.extras import require
+from headrace._core.store.answers import answered
 from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
@@ -296,6 +297,10 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
 
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
+    return await answered(store.url, _list_heads, store, prefix)
+
+
+async def _list_heads(store: Store, prefix: str) -> list[Head]:
     return _distinct(await _list_in_parts(store, prefix.strip("/"), _heads), store)
 
 
@@ -314,6 +319,10 @@ async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.
     """
+    return await answered(store.url, _list_level, store, glob, folder)
+
+
+async def _list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
     level = await store.level(folder)
     found: tuple[dict[str, Head], ...] = {}, {}
     folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]

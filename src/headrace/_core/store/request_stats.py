@@ -35,21 +35,6 @@ class RequestStats(RequestCounts):
     retry: RetryPolicy | None = None  # the loader's; None to use the store's
     bodies: BodyReader | None = None  # of the session that runs, which closes it
     throttle_events: int = 0  # requests that were throttled or timed out, over the whole session
-    wants_times: bool = True  # of the next request of one object or range: one for each batch
-    _times: tuple[float, float] = (0.0, 0.0)
-
-    def begin_timing(self) -> bool:
-        """Whether this request is to be timed; the next ones, also while it runs, are not until `take_times`."""
-        wanted, self.wants_times = self.wants_times, False
-        return wanted
-
-    def add_times(self, first_byte: float, whole: float) -> None:
-        self._times = first_byte, whole
-
-    def take_times(self) -> tuple[float, float]:
-        """The times of the request that was timed since the last call; 0.0 if none was."""
-        times, self._times, self.wants_times = self._times, (0.0, 0.0), True
-        return times
 
     def take(self) -> RequestCounts | None:
         """The counts since the last call; None if all are 0."""

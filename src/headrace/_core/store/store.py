@@ -21,7 +21,9 @@ from obstore import get_range_async
 from obstore.store import LocalStore
 
 from headrace._core.cgroup import CgroupLimits, available_memory
+from headrace._core.eventloop.loop_thread import carried
 from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.store.answers import answered
 from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import (
     CREDENTIAL_HOST,
@@ -334,6 +336,8 @@ class Store:
         if not self.if_match:
             etag = size = modified = None
         wanted = _Range(key, start, stop, index, size, etag, modified, checksum)
+        if carried.get() is not None:
+            return answered(self.url, self._read, wanted, None)
         if stop - start > LARGE and not self._ranges_ignored:
             return self._read_parts(wanted)
         return self._read(wanted, None)
@@ -346,12 +350,11 @@ class Store:
         key, start, stop, index, size, etag, modified, checksum = wanted
         # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
         try:
-            timed = stats.begin_timing()
-            if etag is None and size is None and modified is None and not timed and not self._ranges_ignored:
+            if etag is None and size is None and modified is None and not self._ranges_ignored:
                 data = memoryview(await get_range_async(store, key, start=start, end=stop))
                 check_bytes(data, stop - start, checksum)
             else:
-                data, _ = await self._get(wanted, timed, False, store)
+                data, _ = await self._get(wanted, False, store)
         except FAILURES as error:
             failure = failure_of(error)
         else:
@@ -364,12 +367,10 @@ class Store:
         )
         tries = Tries(stats.retry or self._retry, doing, key, index, began=began, whole=whole)
         ignored = failure.cause is Cause.RANGE_IGNORED  # `_get` reads all of the object then
-        data, _ = await self._attempt(partial(self._get, wanted, False, False), tries, None if ignored else failure)
+        data, _ = await self._attempt(partial(self._get, wanted, False), tries, None if ignored else failure)
         return data
 
-    async def _get(
-        self, wanted: _Range, timed: bool, initial: bool, store: ObjectStore
-    ) -> tuple[memoryview, ObjectMeta]:
+    async def _get(self, wanted: _Range, initial: bool, store: ObjectStore) -> tuple[memoryview, ObjectMeta]:
         """Read a range by one request, and return the object's metadata too.
 
         If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a store that ignores
@@ -379,7 +380,6 @@ class Store:
         if initial and not key.strip("/"):  # a web server would send a page
             raise RequestFailure(Cause.NO_KEY, detail="it is empty")
         stats, whole, tag = self.stats, self._ranges_ignored, strong(etag)
-        began = time.perf_counter()
         options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}
@@ -407,7 +407,6 @@ class Store:
             meta = result.meta
         if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
             check_version(size, etag, modified, Head.of(key, meta))
-        first_byte = time.perf_counter() - began
         length = min(stop - start, meta["size"]) if initial else stop - start
         if whole:
             data = await self._take_whole(result)
@@ -415,8 +414,6 @@ class Store:
         else:
             bodies = stats.bodies
             data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, length)))
-        if timed:
-            stats.add_times(first_byte, time.perf_counter() - began)
         check_bytes(data, length, None if initial and length < meta["size"] else checksum)
         return data, meta
 
@@ -494,7 +491,7 @@ class Store:
         `checksum` is of the whole object; other arguments and errors are those of `read`.
         """
         wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
-        return await self._read_initial(wanted, f"reading object {key!r}")
+        return await answered(self.url, self._read_initial, wanted, f"reading object {key!r}")
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
@@ -509,10 +506,10 @@ class Store:
             data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
             return InitialRead(data, head)
         wanted = _Range(key, -length, 0, None, None, None, None, None)
-        return await self._read_initial(wanted, f"reading the end of {key!r}")
+        return await answered(self.url, self._read_initial, wanted, f"reading the end of {key!r}")
 
     async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
-        request = partial(self._get, wanted, self.stats.begin_timing(), True)
+        request = partial(self._get, wanted, True)
         data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
         return InitialRead(data, Head.of(wanted.key, meta))
 
@@ -572,6 +569,9 @@ class Store:
 
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
+        return await answered(self.url, self._head, key, index)
+
+    async def _head(self, key: str, index: object) -> Head:
         tries = self._tries(f"requesting the metadata of {key!r}", key, index)
         meta = await self._attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)

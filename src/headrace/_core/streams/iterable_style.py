@@ -16,7 +16,7 @@ from headrace._core.streams.composition import ConcatComposition, MapComposition
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
 from headrace._core.streams.kinds import T_co, children, propagate_epoch
 from headrace._core.streams.mixing import Mix
-from headrace._core.streams.operators import Concat, Pipe, Repeat, ShuffleBuffer, Split, Take
+from headrace._core.streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
 from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
@@ -147,41 +147,6 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             [[0, 2, 4], [1, 3, 5]]
         """
         return SplitStream(self, RankChoice(rank, world_size), remainder)
-
-    def pipe(self, function: Callable[[AsyncIterator[T_co]], AsyncIterator[U]]) -> AsyncIterableDataset[U]:
-        """This stream passed through an async generator function: packing, windows, any work on several samples.
-
-        The function runs on the loader's event loop and should only combine samples: heavy work belongs in a `map`
-        before or after it, which runs in the loader's workers. A sample that fails before it bypasses the function and
-        is reported. After an error of the function itself, it is called again with the samples that follow; samples
-        that it had buffered are lost.
-
-        What a generator holds cannot be saved: after a restore the stream is read again from its start, with a warning.
-        An iterator with `state_dict()` and `load_state_dict(state)` in place of a generator continues.
-
-        Args:
-            function: takes an async iterator over the samples and returns another; called at each epoch.
-
-        Raises:
-            TypeError: `function` is not callable.
-
-        Example:
-            >>> from headrace import from_async_iterable
-            >>> async def numbers():
-            ...     for i in range(5): yield i
-            >>> async def pairs(samples):
-            ...     pair = []
-            ...     async for sample in samples:
-            ...         pair.append(sample)
-            ...         if len(pair) == 2:
-            ...             yield tuple(pair)
-            ...             pair.clear()
-            >>> list(from_async_iterable(numbers).pipe(pairs))
-            [(0, 1), (2, 3)]
-        """
-        if not callable(function):
-            raise TypeError(f"function must be an async generator function, but got {function!r}")
-        return OperatedStream(self, f"{{}}.pipe({function_name(function)})", Pipe, function=function)
 
     def pack(
         self,
@@ -322,7 +287,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 def _is_endless(stream: Any) -> bool:
     """Whether a stream is known to have no end."""
     operator = getattr(stream, "_operator", None)
-    if operator in (Take, Pipe):
+    if operator is Take:
         return False
     if operator is Repeat and stream._options["times"] is None:
         return True

@@ -1,11 +1,9 @@
-"""The operations on streams: take, equal length, concat, repeat; split, shuffle and pipe, which hold samples."""
+"""The operations on streams: take, equal length, concat, repeat; split and shuffle, which hold samples."""
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +13,6 @@ from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
 from headrace._core.streams.resumable import (
-    MAX_ERRORS_IN_A_ROW,
     NOTHING,
     InContext,
     Mark,
@@ -24,13 +21,9 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     close_all,
-    expect,
     expect_same,
-    is_stateful,
-    load_copy,
     start_stream,
 )
-from headrace._core.text import function_name
 
 T = TypeVar("T")
 
@@ -232,104 +225,3 @@ class ShuffleBuffer(ReplayOperation[T]):
 def _order(seed: int, size: int) -> list[int]:
     order: list[int] = np.random.default_rng(seed).permutation(size).tolist()
     return order
-
-
-class Pipe(ReplayOperation[T]):
-    """The samples that an async generator function yields for those of a stream.
-
-    After a restore the stream is read again from its start, or from the last error of the function.
-    """
-
-    operation = "pipe"
-    ranks_differ = True
-    fields = ("over", "exhausted", "taken")
-    most_dropped = 100_000  # the function may hold samples
-
-    def __init__(
-        self, source: AsyncIterable[object], function: Callable[[AsyncIterator[Any]], AsyncIterator[T]]
-    ) -> None:
-        super().__init__(source)
-        self._ended = True  # the function reads the stream
-        self._function = function
-        self._output: AsyncIterator[T] | None = None
-        self._pending: Any = NOTHING  # a sample to return after the errors that came before it
-        self._source_errors: deque[Exception] = deque()  # not yet reported
-        self._over = False  # the function has ended
-        self._exhausted = False  # the stream has ended
-        self._taken = 0  # samples that the function has read since its last error
-
-    @property
-    def ended_early(self) -> bool:
-        """Whether the function has failed without reading, before the end of the stream."""
-        return self._over and not self._exhausted
-
-    async def _rest(self) -> T:
-        if self._pending is NOTHING and not (self._over or self._source_errors):
-            try:
-                if self._output is None:
-                    self._output = aiter(self._function(_Source(self)))
-                self._pending = await anext(self._output)
-            except StopAsyncIteration:
-                self._over = True
-            except Exception as error:
-                self._source_errors.append(error)
-                output, self._output = self._output, None
-                await close_all(output)
-                # A function that fails without reading would fail for ever.
-                self._over = self._exhausted or not self._taken
-                self._taken = 0
-        if self._source_errors:
-            raise self._source_errors.popleft()
-        if self._pending is NOTHING:
-            await self.aclose()
-            raise StopAsyncIteration
-        sample: T = self._pending
-        self._pending = NOTHING
-        return sample
-
-    def _is_exact(self) -> bool:
-        if self._pending is not NOTHING or self._source_errors:
-            return False
-        return self._over or self._output is None or is_stateful(self._output)
-
-    def _exact_state(self) -> State:
-        state = super()._exact_state()
-        state["function"] = copy.deepcopy(self._output.state_dict()) if is_stateful(self._output) else None
-        return state
-
-    def state_dict(self) -> State:
-        state = super().state_dict()
-        return {**state, "read_again": function_name(self._function)} if state["given"] else state
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        if state.get("function") is not None:
-            self._output = aiter(self._function(_Source(self)))
-            load_copy(self._output, expect(state, "function", dict), function_name(self._function))
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await close_all(self._inner, self._output)
-
-
-class _Source(AsyncIterator[object]):
-    """The stream that a function reads; errors are collected instead of raised."""
-
-    def __init__(self, pipe: Pipe[Any]) -> None:
-        self._pipe = pipe
-
-    async def __anext__(self) -> object:
-        pipe = self._pipe
-        for _ in range(MAX_ERRORS_IN_A_ROW):
-            try:
-                sample = await anext(pipe._inner)
-            except StopAsyncIteration:
-                pipe._exhausted = True
-                raise
-            except Exception as error:
-                pipe._source_errors.append(error)
-            else:
-                pipe._taken += 1
-                pipe._drop(1)
-                return sample
-        return await anext(pipe._inner)

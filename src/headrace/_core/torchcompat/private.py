@@ -6,10 +6,8 @@ tests/unit/torchcompat/test_private_names.py checks them and names the versions 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
@@ -27,27 +25,10 @@ from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_
 from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 from torch.utils.data._utils.collate import np_str_obj_array_pattern as np_str_obj_array_pattern
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # Attributes of torch's DataLoader that `headrace.DataLoader` reads: whether a plan is a batch, the sampler that gives
 # the plans, and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
 LOADER_ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
-
-
-def batches_skipped_by_hook(loader: Any) -> int:
-    """The number of batches that a library's constructor, in place of that of torch's iterators, lets one begin after.
-
-    SpeechBrain restores loaders by one. It is called for an iterator over endless indices, so that nothing is drawn.
-    """
-    hook, iterator = cast(Any, _BaseDataLoaderIter.__init__), object.__new__(_BaseDataLoaderIter)
-    if hook.__globals__["__name__"] == _BaseDataLoaderIter.__module__:
-        return 0
-    own = {"dataset": None, "generator": torch.Generator(), "pin_memory": False, "_auto_collation": True}
-    own["num_workers"] = loader.num_workers  # of which `vars` may have "auto"
-    seen = SimpleNamespace(**{**vars(loader), **own, "_index_sampler": itertools.count()})
-    hook(iterator, seen)
-    vars(loader).update((name, getattr(seen, name)) for name in vars(loader).keys() - own)  # what it has noted there
-    return iterator._num_yielded
 
 
 def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import functools
 from collections.abc import Callable
 from types import MethodDescriptorType
 from typing import Any
@@ -34,32 +33,6 @@ def without_unpicklable_parts(error: BaseException, is_picklable: Callable[[obje
     state = {name: value for name, value in vars(error).items() if is_picklable(value)}
     slots = {name: value for name, value in _slots(error).items() if is_picklable(value)}
     return _restore(type(error), arguments, arguments, state, slots, None)
-
-
-def with_text(error: BaseException, text: str) -> BaseException:
-    """`error` with a `str()` of its own, as an object of a subclass: its class composes the text of what it has lost.
-
-    TypeError if its class cannot have a subclass, or is laid out in another way.
-    """
-    error.__class__ = _with_text_of_its_own(type(error))  # type: ignore[arg-type]  # mypy takes its __hash__
-    error.__dict__[_TEXT] = text
-    return error
-
-
-_TEXT = "_headrace_text"
-
-
-@functools.lru_cache(maxsize=256)
-def _with_text_of_its_own(cls: Any) -> Any:
-    def reduce(error: BaseException) -> tuple[object, ...]:
-        return _restore, (cls, error.args, error.args, vars(error), _slots(error), None)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    shown = {
-        "__str__": lambda error: vars(error)[_TEXT],
-        "__repr__": lambda error: f"{cls.__name__}({vars(error)[_TEXT]!r})",
-    }
-    return type(cls.__name__, (cls,), {**names, **shown, "__reduce__": reduce})
 
 
 def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
@@ -98,8 +71,6 @@ def _restore(
         error.__setstate__(state)
     for name, value in slots.items():
         setattr(error, name, value)
-    if _TEXT in vars(error):
-        with_text(error, vars(error)[_TEXT])
     set_cause(error, cause)
     return error
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import copyreg
 import enum
-import functools
 import io
 import math
-import operator
-import os
 import pickle
+import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -30,9 +28,9 @@ import torch
 
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import add_note, error_message, set_cause
-from headrace._core.transport.exceptions import reduce_exception, with_text, without_unpicklable_parts
-from headrace._core.transport.slabs import SMALL, SMALL_PART, aligned
-from headrace.collate import NUMPY_DTYPES, tensor_of
+from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
+from headrace._core.transport.slabs import SMALL, SMALL_PART
+from headrace.collate import tensor_of
 from headrace.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -95,20 +93,25 @@ def format_error(error: BaseException) -> str:
 
 
 def picklable_error(error: E) -> E | RemoteError:
-    """An exception that can be pickled and unpickled: `error`, or a copy without some attributes, or a `RemoteError`.
+    """An exception whose copy has the same text: `error`, or one without some attributes, or a `RemoteError`.
 
     Both directions are tried here, in the worker, which can still report a failure.
     """
-    text = error_message(error)
+    text = _text_of(error)
     for cause in dict.fromkeys((error.__cause__, None)):
         set_cause(error, cause)
-        if (copied := _copied(error)) is not _LOST:
-            return error if error_message(copied) == text else _keeping(error, text)
+        if _text_of(_copied(error)) == text:
+            return error
     with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
-        if type(reduced) is type(error) and (copied := _copied(reduced)) is not _LOST:
-            return reduced if error_message(copied) == text else _keeping(reduced, text)
-    return _as_text(error, text)
+        if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:
+            return reduced
+    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=error_message(error))
+
+
+def _text_of(error: BaseException) -> str:
+    """The message of an error without addresses of objects, which are others in a copy."""
+    return re.sub(" at 0x[0-9a-f]+", "", error_message(error))
 
 
 def noted_error(error: E, where: str) -> E | RemoteError:
@@ -117,19 +120,6 @@ def noted_error(error: E, where: str) -> E | RemoteError:
     portable = picklable_error(error)
     add_note(portable, f"{where}:\n{traceback}")
     return portable
-
-
-def _keeping(error: E, text: str) -> E | RemoteError:
-    """`error` with its text, which its copy in another process would not have."""
-    with suppress(BaseException):  # user code, or a class without subclasses
-        kept = with_text(error, text)
-        if error_message(_copied(kept)) == text:
-            return cast(E, kept)
-    return _as_text(error, text)
-
-
-def _as_text(error: BaseException, text: str) -> RemoteError:
-    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=text)
 
 
 _LOST: Any = object()
@@ -189,40 +179,11 @@ class SentModule(types.ModuleType):
 def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> None:
     """Complete a class or function that is sent by value; where the program does not run, its module gets it."""
     made[0](obj, made[1])
-    if isinstance(sys.modules["__main__"], SentModule):
-        module = sys.modules.setdefault(obj.__module__, SentModule(obj.__module__))
-        if isinstance(module, SentModule):
-            setattr(module, obj.__qualname__, obj)
+    if isinstance(main := sys.modules["__main__"], SentModule):
+        setattr(main, obj.__qualname__, obj)
 
 
-_settled: set[object] = {"__main__"}  # the names of modules of which it is settled whether they go by value
-_sent: set[object] = {"__main__"}  # of those, the ones that do since another process could not import them
-
-
-def _settle(name: object) -> None:
-    """Have what a module defines sent by value if another process could not import it.
-
-    Of the main module that cloudpickle sees to; not in a child of `multiprocessing`, where it has another name. Others
-    that are in `sys.modules` alone are plug-ins and configurations, loaded from a file or made by the program.
-    """
-    _settled.add(name)
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is not None and not _is_importable(str(name).partition(".")[0]):
-        cloudpickle.register_pickle_by_value(module)
-        _sent.add(name)
-
-
-@functools.lru_cache
-def _is_importable(name: str) -> bool:
-    """Whether importing a top-level module by its name gives the one that this process has."""
-    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    found = next((spec for find in finders if (spec := find(name, None)) is not None), None)
-    loaded = getattr(sys.modules.get(name), "__file__", None)
-    if found is None or loaded is None or not found.has_location:
-        return found is not None
-    return bool(os.path.realpath(found.origin or "") == os.path.realpath(loaded))
-
-
+_MAIN = ("__main__", "__mp_main__")  # in a child of `multiprocessing` the second, which is no name for another process
 _REDUCERS = {types.CodeType: _reduce_code, SentModule: _CLOUDPICKLES[types.ModuleType]}
 
 
@@ -230,8 +191,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]  # those that were met
-    small: SmallTensors | None  # takes the small tensors; None to send each by itself
-    defines = False  # whether what is sent of the program's modules can be looked up there where it is received
+    defines = False  # whether what is sent of the main module can be looked up there where it is received
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
@@ -240,11 +200,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
-            return (self.small and self.small.add(obj)) or _reduce_tensor(obj)
+            return _reduce_tensor(obj)
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
-            return _reduce_read_only(obj)
+            return obj.copy().__reduce_ex__(5)  # which arrives writable, as any copy of an array is
         # obstore is not imported here: 4 ms, for which a program without a store need not wait.
         if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
             return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
@@ -254,8 +214,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.descriptors.append(obj)
             return received_descriptor, (len(self.descriptors) - 1,)
         if isinstance(obj, type | types.FunctionType) and not _is_known(obj):
-            if obj.__module__ not in _settled:
-                _settle(obj.__module__)
+            if obj.__module__ == "__mp_main__" and "__mp_main__" in sys.modules:
+                cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
             reduced = super().reducer_override(obj)
             if type(reduced) is not tuple or len(reduced) < 6:  # by reference
                 return reduced
@@ -264,7 +224,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
                 state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
-            module = sys.modules.get(obj.__module__) if obj.__module__ in _sent else None
+            module = sys.modules.get(obj.__module__) if obj.__module__ in _MAIN else None
             if self.defines and getattr(module, obj.__qualname__, None) is obj:
                 return make, arguments, (complete, state), None, None, _define
             return reduced
@@ -275,30 +235,14 @@ def dump_parts(
     obj: object,
     buffer_callback: Callable[[pickle.PickleBuffer], object],
     descriptors: list[Descriptor],
-    small: SmallTensors | None = None,
     pickler: type[Pickler] = Pickler,
 ) -> bytes:
     """The pickle of `obj`; its buffers are given to `buffer_callback`, its descriptors appended to `descriptors`."""
     stream = io.BytesIO()
     pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
     pickling.descriptors = descriptors
-    pickling.small = small
     pickling.dump(obj)
     return stream.getvalue()
-
-
-def _reduce_read_only(array: np.ndarray[Any, Any]) -> object:
-    """A read-only array, such as one of a file's bytes, becomes writable, as any copy of it is."""
-    if array.dtype.kind not in "biufcSUmM":
-        return NotImplemented
-    if not array.size:
-        return np.empty, (array.shape, array.dtype)
-    if not array.flags.c_contiguous:
-        return array.copy().__reduce_ex__(5)
-    interface: dict[str, Any] = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
-    # The same memory, not written to here; the owner is kept alive until it has been copied.
-    view = np.asarray(types.SimpleNamespace(__array_interface__=interface, owner=array))
-    return view.__reduce_ex__(5)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:
@@ -319,7 +263,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
             dense = dense.contiguous()
     flat: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
     return _restore_tensor, (
-        pickle.PickleBuffer(flat),
+        bytearray(flat) if tensor.nbytes <= SMALL else pickle.PickleBuffer(flat),
         tensor.dtype,
         tuple(tensor.shape),
         tensor.requires_grad,
@@ -353,104 +297,20 @@ def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
 
 
 class _SimplePickler(pickle.Pickler):
-    """Pickles few dense tensors, and values of Python, in a quarter of the time; TypeError for anything else."""
-
-    few = 8  # more tensors are packed together, if they are small
+    """Pickles dense tensors, and values of Python, in half of the time; TypeError for anything else."""
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is _restore_simple:
             return NotImplemented
-        if type(obj) is not torch.Tensor or not self.few or obj.is_nested or not obj.is_contiguous():
+        if type(obj) is not torch.Tensor or obj.is_nested or not obj.is_contiguous():
             raise TypeError
-        self.few -= 1
         array: Any = obj.numpy()  # raises for a gradient, a tensor of another device, …
-        buffer = bytearray(array.data) if array.nbytes <= 4096 else pickle.PickleBuffer(array)
+        buffer = bytearray(array.data) if array.nbytes <= SMALL else pickle.PickleBuffer(array)
         return _restore_simple, (buffer, array.dtype.str, array.shape)
 
 
 def _restore_simple(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.ndarray(shape, dtype, buffer))
-
-
-class SmallTensors:
-    """The small tensors that a pickler meets, in one buffer: those of a dtype and shape one after the other.
-
-    Each in a buffer of its own would take twice as long.
-    """
-
-    def __init__(self) -> None:
-        # Stands for the buffer, which is made last. Writable: for another, an unpickler makes a read-only view.
-        self.mark = pickle.PickleBuffer(bytearray())
-        self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}
-
-    def add(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
-        """The tensor as pickled: the next one of its group; None if it is sent by itself."""
-        if (
-            tensor.is_nested
-            or tensor.layout is not torch.strided
-            or not tensor.is_cpu
-            or tensor.requires_grad
-            or not tensor.is_contiguous()
-        ):
-            return None
-        key = tensor.dtype, tensor.shape
-        try:
-            group = self._groups[key]
-        except KeyError:
-            fits = tensor.dtype in NUMPY_DTYPES and 0 < tensor.nbytes <= SMALL
-            group = self._groups[key] = _Group(self, len(self._groups)) if fits else None
-        if group is None:
-            return None
-        group.tensors.append(tensor)
-        return next, (group,)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In a pickle, the iterators of all groups."""
-        return _unstacked, (self.mark,)
-
-    def stacked(self) -> memoryview:
-        places: dict[int, tuple[str, tuple[int, ...], int]] = {}
-        end = 0
-        groups = [(NUMPY_DTYPES[dtype], shape, group) for (dtype, shape), group in self._groups.items() if group]
-        for dtype, shape, group in groups:
-            places[group.number] = dtype.str, (len(group.tensors), *shape), end
-            end = aligned(end + len(group.tensors) * group.tensors[0].nbytes)
-        table = pickle.dumps(places, protocol=5)
-        buffer = bytearray(end + len(table) + _SIZE)
-        for dtype, _, group in groups:
-            _, rows, offset = places[group.number]
-            torch.stack(group.tensors, out=torch.from_numpy(np.ndarray(rows, dtype, buffer, offset)))
-        buffer[end:] = table + len(table).to_bytes(_SIZE, "little")
-        return memoryview(buffer)
-
-
-_KEPT = 64 * 1024  # bytes of a buffer of small tensors that each of them may keep; copying 100 takes 0.1 ms
-_SIZE = 4  # bytes that hold the size of the table of groups
-
-
-class _Group:
-    """The tensors of one dtype and shape; in a pickle, an iterator over them."""
-
-    def __init__(self, table: SmallTensors, number: int) -> None:
-        self._table = table
-        self.number = number
-        self.tensors: list[torch.Tensor] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return operator.getitem, (self._table, self.number)
-
-
-def _unstacked(buffer: memoryview) -> dict[int, Iterator[torch.Tensor]]:
-    size = int.from_bytes(buffer[-_SIZE:], "little")
-    groups: dict[int, Iterator[torch.Tensor]] = {}
-    for number, (dtype, shape, offset) in pickle.loads(buffer[-_SIZE - size : -_SIZE]).items():
-        rows: Any = np.ndarray(shape, dtype, buffer, offset)
-        if rows[:1].nbytes < SMALL_PART * len(buffer) and len(buffer) > _KEPT:
-            groups[number] = map(torch.clone, torch.from_numpy(rows))
-            continue
-        tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
-        groups[number] = map(tensor_of, rows if rows.ndim > 1 else [rows[row, ...] for row in range(len(rows))])
-    return groups
 
 
 class PickledPayload:
@@ -466,16 +326,14 @@ class PickledPayload:
     def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
         """Pickle `obj`, its large buffers copied if `copied`, else referred to; errors of pickling are raised."""
         found: list[pickle.PickleBuffer] = []
-        small, stream = SmallTensors(), io.BytesIO()
+        stream = io.BytesIO()
         try:
-            if isinstance(obj, list | tuple | dict) and len(obj) > _SimplePickler.few:
-                raise TypeError
             _SimplePickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
             pickled = stream.getvalue()
         except (RuntimeError, TypeError):
             found.clear()
-            pickled = dump_parts(obj, found.append, [], small)
-        buffers = [small.stacked() if buffer is small.mark else buffer.raw() for buffer in found]
+            pickled = dump_parts(obj, found.append, [])
+        buffers = [buffer.raw() for buffer in found]
         if copied:
             buffers = [copy_of(buffer) for buffer in buffers]
         return cls(pickled, *buffers)

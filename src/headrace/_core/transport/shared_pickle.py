@@ -15,7 +15,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import inspect
 import mmap
 import os
 import tempfile
@@ -32,7 +31,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.descriptors import Descriptor
-from headrace._core.text import short_repr
+from headrace._core.text import add_note
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.pickling import Pickler, dump_parts, load_message
 from headrace._core.transport.preload import modules_named_in
@@ -84,7 +83,12 @@ class SharedPickle:
             mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
         buffers = self._mapped()
         pickled = self.pickled or buffers.pop()
-        return load_message(pickled, buffers, self.descriptors)
+        try:
+            return load_message(pickled, buffers, self.descriptors)
+        except ModuleNotFoundError as error:
+            remedy = f"cloudpickle.register_pickle_by_value(sys.modules[{error.name!r}])"
+            add_note(error, f"headrace: if no other process can import it, call {remedy} before the first iter()")
+            raise
 
     def _mapped(self) -> list[memoryview]:
         if self.memory is None:
@@ -173,26 +177,13 @@ def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], 
         context.set_spawning_popen(before)
 
 
-def why_not_picklable(obj: object, *, path: bool = True) -> str | None:
-    """The pickling error of `obj` as text, and the path to the culprit in it; None if it can be pickled."""
+def why_not_picklable(obj: object) -> str | None:
+    """The pickling error of `obj` as text, from Python 3.14 on with the path to the culprit; None if there is none."""
     try:
         dump_shared(obj, lambda buffer: None, [])
     except Exception as error:
-        return f"{type(error).__name__}: {error}" + (_path_to_unpicklable(obj) if path else "")
+        return ": ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
     return None
-
-
-def _path_to_unpicklable(obj: Any, depth: int = 4, prefix: str = ", at ") -> str:
-    """The path from an object to the attribute, item or variable in it that cannot be pickled, if there is one."""
-    parts = {f".{name}": part for name, part in getattr(obj, "__dict__", {}).items()}
-    if isinstance(obj, types.FunctionType):
-        found = inspect.getclosurevars(obj)
-        parts |= {f" {name}": part for name, part in {**found.nonlocals, **found.globals}.items()}
-    elif isinstance(obj, dict | list | tuple):
-        items = obj.items() if isinstance(obj, dict) else enumerate(obj)
-        parts |= {f"[{short_repr(key, 40)}]": part for key, part in items}
-    path = next((path for path, part in parts.items() if depth and why_not_picklable(part, path=False)), "")
-    return path and f"{prefix}{path}".replace("  ", " ") + _path_to_unpicklable(parts[path], depth - 1, "")
 
 
 def fingerprint(obj: object) -> bytes | None:

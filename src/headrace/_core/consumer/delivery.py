@@ -1,0 +1,165 @@
+"""The samples that a run delivered, computed from states of its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+
+from headrace._core.array_types import IntArray
+from headrace._core.consumer.control import copied
+from headrace._core.consumer.rewind import with_exclusions
+from headrace._core.order.order import COMPUTED
+from headrace._core.order.samplers import RankSampler
+from headrace._core.order.state import LoaderState, Run, states_from_dict
+from headrace._core.ranks.distributed import ShardOptions
+from headrace._core.streams.kinds import sample_key
+from headrace.errors import StateError
+
+
+class EpochDelivery(NamedTuple):
+    """How often the samples of an epoch were delivered.
+
+    Attributes:
+        epoch: number of the epoch.
+        ended: whether a part of the run reached the end of the epoch.
+        once: number of samples that were delivered once.
+        others: indices of samples that were delivered more than once ("repeated"), "never", or not
+            because of `DataLoader.exclude` ("excluded").
+        dataset: the dataset; `str()` shows a few indices with the keys of the samples.
+    """
+
+    epoch: int
+    ended: bool
+    once: int
+    others: Mapping[str, IntArray]
+    dataset: Any
+
+    def __str__(self) -> str:
+        found = [f"{self.once:,} once"]
+        for kind, indices in self.others.items():
+            some = indices[:5].tolist()
+            named = [f"{index} {sample_key(self.dataset, index) or ''}".rstrip() for index in some]
+            found.append(f"{len(indices):,} {kind}" + f" ({', '.join(named)})" * bool(named))
+        return f"epoch {self.epoch}{'' if self.ended else ', not ended'}: {', '.join(found)}"
+
+
+def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> list[EpochDelivery]:
+    """Compute from the states of a run which samples it delivered.
+
+    Nothing is read. docs/resuming.md says more.
+
+    Args:
+        parts: two states for each part of the run, from a start to the next start: the state that
+            was restored (None for the beginning of epoch 0), and the state that the next part
+            restored, or the last state.
+        loader: a loader with the dataset, order, seed and `drop_last` of the run.
+
+    Returns:
+        What was delivered in each epoch, from epoch 0 on.
+
+    Raises:
+        StateError: the order is not computed; or a part has a state of another loader or of one
+            rank alone, or its states are not in order.
+        ValueError: a part has not two states.
+
+    Example:
+        >>> import headrace as hr
+        >>> loader = hr.DataLoader(range(8), batch_size=2, shuffle=True, seed=0)
+        >>> states = [loader.state_dict() for batch in loader]
+        >>> print(*hr.verify([(None, states[1]), (states[0], states[2])], loader))
+        epoch 0, not ended: 4 once, 2 repeated (0, 1), 2 never (2, 5), 0 excluded
+    """
+    control = loader._control
+    order = control.order(copied(loader))
+    own = control.fingerprint(loader, order)
+    if type(order.sampler) is SequentialSampler and not order.is_stream:
+        order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
+    sampler = order.computed
+    coordinated = control.spec.options["coordinated"]
+    if sampler is None or sampler.dealt_at_once > 1 or (sampler.exact and coordinated):
+        raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
+    start = (LoaderState(0, own),)
+    spans, stop = [], 0
+    for number, part in enumerate(parts):
+        begin, end = (start if state is None else states_from_dict(state) for state in part)
+        last = end[0]
+        if not last.run:  # no epoch has begun
+            continue
+        problems = own.differences(begin[0].fingerprint) or own.differences(last.fingerprint)
+        if any(each[0].rank is not None and len(each) < each[0].ranks for each in (begin, end)):
+            problems.append("a state is of one rank alone: use headrace.merge_states")
+        if last.ranks > 1 and not order.shared:
+            problems.append(
+                f"it is of {last.ranks} ranks, and {order.sampler_name} does not divide the order "
+                f"among ranks: give the loader of a rank, with its sampler"
+            )
+        run = Run(*last.run)
+        begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
+        first = begin[0]
+        position = first.epoch, first.cursor
+        later = (first.epoch + first.over, 0)  # of an epoch that is over, the next epoch
+        unchanged = (run.epoch, run.cursor) <= max(position, later)
+        if not unchanged or (last.epoch, last.cursor) < position or len(begin) not in (1, last.ranks):
+            problems.append(
+                "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
+                "between them: give two parts"
+            )
+        if problems:
+            raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
+        spans.append((begin, end))
+        stop = max(stop, last.epoch + 1)
+    found = []
+    for epoch in range(stop):
+        counts = np.zeros(sampler.epoch_size, np.int64)
+        excluded = counts > 0
+        ended = False
+        for begin, end in spans:
+            first, last = begin[0], end[0]
+            if not first.epoch <= epoch <= last.epoch:
+                continue
+            order.leave_out(last.excluded)
+            samples = sampler.order_in(epoch)
+            indices = np.fromiter(sampler._dealt(samples, ShardOptions(0, 1), 0), np.int64)
+            states = begin if first.epoch == epoch else (LoaderState(epoch, own),)
+            delivered = _left(order, states, last, len(indices))
+            if last.epoch == epoch:
+                delivered -= _left(order, end, last, len(indices))
+            counts[indices] += delivered
+            ended |= last.epoch > epoch or last.over
+            if last.excluded:
+                left_out = np.ones_like(excluded)
+                left_out[indices] = False
+                excluded |= left_out
+        never = counts < 1
+        others = {
+            "repeated": np.flatnonzero(counts > 1),
+            "never": np.flatnonzero(never & ~excluded),
+            "excluded": np.flatnonzero(never & excluded),
+        }
+        once = int(np.count_nonzero(counts == 1))
+        found.append(EpochDelivery(epoch, ended, once, others, control.spec.source))
+    return found
+
+
+def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: int) -> IntArray:
+    """How often a part that ends with `last` has each position of an order after `states`."""
+    batch_size = Run(*last.run).batch_size or order.batch_size or 1
+    left = [np.empty(0, np.int64)]
+    for rank in range(last.ranks):
+        state = states[rank % len(states)]
+        if state.over:
+            continue
+        shard = ShardOptions(rank, last.ranks)
+        own = np.fromiter(order.computed._dealt(range(size), shard, state.cursor), np.int64)
+        for _, start, count, *_ in state.delivered:
+            first = start - state.samples
+            own[max(first, 0) : first + count] = -1
+        if state.delivered:
+            own = own[own >= 0]
+        if order.drop_last:
+            own = own[: len(own) // batch_size * batch_size]
+        left.append(own)
+    return np.bincount(np.concatenate(left), minlength=size)

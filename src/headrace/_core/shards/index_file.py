@@ -1,0 +1,252 @@
+"""The file format of an index: where the samples of a dataset's shards are, and their checksums.
+
+The first 64 bytes have the magic, a hash of the rest, the length of the header, and a hash of the
+header, which is all that is checked when an index is mapped: each sample has a checksum. The header is
+JSON, padded to 8 bytes. Five little-endian arrays follow:
+
+- for each block of about 256 KiB, the offset in the shard and the number of the first sample
+  (int64);
+- for each sample, the offset in the block, the CRC-32 of the sample's bytes, and the sample's
+  length if lengths were asked for (uint32).
+
+A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
+the unpacked bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from headrace._core.array_types import IntArray
+from headrace._core.shards.compression import compression_of
+from headrace._core.shards.discovery import shard_errors
+from headrace._core.store.head import Head
+from headrace.errors import ShardError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+MAGIC = b"headrace index 2"
+BLOCK_BYTES = 256 << 10  # what one request reads well
+PREFIX = struct.Struct("<16s 32s Q 8s")  # magic, hash of all that follows, bytes and hash of the header
+HASHED_FROM = 48  # after the hash
+ARRAYS = ("<i8", "<i8", "<u4", "<u4", "<u4")
+
+
+class IndexedShard(NamedTuple):
+    """A shard in an index.
+
+    Attributes:
+        name: the shard's name after that of the index's folder.
+        format: what its samples are, as "tar".
+        size: bytes of the object.
+        etag: entity tag; None if unknown, and for local files: their tags depend on the machine.
+        modified: time of the last modification; None if unknown.
+        samples: number of samples.
+        end: the byte after the last sample, unpacked.
+        problem: error of the first sample that breaks a rule of its shard; None if there is none.
+    """
+
+    name: str
+    format: str
+    size: int
+    etag: str | None
+    modified: str | None
+    samples: int
+    end: int
+    problem: str | None
+
+    def head(self, key: str, *, moved: bool = False) -> Head:
+        """The indexed version of the shard, under a key."""
+        # Copies in another place have other tags and times.
+        etag, modified = (None, None) if moved else (self.etag, self.modified)
+        return Head(key, self.size, etag, modified)
+
+    def check(self) -> None:
+        """Raise `ValueError` if a value is of a wrong type or out of range."""
+        texts = (self.name, self.format, self.etag or "", self.modified or "", self.problem or "")
+        numbers = (self.size, self.samples, self.end)
+        if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int}:
+            raise ValueError(f"the entry of a shard is {list(self)!r}")
+        most = self.size if compression_of(self.name) is None else self.end
+        if self.samples < 0 or not 0 <= self.end <= most:
+            raise ValueError(f"{self.name}: samples up to byte {self.end} of {self.size}")
+
+
+class IndexFile:
+    """An index, mapped from its file or held in memory.
+
+    A pickled index is the path and the hash of its file, which is mapped again. Without a path,
+    the pickle has the bytes.
+
+    Args:
+        name: path or URL of the file, for errors.
+        data: all bytes of the file.
+        path: the file from which `data` are mapped; None if there is none.
+        digest: the expected hash; None for any.
+
+    Attributes:
+        digest: hash of the content.
+        folder: URL of the folder that has all shards when the index was made.
+        shards: the shards, sorted by name.
+        counts: number of samples of each shard, int64.
+        firsts: number of the first sample of each shard, int64.
+        checksums: CRC-32 of the bytes of each sample, uint32.
+        lengths: length of each sample, uint32; empty without lengths.
+        length: the function that gave the lengths; empty without lengths.
+
+    Raises:
+        ShardError: the file is damaged, is no index, or has another hash.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        data: Buffer,
+        path: str | None = None,
+        digest: bytes | None = None,
+    ) -> None:
+        self.name, self.path, self._data = name, path, data
+        what = "no index of shards, or a damaged one; make it again by `headrace index`"
+        with shard_errors(what, name):
+            self._parse(memoryview(data).cast("B"), digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.path is None:
+            return IndexFile, (self.name, self.to_bytes())
+        return map_index, (self.path, self.digest)
+
+    def to_bytes(self) -> bytes:
+        """All bytes of the file."""
+        return bytes(self._data)
+
+    def _parse(self, data: memoryview, expected: bytes | None) -> None:
+        magic, self.digest, length, check = PREFIX.unpack_from(data)
+        if magic != MAGIC:
+            raise ValueError("its first bytes are not those of an index, or are of another version")
+        if expected not in (None, self.digest):
+            raise ValueError("it was replaced")
+        text = bytes(data[PREFIX.size : PREFIX.size + length])
+        if content_digest([text])[:8] != check:
+            raise ValueError("the hash of its header is wrong")
+        header = json.loads(text)
+        self.folder, blocks = str(header["folder"]), int(header["blocks"])
+        self.length = str(header["length"])
+        self.shards = [IndexedShard(*row) for row in header["shards"]]
+        for shard in self.shards:
+            shard.check()
+        self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
+        self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
+        self._ends = np.cumsum(self.counts)
+        self.firsts = self._ends - self.counts
+        total = int(self.counts.sum())
+        offset, arrays = PREFIX.size + length, []
+        lengths = total if self.length else 0
+        for count, kind in zip((blocks, blocks, total, total, lengths), ARRAYS, strict=True):
+            arrays.append(np.frombuffer(data, kind, count, offset))
+            offset += arrays[-1].nbytes
+        if offset != len(data):
+            raise ValueError(f"{len(data)} bytes in place of {offset}")
+        self._block_begins, self._block_firsts, self._begins, self.checksums, self.lengths = arrays
+
+    def verify(self) -> None:
+        """Raise `ShardError` if the hash is not that of the content, which is read."""
+        if self.digest != content_digest([memoryview(self._data)[HASHED_FROM:]]):
+            raise ShardError("the index is damaged; make it again by `headrace index`", shard=self.name)
+
+    def bounds(self, shards: IntArray, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Start and stop of the samples at `places`, in their shards, which are known.
+
+        Raises:
+            ShardError: a sample is not within its shard.
+        """
+        following = np.minimum(places + 1, max(0, len(self._begins) - 1))
+        is_last = places + 1 == self._ends[shards]
+        starts, ends = self.starts(places), self._shard_ends[shards]
+        stops = np.where(is_last, ends, self.starts(following))
+        if ((starts < 0) | (stops < starts) | (stops > ends)).any():
+            raise ShardError("damaged: a sample is not within its shard", shard=self.name)
+        return starts, stops
+
+    def starts(self, places: IntArray) -> IntArray:
+        """Start of the samples at `places`, in their shards."""
+        blocks = np.searchsorted(self._block_firsts, places, side="right") - 1
+        starts: IntArray = self._block_begins[blocks] + self._begins[places].astype(np.int64)
+        return starts
+
+    @staticmethod
+    def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
+        """The bytes of an index of the shards in a folder, of the indices of one shard each."""
+        shards: list[IndexedShard] = []
+        columns: list[list[NDArray[Any]]] = [[] for _ in ARRAYS]
+        total = 0
+        for part in sorted(parts, key=lambda part: part.shards[0].name):
+            (shard,) = part.shards
+            shards.append(shard._replace(name=shard.name.removeprefix(folder)))
+            firsts = part._block_firsts + total
+            arrays = (part._block_begins, firsts, part._begins, part.checksums, part.lengths)
+            for column, array in zip(columns, arrays, strict=True):
+                column.append(array)
+            total += shard.samples
+        return _dump(folder, shards, parts[0].length, [np.concatenate(column) for column in columns])
+
+    @staticmethod
+    def of_shard(
+        shard: IndexedShard,
+        ends: IntArray,
+        checksums: NDArray[np.uint32],
+        lengths: NDArray[np.uint32],
+        length: str,
+    ) -> bytes:
+        """The bytes of an index of one shard, of the ends, checksums and lengths of its samples."""
+        begins = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
+        firsts: list[int] = []
+        first = 0
+        while first < len(begins):
+            firsts.append(first)
+            first = int(np.searchsorted(begins, begins[first] + BLOCK_BYTES))
+        sizes = np.diff(firsts, append=len(begins)) if firsts else 0
+        block_begins = begins[firsts]
+        relative = begins - np.repeat(block_begins, sizes)
+        arrays = [block_begins, np.array(firsts, np.int64), relative, checksums, lengths]
+        return _dump("", [shard], length, arrays)
+
+
+def map_index(path: str, digest: bytes | None = None) -> IndexFile:
+    """Map the file of an index; raises `ShardError` if the file is not the one expected."""
+    try:
+        with open(path, "rb") as file:
+            empty = not os.fstat(file.fileno()).st_size
+            data: Buffer = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        what = "the index is gone, or not on this machine; make it again by `headrace index`"
+        raise ShardError(what, shard=path) from None
+    return IndexFile(path, data, path, digest)
+
+
+def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
+    content = {"folder": folder, "blocks": len(arrays[0]), "length": length, "shards": shards}
+    header = json.dumps(content, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    parts = [header]
+    parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
+    check = content_digest([header])[:8]
+    rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
+    return b"".join([PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts])
+
+
+def content_digest(parts: Iterable[Buffer]) -> bytes:
+    """Hash of bytes in some pieces."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

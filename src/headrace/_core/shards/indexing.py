@@ -1,0 +1,452 @@
+"""Where the index of shards is found, and how it is built: a part for each shard, then the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import warnings
+import zlib
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import obstore
+
+from headrace._core.array_types import IntArray
+from headrace._core.shards.compression import refuse_unsupported
+from headrace._core.shards.discovery import Shard, split_url
+from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
+from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
+from headrace._core.store.disk_cache import secure_folder
+from headrace._core.store.errors import RequestFailure
+from headrace._core.store.head import check_version
+from headrace._core.store.listing import list_heads
+from headrace._core.store.ranges import map_all
+from headrace._core.store.store import Store
+from headrace.errors import ObjectNotFoundError, ShardError, StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+NAME = "headrace.index"
+PARTS = ".parts"  # what the name of the folder of parts has after that of the index
+PARALLEL_REQUESTS = 64  # small ones, of which a store serves many at a time
+PARALLEL_BUILDS = 4  # whole shards
+AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
+
+DecoderOf = Callable[[Shard], Decoder]
+"""Makes the decoder of a shard."""
+
+
+class Indexing(NamedTuple):
+    """How shards are indexed.
+
+    Attributes:
+        decoder_of: makes the decoder of a shard.
+        length: function that gives the length of a sample, as its number of tokens; None for none.
+    """
+
+    decoder_of: DecoderOf
+    length: Callable[[Any], int] | None = None
+
+    @property
+    def length_name(self) -> str:
+        """Module and name of `length`; empty if there is none."""
+        return "" if self.length is None else f"{self.length.__module__}:{self.length.__qualname__}"
+
+    def identity(self, shard: Shard) -> tuple[str, ...]:
+        """What the entry of a shard depends on, beside the shard."""
+        code = getattr(self.length, "__code__", None)
+        own = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
+        return self.decoder_of(shard).format, self.length_name, own
+
+
+class OpenedIndex(NamedTuple):
+    """An index, and shards in it.
+
+    Attributes:
+        file: the index.
+        shards: the shards, with the versions that were indexed.
+        numbers: number of each shard in the index.
+    """
+
+    file: IndexFile
+    shards: Sequence[Shard]
+    numbers: IntArray
+
+
+class IndexingDecoder(Decoder):
+    """Notes where the samples of another decoder end and their checksums; yields nothing.
+
+    A sample begins where the sample before ends. The bytes after the last complete sample are held.
+    """
+
+    def __init__(self, shard: Shard, indexing: Indexing) -> None:
+        self._shard, self._indexing = shard, indexing
+        self._decoder = indexing.decoder_of(shard)
+        self.pages = self._decoder.pages
+        self._ends, self._checksums, self._lengths = array("q"), array("I"), array("I")
+        self._held = bytearray()  # from the end of the last sample on
+        self._problem: str | None = None
+
+    def feed(self, data: Buffer) -> Iterator[Any]:
+        self._held += data
+        self._note(self._decoder.feed(data))
+        return iter(())
+
+    def finish(self) -> Iterator[Any]:
+        self._note(self._decoder.finish())
+        return iter(())
+
+    def _note(self, samples: Iterator[Any]) -> None:
+        done = 0
+        begin = self._ends[-1] if self._ends else 0  # of the bytes that are held
+        with memoryview(self._held) as view:
+            for sample in samples:
+                end = self._decoder.complete
+                self._checksums.append(zlib.crc32(view[done : end - begin]))
+                self._ends.append(end)
+                done = end - begin
+                if type(sample) is BadRecord and self._problem is None:
+                    self._problem = str(sample.error)
+                if self._indexing.length is not None:
+                    self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
+        del self._held[:done]
+
+    def index(self) -> bytes:
+        """The bytes of an index of the shard, of known version, which was read to its end."""
+        head = self._shard.head
+        assert head is not None
+        ends = np.array(self._ends, np.int64)
+        is_local = self._shard.store.local_root is not None
+        row = IndexedShard(
+            name=self._shard.name,
+            format=self._decoder.format,
+            size=head.size,
+            # The tag of a local file has the number of its inode, which a copy does not keep.
+            etag=None if is_local else head.etag,
+            modified=head.modified,
+            samples=len(ends),
+            end=int(ends[-1]) if len(ends) else 0,
+            problem=self._problem,
+        )
+        checksums, lengths = np.array(self._checksums, np.uint32), np.array(self._lengths, np.uint32)
+        return IndexFile.of_shard(row, ends, checksums, lengths, self._indexing.length_name)
+
+
+def folder_of(shards: Sequence[Shard]) -> str:
+    """URL of the folder that has all shards, with a slash at its end; empty if there is none."""
+    folder = _common_folder([shard.name for shard in shards])
+    return "" if folder.endswith("//") else folder
+
+
+def _common_folder(names: Sequence[str]) -> str:
+    folder, slash, _ = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071  # of URLs too
+    return folder + slash
+
+
+def beside(shards: Sequence[Shard]) -> Shard | None:
+    """The place of an index in the folder that has all shards; None if there is no such folder."""
+    folder, store = folder_of(shards), shards[0].store
+    if not folder:
+        return None
+    if all(shard.store is store for shard in shards):
+        return Shard(store, _common_folder([shard.key for shard in shards]) + NAME)
+    base, name = split_url(folder + NAME)
+    return Shard(Store(base), name)
+
+
+def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
+    """The place of an index that a user names: in the store that was given if it is there."""
+    name = os.fspath(index)
+    if store is not None:
+        with contextlib.suppress(ValueError):  # of another store
+            return Shard(store, store.key_of(name))
+    base, key = split_url(name)
+    return Shard(Store(base), key)
+
+
+async def open_index(
+    shards: Sequence[Shard],
+    indexing: Indexing,
+    place: Shard | None,
+    *,
+    required: bool,
+    save: bool,
+) -> OpenedIndex:
+    """Find the index of shards, or build it.
+
+    Args:
+        shards: the shards, as the user names them.
+        indexing: how shards are indexed.
+        place: where the index is, if there is one already.
+        required: whether a missing index is an error.
+        save: whether an index that is missing, damaged or of other shards is built, and stored at
+            `place`.
+
+    """
+    for shard in shards:
+        refuse_unsupported(shard.name)
+    if place is not None:
+        try:
+            index = await fetch_index(place)
+            return match(index, shards, indexing)
+        except StoreError as error:
+            # S3 refuses what does not exist, to those who may not list the bucket.
+            missing = isinstance(error, ObjectNotFoundError) or error.status == 403
+            if not missing or (required and not save):
+                raise
+        except ShardError:
+            if not save:
+                raise
+    index = await _built(shards, indexing, place if save else None)
+    return match(index, shards, indexing)
+
+
+async def fetch_index(place: Shard) -> IndexFile:
+    """Map an index; from another machine, the file is fetched once into the cache folder.
+
+    Raises:
+        StoreError: there is no index, or a request failed.
+        ShardError: the index is damaged.
+    """
+    if place.store.local_root is not None:
+        await place.store.head(place.key)  # for the error if there is none
+        return map_index(_path(place))
+    found = await place.read_start(PREFIX.size)
+    cached = _cached(bytes(found.data[16:48]).hex())
+    if cached is not None:
+        with contextlib.suppress(ShardError):
+            return map_index(_path(cached))
+    data = await replace(place, head=found.head).read(0, found.head.size)
+    index = IndexFile(place.name, data)
+    index.verify()
+    if cached is None:
+        return index
+    await cached.store.put(cached.key, bytes(data))
+    return map_index(_path(cached))
+
+
+def cache_folder() -> str:
+    """The user's folder of indices, created if it does not exist."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(home, "headrace")
+    secure_folder(folder)
+    return folder
+
+
+def _cached(name: str) -> Shard | None:
+    """The place of an index in the cache folder; None if the folder cannot be used."""
+    try:
+        return Shard(Store(cache_folder()), f"{name}.index")
+    except OSError as error:
+        _warn(f"the index stays in memory, of which each process has a copy: {error}")
+        return None
+
+
+def _path(place: Shard) -> str:
+    return os.path.join(place.store.local_root or "", place.key)
+
+
+def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> OpenedIndex:
+    """Shards, as they are in an index.
+
+    Raises:
+        ShardError: a shard is not in the index, was replaced, or is indexed as another format.
+    """
+    find = Matcher(index, shards, indexing)
+    numbers = [find.number(shard) for shard in shards]
+    found = [find.version(shard, number) for shard, number in zip(shards, numbers, strict=True)]
+    return OpenedIndex(index, found, np.array(numbers, np.int64))
+
+
+def all_shards(index: IndexFile, store: Store | None) -> OpenedIndex:
+    """All shards of an index, where they were when it was made; in a store that was given."""
+    if not index.folder:
+        raise ValueError(f"{index.name} has shards of several folders: name the shards")
+    base, folder = split_url(index.folder)
+    store = store or Store(base)
+    keys = [folder + row.name for row in index.shards]
+    shards = [Shard(store, key, row.head(key)) for key, row in zip(keys, index.shards, strict=True)]
+    return OpenedIndex(index, shards, np.arange(len(shards)))
+
+
+class Matcher:
+    """Looks for shards in an index.
+
+    Attributes:
+        folder: URL of the folder of the shards, which are named after that of the index.
+    """
+
+    def __init__(self, index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> None:
+        self._index, self._indexing = index, indexing
+        self._moved = not all(shard.name.startswith(index.folder) for shard in shards)
+        self.folder = folder_of(shards) if self._moved else index.folder
+        self._numbers = {row.name: number for number, row in enumerate(index.shards)}
+
+    def number(self, shard: Shard) -> int:
+        """The number of a shard in the index; raises `ShardError` if there is none."""
+        number = self._numbers.get(shard.name.removeprefix(self.folder))
+        if number is None:
+            raise self._error(shard, f"not in the index {self._index.name}")
+        return number
+
+    def version(self, shard: Shard, number: int) -> Shard:
+        """The shard in the version of the index; raises `ShardError` if the shard was replaced."""
+        row = self._index.shards[number]
+        if (format := self._indexing.decoder_of(shard).format) != row.format:
+            what = f"indexed as {row.format} in {self._index.name}, and not as {format}"
+            raise ShardError(what, shard=shard.name)
+        head = row.head(shard.key, moved=self._moved)
+        if shard.head is not None:
+            try:
+                check_version(head.size, head.etag, head.modified, shard.head)
+            except RequestFailure:
+                what = f"replaced since the index {self._index.name} was made"
+                raise self._error(shard, what) from None
+        # The version of what was moved is only known from a listing.
+        return shard if self._moved and shard.head is not None else replace(shard, head=head)
+
+    def _error(self, shard: Shard, what: str) -> ShardError:
+        remedy = f"make it again: headrace index {self.folder or 'URL'}"
+        return ShardError(f"{what}; {remedy}", shard=shard.name)
+
+
+async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
+    """The index of these versions of the shards, cached or built; stored at `place` too if given."""
+    shards = await with_heads(shards)
+    cached: Shard | None = None
+    # What is in the memory of this process has no name that another process could look for.
+    if all(shard.store.store_id is not None for shard in shards):
+        parts = [part_name(shard, indexing) for shard in shards]
+        cached = _cached(_hash([folder_of(shards), *parts]))
+    index: IndexFile | None = None
+    if cached is not None:
+        with contextlib.suppress(ShardError, ObjectNotFoundError):
+            index = await fetch_index(cached)
+    if index is None:
+        index = await build_index(shards, indexing, cached)
+    if place is not None:
+        try:
+            await place.store.put(place.key, index.to_bytes())
+        except StoreError as error:
+            _warn(f"cannot store the index beside its shards: {error}")
+    return index
+
+
+def _warn(what: str) -> None:
+    with contextlib.suppress(Warning):  # if a filter makes it an error: the index is complete
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+
+
+async def with_heads(shards: Sequence[Shard]) -> list[Shard]:
+    """The shards with sizes and versions; requested where a listing did not give them."""
+
+    async def one(shard: Shard) -> Shard:
+        return replace(shard, head=shard.head or await shard.store.head(shard.key))
+
+    return await map_all(one, shards, PARALLEL_REQUESTS)
+
+
+def _hash(values: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+
+
+def part_name(shard: Shard, indexing: Indexing) -> str:
+    """The name of the part of an index that one version of a shard has."""
+    head = shard.head
+    assert head is not None
+    identity = (shard.store.store_id, shard.name, head.size, head.version, *indexing.identity(shard))
+    return _hash(identity) + ".part"
+
+
+async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
+    """The bytes of an index of one shard, which is read; raises `ShardError` if it is damaged."""
+    decoder = IndexingDecoder(shard, indexing)
+    reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
+    try:
+        while not reader.ended:
+            await reader.fill()
+    finally:
+        await reader.aclose()
+    if reader.error is not None:
+        raise reader.error
+    return decoder.index()
+
+
+async def build_parts(
+    shards: Sequence[Shard],
+    indexing: Indexing,
+    place: Shard | None,
+    present: Collection[str] = (),
+) -> list[IndexFile]:
+    """An index of each shard, from the folder of parts, or built and stored there.
+
+    Args:
+        shards: the shards, with their versions.
+        indexing: how shards are indexed.
+        place: where the index will be; None for parts that are not stored.
+        present: keys of the parts that are there.
+    """
+    builds = asyncio.Semaphore(PARALLEL_BUILDS)
+
+    async def one(shard: Shard) -> IndexFile:
+        if place is None:
+            async with builds:
+                return IndexFile(shard.name, await index_shard(shard, indexing))
+        key = part_key(place, shard, indexing)
+        if key in present:
+            # Another process may have joined and deleted the parts meanwhile.
+            with contextlib.suppress(ShardError, ObjectNotFoundError):
+                return IndexFile(place.store.name(key), await place.store.read_all(key))
+        async with builds:
+            data = await index_shard(shard, indexing)
+            await place.store.put(key, data)
+        return IndexFile(shard.name, data)
+
+    return await map_all(one, shards, PARALLEL_REQUESTS)
+
+
+def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
+    """The key of the part that one version of a shard has, of an index at `place`."""
+    return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
+
+
+async def present_parts(place: Shard | None) -> set[str]:
+    """Keys of the parts that are complete, of an index at `place`."""
+    if place is None:
+        return set()
+    return {head.key for head in await list_heads(place.store, place.key + PARTS)}
+
+
+async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
+    """Build an index, on the parts that a call before has left, and store the index at `place`.
+
+    Args:
+        shards: the shards, with their versions.
+        indexing: how shards are indexed.
+        place: where to store the index; None for in memory only.
+
+    Raises:
+        ShardError: a shard is damaged.
+        StoreError: a request failed.
+    """
+    parts = await build_parts(shards, indexing, place, await present_parts(place))
+    data = IndexFile.joined(folder_of(shards), parts)
+    if place is None:
+        return IndexFile(f"index of {shards[0].name}", data)
+    await place.store.put(place.key, data)
+    if place.store.local_root is not None:
+        shutil.rmtree(_path(place) + PARTS, ignore_errors=True)
+        return map_index(_path(place))
+    keys = [part_key(place, shard, indexing) for shard in shards]
+    with contextlib.suppress(Exception):  # of any store: the parts may stay
+        await obstore.delete_async(place.store.backend(), keys)
+    return IndexFile(place.name, data)

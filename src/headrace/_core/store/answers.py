@@ -1,0 +1,90 @@
+"""Answers of stores, by their requests: what was asked for before needs no request."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from headrace._core.eventloop.loop_thread import carried
+from headrace._core.store.head import Head, InitialRead
+from headrace.errors import ObjectNotFoundError
+
+T = TypeVar("T")
+
+
+class Answers:
+    """Answers by the names of their requests.
+
+    Args:
+        known: answers as JSON values, as `dump` gave them.
+        data: their bytes.
+
+    Attributes:
+        new: answers that stores gave since.
+    """
+
+    def __init__(self, known: dict[str, Any], data: memoryview) -> None:
+        self._known, self._data = known, data
+        self.new: dict[str, Any] = {}
+
+    async def get(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a request, which is made if there is none."""
+        if name in self._known:
+            answer = self._decoded(self._known[name])
+        elif name in self.new:
+            answer = self.new[name]
+        else:
+            try:
+                answer = await request()
+            except ObjectNotFoundError as error:
+                answer = error
+            self.new[name] = answer
+        if isinstance(answer, ObjectNotFoundError):
+            raise copy.copy(answer)
+        found: T = answer
+        return found
+
+    def dump(self) -> tuple[dict[str, Any], bytes]:
+        """All answers as JSON values, and their bytes."""
+        data = bytearray(self._data)
+        return self._known | {name: _encoded(answer, data) for name, answer in self.new.items()}, bytes(data)
+
+    def _decoded(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(self._decoded, value)]
+        ((kind, content),) = value.items()
+        if kind == "head":
+            return Head(*content)
+        if kind == "bytes":
+            return self._data[slice(*content)]
+        if kind == "missing":
+            return ObjectNotFoundError(content)
+        values = {key: self._decoded(each) for key, each in content.items()}
+        return InitialRead(**values) if kind == "initial" else values
+
+
+def _encoded(value: Any, data: bytearray) -> Any:
+    if isinstance(value, Head):
+        return {"head": [value.key, value.size, value.etag, value.modified]}
+    if isinstance(value, memoryview):
+        start = len(data)
+        data += value
+        return {"bytes": [start, len(data)]}
+    if isinstance(value, InitialRead):
+        return {"initial": {"data": _encoded(value.data, data), "head": _encoded(value.head, data)}}
+    if isinstance(value, ObjectNotFoundError):
+        return {"missing": str(value)}
+    if isinstance(value, dict):
+        return {"dict": {key: _encoded(each, data) for key, each in value.items()}}
+    return [_encoded(each, data) for each in value]
+
+
+async def answered(url: str, request: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    """The answer to ``request(*arguments)`` of a store; within `headrace.open_cached` that of the file."""
+    answers = carried.get()
+    if not isinstance(answers, Answers):
+        return await request(*arguments)
+    name = json.dumps([url, request.__name__, *map(str, arguments)])
+    return await answers.get(name, lambda: request(*arguments))

@@ -1,0 +1,141 @@
+"""`headrace index URL`: one index of many shards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+from headrace._core.cgroup import usable_cores
+from headrace._core.shards.discovery import Shard, find_shards
+from headrace._core.shards.index_file import IndexFile
+from headrace._core.shards.indexing import (
+    PARALLEL_BUILDS,
+    DecoderOf,
+    Indexing,
+    Matcher,
+    beside,
+    build_index,
+    build_parts,
+    fetch_index,
+    part_key,
+    place_of,
+    present_parts,
+    with_heads,
+)
+from headrace._core.streams.blocking import background_loop
+from headrace.cli.pack import function_of
+from headrace.datasets.lines import LinesDataset
+from headrace.datasets.sharded import ShardedStream
+from headrace.datasets.tar import TarDataset
+from headrace.datasets.tfrecord import TFRecordDataset
+from headrace.errors import ShardError
+from headrace.loader import DataLoader
+
+__all__ = ["run"]
+
+_FORMATS: dict[str, type[ShardedStream[Any]]] = {
+    "tar": TarDataset,
+    "lines": LinesDataset,
+    "tfrecord": TFRecordDataset,
+}
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Build the index, or a share of its parts, or compare the index with the store."""
+    loop = background_loop()
+    shards, decoder_of = _find(arguments.url, arguments.format)
+    length = None if arguments.length is None else function_of(arguments.length, "--length")
+    indexing = Indexing(decoder_of, length)
+    place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
+    if place is None:
+        raise ValueError("no folder has all shards: give --output")
+    shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
+    if arguments.check:
+        return _check(loop.run(fetch_index(place)), shards, indexing)
+    number, count = arguments.part or (1, 1)
+    present = loop.run(present_parts(place))
+    share = shards[number - 1 :: count]
+    missing = [shard for shard in share if part_key(place, shard, indexing) not in present]
+    _build(missing, indexing, place, arguments.processes or max(1, int(usable_cores())))
+    if arguments.part is not None:
+        print(f"{place.name}: part {number} of {count} is complete")
+        return True
+    index = loop.run(build_index(shards, indexing, place))
+    print(
+        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
+    )
+    return True
+
+
+def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
+    """The shards, and what makes their decoders, by the endings of names if no format is given."""
+    if format is None:
+        suffixes = tuple(ending for kind in _FORMATS.values() for ending in kind.suffixes)
+        keys = [shard.key.lower() for shard in find_shards(url, suffixes=suffixes)]
+        kinds = [name for name, kind in _FORMATS.items() if any(key.endswith(kind.suffixes) for key in keys)]
+        if len(kinds) != 1:
+            what = " and ".join(kinds) or "no known ending"
+            raise ValueError(f"{url} has shards of {what}: give --format")
+        (format,) = kinds
+    stream = _FORMATS[format](url)
+    return stream._parts, stream._for_decoding().index_decoder
+
+
+class _Groups(Dataset[int]):
+    """Groups of shards, each of which is read to get its part of the index."""
+
+    def __init__(self, groups: list[list[Shard]], indexing: Indexing, place: Shard) -> None:
+        self._groups, self._indexing, self._place = groups, indexing, place
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, number: int) -> int:
+        group = self._groups[number]
+        background_loop().run(build_parts(group, self._indexing, self._place))
+        return len(group)
+
+
+def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
+    """Store the parts of shards, by processes that read several shards at once."""
+    size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
+    groups = [shards[first : first + size] for first in range(0, len(shards), size)]
+    num_workers = min(processes, len(groups)) if processes > 1 else 0
+    loader = DataLoader(
+        _Groups(groups, indexing, place),
+        batch_size=1,
+        num_workers=num_workers,
+        collate_fn=sum,
+        # Obstore, which this process has used, cannot be used after a fork.
+        multiprocessing_context="spawn" if num_workers else None,
+    )
+    is_quiet = not sys.stderr.isatty()
+    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=is_quiet) as bar:
+        for count in loader:
+            bar.update(count)
+
+
+def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
+    """Print each difference of an index from the store; returns whether there is none."""
+    matcher, found = Matcher(index, shards, indexing), set[int]()
+    differences = []
+    for shard in shards:
+        try:
+            number = matcher.number(shard)
+            found.add(number)
+            matcher.version(shard, number)
+        except ShardError as error:
+            differences.append(str(error))
+    gone = [row.name for number, row in enumerate(index.shards) if number not in found]
+    what = f"in the index {index.name}, and not in the store"
+    differences += [f"{matcher.folder}{name}: {what}" for name in gone]
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{index.name}: {len(shards):,} shards are as in the index")
+    return not differences

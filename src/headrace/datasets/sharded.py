@@ -1,0 +1,183 @@
+"""Streams of shards that are read from their start to their end, and the same shards with an index."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypedDict, Unpack
+
+from headrace._core.ranks.distributed import RankChoice
+from headrace._core.shards.compression import refuse_unsupported
+from headrace._core.shards.discovery import Shard, Shards, find_shards
+from headrace._core.shards.indexing import Indexing, OpenedIndex, all_shards, beside, fetch_index, open_index, place_of
+from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
+from headrace._core.shards.stream import PartStream
+from headrace._core.shards.unpacked import UNPACKED_BYTES
+from headrace._core.store.store import StoreLike, as_store
+from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.kinds import T_co, signature_of
+from headrace._core.text import check_keywords, whole_number
+from headrace.datasets.indexed import IndexedShards
+
+__all__ = ["ShardedStream", "StreamOptions"]
+
+# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of
+# 2 MiB, 1.4 GB/s in pieces of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s
+# (`benchmarks/tar_stream.py`); a store with 30 ms to the first byte gives about 0.5 GB/s with the
+# 16 requests of the defaults.
+_READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
+# After the first free block of this size, the greatest that counts, glibc keeps up to twice as much of what is freed.
+# Else it returns the memory of chunks and samples to the kernel all the time, for which a sample of 56 KB has 3 page
+# faults, and a loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and the like take precedence.
+_KEPT_BYTES = (32 << 20) - (64 << 10)
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of every stream of shards; see `TarDataset`."""
+
+    shuffle: bool
+    buffer_size: int
+    seed: int | None
+    rank: int | None
+    world_size: int | None
+    shards_in_parallel: int
+    requests_per_shard: int
+    chunk_bytes: int
+    store: StoreLike | None
+
+
+class ShardedStream(PartStream[T_co]):
+    """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
+
+    A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`. If the
+    decoder keeps `Decoder.complete`, the shards can be indexed.
+    """
+
+    parts_name = "shards"
+    _remedies = ("shards_in_parallel", "requests_per_shard")
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """Endings of the names of shards in a directory; none if they are not read as a whole."""
+
+    def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
+        known = [*StreamOptions.__annotations__, *_parameters(type(self))]
+        check_keywords(f"{type(self).__name__}.__init__", options, known)
+        ranks = RankChoice(options.get("rank"), options.get("world_size"))
+        given: Mapping[str, Any] = options
+        sizes = (whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items())
+        self._ahead = ReadAhead(*sizes)
+        shuffle, buffer_size = options.get("shuffle", False), options.get("buffer_size", 0)
+        super().__init__(ranks, shuffle, buffer_size, options.get("seed"))
+        self._parts = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
+        for shard in self._parts if self.suffixes else ():
+            refuse_unsupported(shard.name)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """URLs of the shards of all ranks, without secrets."""
+        return tuple(shard.name for shard in self._parts)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._parts)} shards from {self._parts[0].name!r})"
+
+    def decoder(self, shard: Shard) -> Decoder:
+        """The decoder of one shard."""
+        raise NotImplementedError  # each format has its own
+
+    def index_decoder(self, shard: Shard) -> Decoder:
+        """The decoder by which a shard is indexed, for all options of the class."""
+        return self.decoder(shard)
+
+    @classmethod
+    def index(
+        cls,
+        shards: Shards | None = None,
+        *,
+        index: str | os.PathLike[str] | None = None,
+        save: bool = False,
+        store: StoreLike | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
+        **options: Any,
+    ) -> IndexedShards[T_co]:
+        """The same samples, map-style: any sample is read by one ranged request.
+
+        One index file has the places of the samples of all shards, and their CRC-32. The file is ``headrace.index`` in
+        the folder of the shards, and is made by the command ``headrace index URL``. Without the file, each shard is
+        read once, and the index is kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
+        shards. A compressed shard is read as a whole, and unpacked once for all samples that wait.
+        Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
+
+        A sample that is invalid raises the `ShardError` of the stream when the sample is read.
+
+        Args:
+            shards: as for the class; None for all shards of the index, which need not be listed then.
+            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
+                the folder of the shards.
+            save: whether an index that is missing, damaged or of other shards is made, and stored at `index`. If
+                storing fails, there is a warning.
+            store: as for the class.
+            unpacked_bytes: bytes of unpacked shards that each process keeps, beside those that samples wait for.
+            options: those of the class that say what a sample is, as ``fields=`` or ``format=``.
+
+        Raises:
+            ShardError: a shard is corrupt, not in the index, or was replaced after the index was made; or the index is
+                damaged.
+            StoreError: a request failed, or there is no index at `index`.
+            TypeError: there is no such option.
+
+        Example:
+            >>> dataset = TarDataset.index("s3://bucket/train/{0000..0127}.tar")  # doctest: +SKIP
+        """
+        of_streams = StreamOptions.__annotations__
+        own = [name for name in _parameters(cls) if name not in of_streams]
+        check_keywords(f"{cls.__name__}.index", options, own)
+        opened = None if store is None else as_store(store)
+        loop = background_loop()
+        if shards is None:
+            if index is None:
+                raise TypeError(f"{cls.__name__}.index: give shards, or index=")
+            whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
+            stream = cls(whole.shards[:1], **options)
+            return stream._indexed(whole, unpacked_bytes)
+        stream = cls(shards, store=opened, **options)
+        found = stream._parts
+        place = beside(found) if index is None else place_of(index, opened)
+        if save and place is None:
+            raise ValueError("save=True: no folder has all shards; give index=, for the place of the index")
+        indexing = Indexing(stream.index_decoder)
+        opening = open_index(found, indexing, place, required=index is not None, save=save)
+        return stream._indexed(loop.run(opening), unpacked_bytes)
+
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedShards[T_co]:
+        """The map-style dataset of shards in an index."""
+        return IndexedShards(opened, unpacked_bytes, self._for_decoding().decoder)
+
+    def _for_decoding(self) -> Self:
+        """A copy without the shards, which is small when pickled."""
+        other = copy.copy(self)
+        other._parts = ()
+        return other
+
+    def _name_of(self, part: int, number: int) -> str:
+        return f"{self._parts[part].name}, sample {number + 1:,}"
+
+    def _part_names(self) -> Iterable[str]:
+        return self.shards
+
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "shards_in_parallel": self._ahead.shards_in_parallel}
+
+    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
+        bytes(_KEPT_BYTES)  # freed at once, untouched
+
+        def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
+            return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
+
+        return PartReader(parts, self._parts, open_part, self._ahead.shards_in_parallel)
+
+
+def _parameters(kind: type[object]) -> Iterable[str]:
+    """Names of the parameters of a class, without those of all streams."""
+    return signature_of(kind).parameters.keys() - {"options", "shards"}

@@ -1,0 +1,549 @@
+"""Shards with one index are map-style: equal to their streams, found without a request for each shard, and checked."""
+
+import asyncio
+import functools
+import gzip
+import io
+import lzma
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import tarfile
+
+import pytest
+
+import headrace as hr
+from headrace.cli.main import main
+from headrace.datasets import Decoder, ShardedStream
+from headrace.errors import ObjectChangedError, ShardError, StoreError
+from headrace.testing import DatasetContract
+from object_server import Fault, ObjectServer
+from tests.unit.datasets.formats import files_in
+from tests.unit.datasets.test_tar import numbered
+from tests.unit.shards import tars
+
+LINES = {
+    "a.jsonl": b'\n\n{"x": 1}\r\n  \n[2]\n\n"three"\n\n',
+    "b.jsonl": b"",
+    "c.jsonl": b"\xef\xbb\xbf" + b"\n".join(b"%d" % 10**number for number in range(400)),
+    "d.jsonl": b'"' + b"x" * 600_000 + b'"\n1',
+}
+TEXT = {"a.txt": b"\n\none\r\n\ntwo", "b.txt": b"", "c.txt": "\ufeffäö\n".encode() * 3, "d.txt": b"\n"}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six shards of ten samples each."""
+    return written(tmp_path / "shards", numbered(6, 10))
+
+
+def written(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+class TestIndexedTar(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _shards(self, folder):
+        self.folder = folder
+
+    def make_dataset(self):
+        return hr.TarDataset.index(self.folder)
+
+
+class TestIndexedLines(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _shards(self, tmp_path):
+        self.folder = written(tmp_path, LINES)
+
+    def make_dataset(self):
+        return hr.LinesDataset.index(self.folder)
+
+
+# Samples
+
+
+def archive_of_every_kind():
+    """A tar with long names, extended headers, folders, other files, empty members, and a name that is no UTF-8."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("README", "a.txt", "d/", "x" * 300 + ".txt", "\udcff.txt", "ä/b.c.txt", "LICENSE", "e.TXT"):
+            info = tarfile.TarInfo(name.rstrip("/"))
+            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            info.size = 0 if name.endswith("/") else len(name) - 5
+            archive.addfile(info, io.BytesIO(bytes(info.size)))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "options"),
+    [
+        (hr.TarDataset, {**numbered(2, 10), "empty.tar": tars.members()}, {}),
+        (hr.TarDataset, {**numbered(1, 3), "z.tar": archive_of_every_kind()}, {"uniform": False}),
+        (hr.TarDataset, {"gnu.tar": tars.members(("g" * 200 + ".a", b"1"), (".a", b"2"), ("h.a", b"3"))}, {}),
+        (hr.TarDataset, {"a.tar": tars.shard("ab", cls=str.encode, jpg=lambda key: b"")}, {"fields": ["jpg"]}),
+        (hr.LinesDataset, LINES, {}),
+        (hr.LinesDataset, LINES, {"format": "bytes"}),
+        (hr.LinesDataset, TEXT, {}),
+        (hr.LinesDataset, TEXT, {"format": "bytes"}),
+        (hr.LinesDataset, {**LINES, **TEXT}, {}),
+        (hr.TFRecordDataset, {**files_in("tfrecord"), "b.tfrecord": b""}, {}),
+        (hr.TarDataset, {"a.tar": tars.shard("ab"), "b.tar.gz": gzip.compress(tars.shard("cde"))}, {}),
+        (hr.LinesDataset, {"a.jsonl.zst": tars.zstd(LINES["c.jsonl"]), "b.json.gz": gzip.compress(b"")}, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_indexed_samples_are_those_of_the_stream(tmp_path, kind, files, options):
+    files = {name: data for name, data in files.items() if name.endswith(kind.suffixes)}
+    written(tmp_path, files)
+    dataset = kind.index(tmp_path, save=True, **options)
+    expected = list(kind(tmp_path, shards_in_parallel=1, **options))
+    assert [dataset[index] for index in range(len(dataset))] == expected
+    assert dataset.__getitems__(range(len(dataset))) == expected
+    assert len(dataset.counts) == len(files)
+    order = random.Random(0).sample(range(len(dataset)), len(dataset))
+    with hr.DataLoader(dataset, 7, sampler=order, collate_fn=list, placement="process") as loader:
+        assert [sample for batch in loader for sample in batch] == [expected[index] for index in order]
+
+
+def test_indexed_dataset_is_map_style(folder):
+    dataset = hr.TarDataset.index(folder / "*.tar")
+    assert len(dataset) == 60
+    assert dataset.counts == (10,) * 6
+    assert dataset[-1]["__key__"] == "05-009"
+    for beyond in (60, -61):
+        with pytest.raises(IndexError, match="out of range"):
+            dataset[beyond]
+    assert dataset.sample_key(12) == "0001.tar[2048:3072]"
+    assert hr.TarDataset.index(folder / "000{4,1}.tar")[3]["__key__"] == "04-003"
+
+
+def test_samples_with_different_fields_can_be_indexed(tmp_path):
+    written(tmp_path, {"a.tar": tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3"))})
+    dataset = hr.TarDataset.index(tmp_path, uniform=False, save=True)
+    assert [sorted(sample) for sample in dataset] == [
+        ["__key__", "__url__", "jpg"],
+        ["__key__", "__url__", "cls", "jpg"],
+    ]
+    assert [sample["jpg"] for sample in hr.TarDataset.index(tmp_path, fields=["jpg"])] == [b"1", b"3"]
+    with pytest.raises(ShardError, match="'a' lacks 'cls'"):
+        hr.TarDataset.index(tmp_path, fields=["jpg", "cls"])[0]
+    with pytest.raises(ShardError, match="has 'cls', which earlier samples lack"):
+        hr.TarDataset.index(tmp_path)
+
+
+@pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
+def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
+    written(tmp_path / "in", {"a.txt": b"x"})
+    subprocess.run(["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True)
+    index = hr.TarDataset.index(tmp_path / "a.tar")
+    for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
+        assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]
+
+
+@pytest.mark.parametrize(
+    ("archive", "why"),
+    [
+        (gzip.compress(tars.shard("ab")), "gzip by its first bytes, but not by its name"),
+        (lzma.compress(tars.shard("ab")), "xz by its first bytes, but not by its name"),
+        (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
+        (tars.shard("ab")[:1500], "truncated tar"),
+    ],
+)
+def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
+    (tmp_path / "a.tar").write_bytes(archive)
+    for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
+        with pytest.raises(ShardError, match=why):
+            read()
+    (tmp_path / "a.tar").rename(tmp_path / "a.tar.bz2")
+    with pytest.raises(ShardError, match="bz2 is not supported"):
+        hr.TarDataset.index(tmp_path / "a.tar.bz2")
+
+
+def test_a_compressed_shard_is_read_once():
+    shards = {"a.tar.gz": gzip.compress(tars.shard(map(str, range(300)))), "b.tar": tars.shard("x")}
+    with ObjectServer(shards) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        dataset = hr.TarDataset.index([*shards], store=store, save=True)
+        before = server.requests()["GET"]
+        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=list) as loader:
+            assert sum(map(len, loader)) == 301
+        assert server.requests()["GET"] - before == 2
+
+
+def test_a_changed_byte_of_a_compressed_shard_is_an_error_or_changes_nothing(tmp_path):
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tars.shard(map(str, range(300)))))
+    samples = list(hr.TarDataset.index(tmp_path, save=True))
+    data, times = path.read_bytes(), path.stat()
+    errors = 0
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        try:
+            assert list(hr.TarDataset.index(tmp_path)) == samples
+        except ShardError:
+            errors += 1
+    assert errors > len(data) // 7 - 10
+
+
+def test_a_format_of_another_package_can_be_indexed(tmp_path):
+    written(tmp_path, {"a.rows": b"abcdef", "b.rows": b"gh"})
+    dataset = Pairs.index(tmp_path, save=True, upper=True)
+    assert [dataset[index] for index in range(4)] == ["AB", "CD", "EF", "GH"]
+    assert Pairs.index(tmp_path)[3] == "gh"
+    with hr.DataLoader(dataset, 2, shuffle=True, seed=0, placement="process", collate_fn=list) as loader:
+        assert sorted(sample for batch in loader for sample in batch) == ["AB", "CD", "EF", "GH"]
+    with pytest.raises(TypeError, match=r"Pairs.index.*'shuffle'"):
+        Pairs.index(tmp_path, shuffle=True)
+
+
+class PairDecoder(Decoder):
+    """Decoder of samples of two bytes."""
+
+    format = "pairs"
+
+    def __init__(self, upper):
+        self.upper, self.held = upper, b""
+
+    def feed(self, data):
+        self.held += bytes(data)
+        while len(self.held) >= 2:
+            sample, self.held = self.held[:2].decode(), self.held[2:]
+            self.complete += 2
+            yield sample.upper() if self.upper else sample
+
+    def finish(self):
+        return iter(())
+
+    def restore(self, position):
+        self.held = b""
+
+
+class Pairs(ShardedStream):
+    suffixes = (".rows",)
+
+    def __init__(self, shards, *, upper=False, **options):
+        self.upper = upper
+        super().__init__(shards, **options)
+
+    def decoder(self, shard):
+        return PairDecoder(self.upper)
+
+
+def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
+    damaged = bytearray(files_in("tfrecord")["a.tfrecord"])
+    damaged[20] ^= 1
+    written(
+        tmp_path,
+        {"a.jsonl": b'1\n{"x"\n3\n', "a.tfrecord": damaged, "a.tar": tars.members(("../a.b", b""), ("c.b", b""))},
+    )
+    for dataset, good in (
+        (hr.LinesDataset.index(tmp_path), [1, 3]),
+        (hr.TFRecordDataset.index(tmp_path), hr.TFRecordDataset(tmp_path)),
+        (hr.TarDataset.index(tmp_path, uniform=False), hr.TarDataset(tmp_path, uniform=False)),
+    ):
+        with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
+            read = list(loader)
+            (failure,) = loader.stats().skipped
+        assert failure.type_name in ("ShardError", "UnsafeMemberError")
+        assert "offset" in failure.message
+        with hr.DataLoader(good, batch_size=None, on_error="skip") as loader:
+            assert read == list(loader)
+
+
+# The file
+
+
+def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
+    whole = list(hr.TarDataset.index(folder, save=True))
+    path = folder / "headrace.index"
+    data = path.read_bytes()
+    draw = random.Random(0)
+    errors = []
+    for number in range(400):
+        mutated = bytearray(data)
+        at = draw.randrange(len(data))
+        if number % 4 == 0:
+            mutated[at] ^= 1 << draw.randrange(8)
+        elif number % 4 == 1:
+            del mutated[at : at + draw.randrange(1, 99)]
+        elif number % 4 == 2:
+            mutated[at:at] = draw.randbytes(draw.randrange(1, 99))
+        else:
+            mutated[at : at + 8] = draw.randbytes(8)
+        path.write_bytes(mutated)
+        try:
+            assert list(hr.TarDataset.index(folder)) == whole
+        except ShardError as error:
+            errors.append(str(error))
+    assert len(errors) > 380, "only the hash of what was not read may change"
+    assert all("headrace.index" in error for error in errors)
+    path.write_bytes(b"")
+    with pytest.raises(ShardError, match=r"damaged one; make it again by `headrace index`"):
+        hr.TarDataset.index(folder)
+    assert list(hr.TarDataset.index(folder, save=True)) == whole
+    assert path.read_bytes() == data
+
+
+def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
+    """Each number of the arrays is replaced, and the hash computed again: nothing outside of a shard is read."""
+    from headrace._core.shards.index_file import HASHED_FROM, content_digest
+
+    whole = list(hr.TarDataset.index(folder, save=True))
+    path = folder / "headrace.index"
+    data = path.read_bytes()
+    draw = random.Random(0)
+    begin = data.index(b"]}") + 2
+    for _ in range(200):
+        mutated = bytearray(data)
+        at = draw.randrange(begin, len(data))
+        mutated[at] ^= 1 << draw.randrange(8)
+        mutated[16:48] = content_digest([bytes(mutated[HASHED_FROM:])])
+        path.write_bytes(mutated)
+        try:
+            dataset = hr.TarDataset.index(folder)
+            assert [dataset[index] for index in range(60)] == whole
+        except ShardError:
+            pass
+
+
+def test_a_pickled_index_is_the_path_and_the_hash_of_its_file(folder):
+    hr.TarDataset.index(folder, save=True)
+    dataset = hr.TarDataset.index(folder)
+    pickled = pickle.dumps(dataset)
+    (folder / "more.tar").write_bytes(tars.shard(map(str, range(20_000))))
+    hr.TarDataset.index(folder / "more.tar", index=folder / "more.index", save=True)
+    large = pickle.dumps(hr.TarDataset.index(folder / "more.tar", index=folder / "more.index"))
+    assert len(large) < len(pickled) < 3_000
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(dataset.__class__.__getitem__.__get__(dataset), [0, 59]) == [dataset[0], dataset[59]]
+    path = folder / "headrace.index"
+    path.rename(folder / "moved")
+    with pytest.raises(
+        ShardError, match="the index is gone, or not on this machine; make it again by `headrace index`"
+    ):
+        pickle.loads(pickled)
+    shutil.copy(folder / "more.index", path)
+    with pytest.raises(ShardError, match="it was replaced"):
+        pickle.loads(pickled)
+
+
+# Where
+
+
+def test_an_index_beside_its_shards_is_found_without_a_request_for_each_shard():
+    with ObjectServer(numbered(20, 5)) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        named = "{0000..0019}.tar"
+        hr.TarDataset.index(named, store=store, save=True)
+        assert server.requests()["PUT"] == 1
+        for number in range(2):
+            before = server.requests()
+            dataset = hr.TarDataset.index(named, store=store)
+            assert server.requests()["GET"] - before["GET"] == 2 - number, "the file comes once, then its hash"
+            assert server.requests()["HEAD"] == before["HEAD"]
+        before = server.requests()
+        assert dataset[15]["txt"] == b"text of 03-000"
+        assert sum(server.requests().values()) - sum(before.values()) == 1, "a sample is one request"
+
+
+def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
+    with ObjectServer(numbered(3, 10)) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        whole = list(hr.TarDataset.index("", store=store, index="x/all.index", save=True))
+        server.put("later.tar", tars.shard("a"))
+        path = tmp_path / "all.index"
+        path.write_bytes(asyncio.run(store.read_all("x/all.index")))
+        before = server.requests()
+        dataset = hr.TarDataset.index(index=path.as_uri(), store=store, fields=["txt"])
+        assert server.requests() == before
+        assert [sample["txt"] for sample in dataset] == [sample["txt"] for sample in whole]
+    with pytest.raises(TypeError, match="give shards, or index="):
+        hr.TarDataset.index()
+
+
+def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards():
+    with ObjectServer(numbered(3, 10)) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        shards = "*.tar"
+        built = hr.TarDataset.index(shards, store=store)
+        before = server.requests()
+        again = hr.TarDataset.index(shards, store=store)
+        assert server.requests()["PUT"] == 0
+        assert server.requests()["HEAD"] == before["HEAD"] == 0
+        assert server.requests()["GET"] - before["GET"] == 1, "whether there is one beside the shards"
+        assert list(again) == list(built)
+        server.put("0001.tar", tars.shard("xyz"))
+        assert [sample["__key__"] for sample in hr.TarDataset.index(shards, store=store)][10:13] == ["x", "y", "z"]
+
+
+def test_replaced_and_missing_shards_are_named(folder):
+    hr.TarDataset.index(folder, save=True)
+    (folder / "new.tar").write_bytes(tars.shard("ab"))
+    with pytest.raises(ShardError, match=r"not in the index .*headrace index file:.*new\.tar"):
+        hr.TarDataset.index(folder)
+    (folder / "new.tar").unlink()
+    named = hr.TarDataset.index([folder / "0003.tar", folder / "0001.tar"])
+    assert named._index.path == str(folder / "headrace.index")
+    (folder / "0003.tar").write_bytes(tars.shard("abcd"))
+    with pytest.raises(ShardError, match=r"replaced since .*headrace index .*0003\.tar"):
+        hr.TarDataset.index(folder / "*.tar")
+    with pytest.raises(ObjectChangedError, match=r"0003\.tar"):
+        named[0]  # not listed: the read shows it
+    assert named[10]["__key__"] == "01-000"
+    assert len(hr.TarDataset.index(folder, save=True)) == 54
+    with pytest.raises(ShardError, match="indexed as tar"):
+        hr.LinesDataset.index(folder / "*.tar", index=folder / "headrace.index")
+    with pytest.raises(StoreError, match=r"nothing\.index"):
+        hr.TarDataset.index(folder, index=folder / "nothing.index")
+
+
+def test_shards_of_several_folders_have_one_index(folder, tmp_path):
+    for name in "ab":
+        shutil.copytree(folder, tmp_path / "more" / name)
+    whole = hr.TarDataset.index(tmp_path / "more", save=True)
+    for named in (tmp_path / "more/{a,b}/*.tar", [tmp_path / "more/b/0003.tar", tmp_path / "more/a/0001.tar"]):
+        dataset = pickle.loads(pickle.dumps(hr.TarDataset.index(named)))
+        assert dataset._index.path == str(tmp_path / "more/headrace.index")
+        assert dataset[0] == whole[0 if len(dataset) == 120 else 90]
+        assert len({sample["__url__"] for sample in dataset}) == len(dataset) // 10
+
+
+def test_shards_and_index_can_be_copied_to_another_place(folder, tmp_path):
+    hr.TarDataset.index(folder, save=True)
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    copied = hr.TarDataset.index(tmp_path / "copy")
+    assert copied._index.path == str(tmp_path / "copy/headrace.index")
+    assert copied[17]["__key__"] == "01-007"
+    (folder / "headrace.index").rename(tmp_path / "elsewhere")
+    assert hr.TarDataset.index(folder / "0002.tar", index=tmp_path / "elsewhere")[0]["__key__"] == "02-000"
+
+
+@pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index", 401), ("*.index", 400)])
+def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(key, status):
+    with ObjectServer(numbered(1, 10)) as server:
+        options = {"store": hr.Store(server.url, options=server.store_options)}
+        server.misbehave(Fault("status", key="*.index", status=403))
+        # S3 refuses what does not exist, to those who may not list the bucket.
+        assert len(hr.TarDataset.index(server.url + "/*.tar", **options)) == 10
+        server.misbehave(Fault("status", key=key, status=status))
+        with pytest.raises(StoreError) as failed:
+            hr.TarDataset.index(server.url + "/*.tar", **options)[0]
+        assert failed.value.status == status
+
+
+def test_read_only_store_warns_once():
+    with ObjectServer(numbered(3, 10)) as server:
+        server.misbehave(Fault("status", method="PUT", status=403))
+        options = {"store": hr.Store(server.url, options=server.store_options)}
+        with pytest.warns(RuntimeWarning, match="cannot store the index beside its shards") as warned:
+            dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
+        assert dataset[15]["txt"] == b"text of 01-005"
+        assert len(warned) == 1
+
+
+def test_without_a_cache_folder_the_index_stays_in_memory(folder, tmp_path, monkeypatch):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open/headrace").mkdir()
+    (tmp_path / "open/headrace").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
+    with pytest.warns(RuntimeWarning, match="the index stays in memory"):
+        dataset = hr.TarDataset.index(folder)
+    assert pickle.loads(pickle.dumps(dataset))[59]["__key__"] == "05-009"
+
+
+# The command
+
+
+def killed_after(last, arguments):
+    """Run the command; the process is killed after the write with a number."""
+    put, writes = hr.Store.put, 0
+
+    async def counted(self, key, data):
+        nonlocal writes
+        await put(self, key, data)
+        writes += 1
+        if writes == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hr.Store.put = counted
+    assert main(arguments) == 0
+
+
+def test_a_killed_command_continues_to_the_same_bytes(tmp_path, forks):
+    folder = written(tmp_path / "shards", numbered(40, 3))
+    whole, killed = tmp_path / "whole.index", tmp_path / "killed.index"
+    assert main(["index", str(folder), "--output", str(whole), "--processes", "2"]) == 0
+    arguments = ["index", str(folder / "*.tar"), "--output", str(killed), "--processes", "1"]
+    parts = [0]
+    for last in (1, 3, 5, 40):
+        done = forks.run(functools.partial(killed_after, last, arguments), timeout=60)
+        parts.append(len(list((tmp_path / "killed.index.parts").glob("*.part"))))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not killed.exists()
+    assert parts[:4] == sorted({*parts[:4]}), "each call keeps the parts of those before, and adds some"
+    assert parts[3] < 40
+    assert done.returncode == 0, done.stderr
+    assert killed.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.index", "shards", "whole.index"]
+
+
+def test_parts_of_several_machines_are_joined_and_checked(folder, tmp_path, capsys):
+    whole = list(hr.TarDataset.index(folder))
+    command = ["index", str(folder), "--processes", "1"]
+    for part in ("2/2", "1/2"):
+        assert main([*command, "--part", part]) == 0
+        assert not (folder / "headrace.index").exists()
+    assert main(command) == 0
+    assert "6 shards, 60 samples" in capsys.readouterr().out
+    assert list(hr.TarDataset.index(folder)) == whole
+    assert main([*command, "--check"]) == 0
+    (folder / "0001.tar").unlink()
+    (folder / "0002.tar").write_bytes(tars.shard("a"))
+    (folder / "new.tar").write_bytes(tars.shard("a"))
+    capsys.readouterr()
+    assert main([*command, "--check"]) == 1
+    missing = capsys.readouterr().out.splitlines()
+    assert [name for name in ("0001", "0002", "new") if any(name in line for line in missing)] == [
+        "0001",
+        "0002",
+        "new",
+    ]
+    assert len(missing) == 3
+
+
+def test_an_index_has_the_lengths_that_a_function_gives(tmp_path, capsys):
+    written(tmp_path, {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')})
+    with pytest.raises(ValueError, match="has no lengths"):
+        print(hr.LinesDataset.index(tmp_path).lengths)
+    command = ["index", str(tmp_path), "--processes", "1", "--length"]
+    assert main([*command, "builtins:len"]) == 0
+    assert hr.LinesDataset.index(tmp_path).lengths.tolist() == [3, 2, 0, 5]
+    assert hr.LinesDataset.index(tmp_path / "b.jsonl.gz").lengths.tolist() == [5]
+    assert main([*command, "builtins:nothing"]) == 2
+    assert "--length builtins:nothing" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_format_by_the_endings(tmp_path, capsys):
+    written(tmp_path, {**TEXT, "a.tar": tars.shard("a")})
+    assert main(["index", str(tmp_path)]) == 2
+    assert "shards of tar and lines: give --format" in capsys.readouterr().err
+    assert main(["index", str(tmp_path), "--format", "lines", "--processes", "1"]) == 0
+    assert list(hr.LinesDataset.index(tmp_path)) == list(hr.LinesDataset(tmp_path, shards_in_parallel=1))
+    with pytest.raises(SystemExit):
+        main(["index", str(tmp_path), "--part", "3/2"])

@@ -151,13 +151,7 @@ class DataLoader(TorchDataLoader[T_co]):
         draws_order = sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
         blocks = blocks_of(source) if draws_order else None
         if blocks is not None:
-            sampler = BlockSampler(
-                shown,
-                block_size=blocks.size,
-                blocks_at_once=blocks.at_once,
-                shuffle=bool(shuffle),
-                seed=seed or 0,
-            )
+            sampler = BlockSampler.of(blocks, shown, shuffle=bool(shuffle), seed=seed or 0)
             shuffle = False
         elif draws_order and shuffle and seed is not None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 import headrace as hr
+from headrace._core.order.blocks import BlockOrder
 from tests.datasets import Numbers
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
@@ -175,3 +176,13 @@ def test_exact_sampler_gives_each_sample_once_on_any_number_of_ranks(world_size)
 def test_exact_sampler_cannot_leave_out_samples():
     with pytest.raises(ValueError, match="drop_last=True leaves out samples, and exact=True leaves out none"):
         hr.ElasticSampler(10, drop_last=True, exact=True)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 5), st.booleans())
+def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(sizes, lanes, seed, shuffle):
+    borders = np.cumsum(sizes) - sizes
+    order = BlockOrder(sum(sizes), 1, lanes, seed, 3, shuffle=shuffle, borders=borders)
+    whole = np.concatenate([*order.blocks()])
+    assert sorted(whole.tolist()) == [*range(sum(sizes))]
+    some = np.arange(0, sum(sizes), 3)
+    assert np.concatenate([*order.at(some)]).tolist() == whole[some].tolist()

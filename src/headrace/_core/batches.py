@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
+import numpy as np
 
+from headrace._core.array_types import IntArray
 from headrace._core.failure import Failure, Stage
-
-if TYPE_CHECKING:
-    import torch
-
 
 StreamState = Mapping[str, object] | bytes
 """The position of a stream; pickled, if it comes from another process: most are never read."""
@@ -150,18 +149,45 @@ class SessionStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Any]):
-    """The samples of a batch that are the rows of one tensor: a default collate need not copy them."""
+    """The samples of a batch that are the rows of one tensor or table: a default collate need not copy them.
 
-    tensor: torch.Tensor  # not shared
+    A sample of a `pyarrow.Table` is a table of one row.
+    """
+
+    whole: Any  # a tensor that is not shared, or a `pyarrow.Table`
 
     def __len__(self) -> int:
-        return len(self.tensor)
+        return len(self.whole)
 
     def __getitem__(self, position: Any) -> Any:
-        return self.tensor[position]
+        if not self.is_table:
+            return self.whole[position]
+        if isinstance(position, slice):
+            return Rows(take_rows(self.whole, np.arange(len(self.whole))[position]))
+        return self.whole.slice(range(len(self.whole))[position], 1)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.tensor.unbind(0))
+        return map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
+
+    @property
+    def is_table(self) -> bool:
+        return is_table(self.whole)
+
+
+def is_table(sample: object) -> bool:
+    """Whether an object is a `pyarrow.Table`; does not import pyarrow."""
+    pyarrow = sys.modules.get("pyarrow")
+    return pyarrow is not None and isinstance(sample, pyarrow.Table)
+
+
+def take_rows(table: Any, rows: IntArray) -> Any:
+    """Copy rows of a table. A slice would keep the whole table alive, and be pickled with all of it."""
+    import pyarrow
+
+    try:
+        return table.take(rows)
+    except pyarrow.ArrowNotImplementedError:  # views of strings
+        return pyarrow.concat_tables([table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)])
 
 
 class RawBatch(NamedTuple):

@@ -101,7 +101,7 @@ class Assembler:
             return None
         if self.batched:
             if type(samples) is Rows and is_default(self.collate):
-                return HostBatch(raw.plan, samples.tensor, len(samples), end=raw.end)
+                return HostBatch(raw.plan, samples.whole, len(samples), end=raw.end)
             if self.collate not in (list, tuple) or any(isinstance(sample, Failure) for sample in samples):
                 return None
             return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)

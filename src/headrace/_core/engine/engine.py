@@ -15,7 +15,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import TRUST, AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
+from headrace._core.engine.fetch import BatchFetch, BlockFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, SessionSteps
@@ -40,7 +40,7 @@ from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.epochs import session_epoch, session_seed
-from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -125,6 +125,11 @@ class Engine:
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
+        if can.agets and reads_whole_blocks(dataset):
+            given = options["concurrency"]
+            if given == "auto":
+                return BlockFetch(context, dataset, max(1, config.look_ahead // config.engines))
+            return BlockFetch(context, dataset, 1, given)
         by_batches = config.assembler.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
         if options["concurrency"] != "auto":

@@ -78,7 +78,8 @@ COMPUTED = (
 )
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = (
-    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "max_tokens", "window",
+    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "blocks",
+    "max_tokens", "window",
 )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ class EpochOrder:
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
-        values = {name: getattr(part, name) for name in names if hasattr(part, name)}
+        values = {name: getattr(part, name) for name in names if getattr(part, name, "") != ""}
         found = [
             f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()
         ]

@@ -77,7 +77,7 @@ class AsyncDataset(Dataset[T_co]):
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched concurrently; torch's loader calls this for a batch."""
         source, functions = plan(self)
-        samples = background_loop().run(fetch_all(source, indices))
+        samples: Sequence[Any] = background_loop().run(fetch_all(source, indices))
         return [apply_functions(functions, each) for each in samples]
 
 
@@ -179,7 +179,7 @@ class RangedDataset(AsyncDataset[T_co]):
         number, start, stop = self.range(index)
         return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
 
-    async def agets(self, indices: Sequence[Any]) -> list[T_co]:
+    async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
         """Fetch the samples at `indices`, in order; those near each other by one request."""
         if not capabilities(self).ranges:
             return list(await asyncio.gather(*map(self.aget, indices)))
@@ -244,7 +244,15 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         found = [blocks for source in self.sources if (blocks := blocks_of(source)) is not None]
         if len(found) < len(self.sources):
             return None
-        return Blocks(min(blocks.size for blocks in found), min(blocks.at_once for blocks in found))
+        at_once = min(blocks.at_once for blocks in found)
+        if all(blocks.borders is None for blocks in found):
+            return Blocks(min(blocks.size for blocks in found), at_once)
+        lengths = [len(source) for source in self.sources]
+        firsts = [blocks.firsts(length) for blocks, length in zip(found, lengths, strict=True)]
+        counts = [np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)]
+        content = " ".join(blocks.content for blocks in found)
+        joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
+        return joined._replace(at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found))
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
@@ -280,14 +288,17 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         sample = await self.sources[part].aget(inner)
         return (part, sample) if self.numbered else sample
 
-    async def agets(self, indices: Sequence[object]) -> list[object]:
+    async def agets(self, indices: Sequence[object]) -> Sequence[object]:
         samples: list[object] = [None] * len(indices)
 
         async def fetch(part: int, slots: Sequence[int], inner: list[object]) -> None:
             for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
                 samples[slot] = (part, sample) if self.numbered else sample
 
-        await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
+        parts = self._by_part(indices)
+        if len(parts) == 1 and not self.numbered:
+            return await fetch_all(self.sources[parts[0][0]], parts[0][2])
+        await asyncio.gather(*itertools.starmap(fetch, parts))
         return samples
 
     def sample_key(self, index: object) -> str | None:

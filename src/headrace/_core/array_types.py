@@ -1,8 +1,9 @@
-"""Types of NumPy arrays, for annotations."""
+"""Types of NumPy arrays for annotations, and the indices of a batch as an array."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,3 +12,51 @@ IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
 AnyArray: TypeAlias = NDArray[Any]
 AnyDType: TypeAlias = np.dtype[np.generic]
+
+
+class Indices(Sequence[int]):
+    """The indices of a batch of a computed order: integers, kept as an array."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: IntArray) -> None:
+        self.array = array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Indices, (self.array,)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[int]: ...
+    def __getitem__(self, position: int | slice) -> int | list[int]:
+        found: int | list[int] = self.array[position].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+COMPUTED_INDICES = (range, Indices)
+"""Types of the indices of a batch of a computed order."""
+
+
+def index_array(indices: Sequence[Any] | AnyArray) -> AnyArray:
+    """The indices as an array, without a copy if they are one."""
+    if isinstance(indices, range):
+        return np.arange(indices.start, indices.stop, indices.step)
+    return indices.array if isinstance(indices, Indices) else np.asarray(indices)
+
+
+def join_indices(parts: Sequence[Sequence[Any] | AnyArray]) -> Any:
+    """The indices of all parts, one after the other: an array as `Indices`; a single part as it is."""
+    if len(parts) > 1:
+        return Indices(np.concatenate([*map(index_array, parts)]))
+    (part,) = parts
+    return Indices(part) if isinstance(part, np.ndarray) else part

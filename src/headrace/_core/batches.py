@@ -15,9 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
-import numpy as np
 
-from headrace._core.array_types import IntArray
+from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.failure import Failure, Stage
 
 StreamState = Mapping[str, object] | bytes
@@ -66,7 +65,7 @@ class BatchPlan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it holds no object of the user's: its indices are numbers, strings or None."""
-        return _PLAIN.issuperset(map(type, self.indices))
+        return isinstance(self.indices, COMPUTED_INDICES) or _PLAIN.issuperset(map(type, self.indices))
 
 
 _PLAIN = frozenset({int, str, type(None)})
@@ -160,11 +159,10 @@ class Rows(Sequence[Any]):
         return len(self.whole)
 
     def __getitem__(self, position: Any) -> Any:
-        if not self.is_table:
-            return self.whole[position]
-        if isinstance(position, slice):
-            return Rows(take_rows(self.whole, np.arange(len(self.whole))[position]))
-        return self.whole.slice(range(len(self.whole))[position], 1)
+        rows = range(len(self.whole))[position]
+        if isinstance(rows, int):
+            return self.whole.slice(rows, 1) if self.is_table else self.whole[rows]
+        return Rows(self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position])
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
@@ -178,16 +176,6 @@ def is_table(sample: object) -> bool:
     """Whether an object is a `pyarrow.Table`; does not import pyarrow."""
     pyarrow = sys.modules.get("pyarrow")
     return pyarrow is not None and isinstance(sample, pyarrow.Table)
-
-
-def take_rows(table: Any, rows: IntArray) -> Any:
-    """Copy rows of a table. A slice would keep the whole table alive, and be pickled with all of it."""
-    import pyarrow
-
-    try:
-        return table.take(rows)
-    except pyarrow.ArrowNotImplementedError:  # views of strings
-        return pyarrow.concat_tables([table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)])
 
 
 class RawBatch(NamedTuple):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace._core.array_types import IntArray
-from headrace._core.batches import Rows, take_rows
+from headrace._core.batches import Rows
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
 from headrace._core.shards.tables import (
@@ -133,18 +133,29 @@ class TableDataset(IndexedShards[Any]):
     async def agets(self, indices: Sequence[int]) -> Sequence[Any]:
         """Read rows, in order; the row groups that are not in memory all at once."""
         numbers, rows, _ = self._rows(indices)
-        order = np.argsort(numbers, kind="stable")
-        wanted, begins = np.unique(numbers[order], return_index=True)
-        own_rows = np.split(rows[order], begins[1:])
-        missing = [number for number in wanted.tolist() if self._unpacked.peek(number) is None]
-        read = dict(zip(missing, await map_all(self._load, missing), strict=True))
+        order = None if bool((np.diff(numbers) >= 0).all()) else np.argsort(numbers, kind="stable")
+        if order is not None:
+            numbers, rows = numbers[order], rows[order]
+        wanted, begins = np.unique(numbers, return_index=True)
+        own_rows = np.split(rows, begins[1:])
+        read = await self._tables(wanted.tolist())
         parts = []
         for number, own in zip(wanted.tolist(), own_rows, strict=False):  # of no index there is one empty part
-            table = read[number] if number in read else await self._load(number)
-            parts.append((self._groups[number], table, self._passing[number][own] if self._passing else own))
-        make: Callable[[Sequence[_Part], IntArray], Sequence[Any]]
-        make = _as_table if self._format == "arrow" else _as_rows
-        return await asyncio.to_thread(make, parts, order)
+            parts.append(
+                _Part(self._groups[number], read[number], self._passing[number][own] if self._passing else own)
+            )
+        if self._format == "rows":
+            return await asyncio.to_thread(_as_rows, parts, order)
+        if order is None and all(part.is_slice for part in parts):
+            return _as_table(parts, None)  # without a copy: a thread would take longer
+        return await asyncio.to_thread(_as_table, parts, order)
+
+    async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """The tables of row groups; each is read and decoded once for all that wait."""
+        found = {number: self._unpacked.peek(number) for number in numbers}
+        missing = [number for number in numbers if found[number] is None]
+        found.update(zip(missing, await map_all(self._load, missing), strict=True))
+        return found
 
     async def _load(self, number: int) -> Any:
         """The table of a row group, read and decoded once for all that wait."""
@@ -219,34 +230,62 @@ async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
     return await asyncio.to_thread(passing_rows, table, filters)
 
 
-_Part = tuple[RowGroup, Any, IntArray]
-"""A row group, its table, and the wanted rows in it."""
+class _Part(NamedTuple):
+    """Some rows of a row group."""
+
+    group: RowGroup
+    table: Any  # all its rows
+    rows: IntArray  # numbers of the wanted ones
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the rows follow each other."""
+        rows = self.rows
+        return len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+
+    def take(self) -> Any:
+        """The rows as a table; without a copy if they follow each other."""
+        return self.table.slice(int(self.rows[0]), len(self.rows)) if self.is_slice else _take(self.table, self.rows)
 
 
-def _as_table(parts: Sequence[_Part], order: IntArray) -> Rows:
-    """The rows of several row groups as one table, of which row n is at place ``order[n]`` of what is asked for."""
+def _take(table: Any, rows: IntArray) -> Any:
+    """Copy rows of a table."""
     import pyarrow
 
-    taken = [take_rows(table, rows) for _, table, rows in parts]
-    if len(taken) == 1:  # in order, as `order` is
-        return Rows(taken[0])
-    return Rows(take_rows(pyarrow.concat_tables(taken).combine_chunks(), np.argsort(order)))
+    try:
+        return table.take(rows)
+    except pyarrow.ArrowNotImplementedError:  # views of strings
+        return pyarrow.concat_tables([table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)])
 
 
-def _as_rows(parts: Sequence[_Part], order: IntArray) -> list[Any]:
-    """The rows of several row groups as Python objects."""
-    samples: list[Any] = [None] * len(order)
-    slots = iter(order.tolist())
-    for group, table, rows in parts:
-        neighbours = len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
-        taken = table.slice(int(rows[0]), len(rows)) if neighbours else take_rows(table, rows)
+def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
+    """The rows of several row groups as one table.
+
+    Args:
+        parts: the rows.
+        order: row n is at place ``order[n]`` of what is asked for; None if the rows are in order.
+    """
+    import pyarrow
+
+    taken = [part.take() for part in parts]
+    table = taken[0] if len(taken) == 1 else pyarrow.concat_tables(taken)
+    return Rows(table if order is None else _take(table.combine_chunks(), np.argsort(order)))
+
+
+def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:
+    """The rows of several row groups as Python objects; arguments as of `_as_table`."""
+    made: list[Any] = []
+    for part in parts:
         try:
-            made = taken.to_pylist()
+            made += part.take().to_pylist()
         except Exception as error:  # OverflowError, UnicodeDecodeError and others
             cause = f"{type(error).__name__}: {error}"
-            which = f"row {rows[0]:,} of it" if len(rows) == 1 else "some of its rows"
+            which = f"row {part.rows[0]:,} of it" if len(part.rows) == 1 else "some of its rows"
             what = f"{which} cannot be converted to Python objects; read it with format='arrow': {cause}"
-            raise group.error(what) from None
-        for sample in made:
-            samples[next(slots)] = sample
+            raise part.group.error(what) from None
+    if order is None:
+        return made
+    samples: list[Any] = [None] * len(order)
+    for slot, sample in zip(order.tolist(), made, strict=True):
+        samples[slot] = sample
     return samples

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace._core.array_types import join_indices
 from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.hedging import HedgedRequests, Spawn
@@ -366,9 +367,10 @@ class BlockFetch(FetcherPool):
 
     async def _fetch(self, batches: Sequence[PartialBatch]) -> None:
         began = time.perf_counter()
-        indices = [index for batch in batches for index in batch.plan.indices]
+        indices: Sequence[Any] = ()
         try:
-            samples = await self._dataset.agets(indices) if indices else []
+            indices = join_indices([batch.plan.indices for batch in batches])
+            samples = await self._dataset.agets(indices) if indices else ()
             if len(samples) != len(indices):
                 raise ValueError(f"agets returned {len(samples)} samples for {len(indices)} indices")
         except BaseException:  # user code, or corrupt data
@@ -385,7 +387,7 @@ class BlockFetch(FetcherPool):
             stop = start + batch.missing
             self._deliver(batch, samples[start:stop] if len(batches) > 1 else samples)
             start = stop
-            await asyncio.sleep(0)  # other tasks get a turn
+        await asyncio.sleep(0)  # other tasks get a turn
 
     async def _fetch_singly(self, batch: PartialBatch) -> None:
         indices = batch.plan.indices

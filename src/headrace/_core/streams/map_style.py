@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.array_types import IntArray
+from headrace._core.array_types import IntArray, index_array
 from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
@@ -189,7 +189,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
 def positions(indices: Sequence[Any], length: int) -> IntArray:
     """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
-    found = np.asarray(indices)
+    found = index_array(indices)
     if found.dtype.kind not in "iu":
         if len(found):
             raise TypeError(f"indices must be whole numbers, but got {indices[0]!r}")

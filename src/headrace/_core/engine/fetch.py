@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,12 +336,11 @@ class BlockFetch(FetcherPool):
     def __init__(self, context: FetchContext, dataset: Any, calls: int, samples: int = JOINED_SAMPLES) -> None:
         super().__init__(context, dataset, calls)
         self._most_samples = samples
-        self._waiting: deque[PartialBatch] = deque()
+        self._waiting: deque[BatchPlan] = deque()
         self._first = True
 
     def admit(self, plan: BatchPlan) -> None:
-        batch = self._partial[plan.number] = PartialBatch(plan)
-        self._waiting.append(batch)
+        self._waiting.append(plan)
         self._fetch_soon()
 
     def _fetch_soon(self) -> None:
@@ -351,54 +350,54 @@ class BlockFetch(FetcherPool):
     def requester(self) -> Any:
         return operator.call
 
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        return plan.indices
+
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size * len(plan.indices)
 
     async def _fetch_waiting(self) -> None:
         """Fetch the batches that wait; the first one alone, since joined it would be complete when the others are."""
-        batches: list[PartialBatch] = []
+        plans: list[BatchPlan] = []
         left = 1 if self._first else self._most_samples
-        while self._waiting and (not batches or left >= len(self._waiting[0].plan.indices)):
-            left -= len(self._waiting[0].plan.indices)
-            batches.append(self._waiting.popleft())
+        while self._waiting and (not plans or left >= len(self._waiting[0].indices)):
+            left -= len(self._waiting[0].indices)
+            plans.append(self._waiting.popleft())
         self._fetch_soon()
-        if batches:
+        if plans:
             self._first = False
-            await self._fetch(batches)
+            await self._fetch(plans)
 
-    async def _fetch(self, batches: Sequence[PartialBatch]) -> None:
+    async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()
-        indices: Sequence[Any] = ()
         try:
-            indices = join_indices([batch.plan.indices for batch in batches])
+            indices = join_indices([plan.indices for plan in plans])
             samples = await self._dataset.agets(indices) if indices else ()
             if len(samples) != len(indices):
                 raise ValueError(f"agets returned {len(samples)} samples for {len(indices)} indices")
         except BaseException:  # user code, or corrupt data
             if self.context.stopping:
                 raise
-            for batch in batches:
-                await self._fetch_singly(batch)
+            for plan in plans:
+                await self._fetch_singly(plan)
             return
         if self.context.recorder is not None:
-            self.context.recorder.add(batches[0].plan.number, 0, began)
-        self.context.deliver(*self._divided(batches, samples, began))
+            self.context.recorder.add(plans[0].number, 0, began)
+        seconds = time.perf_counter() - began
+        fetched, start = [], 0
+        for plan in plans:
+            stop = start + len(plan.indices)
+            own = samples[start:stop] if len(plans) > 1 else samples
+            fetched.append(RawBatch(plan, own, began=began, fetch_seconds=seconds))
+            start = stop
+        self.context.deliver(*fetched)
         await asyncio.sleep(0)  # other tasks get a turn
 
-    def _divided(self, batches: Sequence[PartialBatch], samples: Sequence[Any], began: float) -> Iterator[RawBatch]:
-        seconds, start = time.perf_counter() - began, 0
-        for batch in batches:
-            del self._partial[batch.plan.number]
-            stop = start + batch.missing
-            own = samples[start:stop] if len(batches) > 1 else samples
-            yield RawBatch(batch.plan, own, began=began, fetch_seconds=seconds)
-            start = stop
-
-    async def _fetch_singly(self, batch: PartialBatch) -> None:
-        indices = batch.plan.indices
-        found = await asyncio.gather(*map(self._dataset.aget, indices), return_exceptions=True)
+    async def _fetch_singly(self, plan: BatchPlan) -> None:
+        found = await asyncio.gather(*map(self._dataset.aget, plan.indices), return_exceptions=True)
         if self.context.stopping:
             return
+        batch = PartialBatch(plan)
         samples = [
             self.on_error(sample, batch, slot) if isinstance(sample, BaseException) else sample
             for slot, sample in enumerate(found)

@@ -133,7 +133,8 @@ class TableDataset(IndexedShards[Any]):
     async def agets(self, indices: Sequence[int]) -> Sequence[Any]:
         """Read rows, in order; the row groups that are not in memory all at once."""
         numbers, rows, _ = self._rows(indices)
-        order = None if bool((np.diff(numbers) >= 0).all()) else np.argsort(numbers, kind="stable")
+        kind = np.uint16 if len(self._groups) <= 1 << 16 else np.int64  # a sixth of the time
+        order = None if bool((np.diff(numbers) >= 0).all()) else np.argsort(numbers.astype(kind), kind="stable")
         if order is not None:
             numbers, rows = numbers[order], rows[order]
         wanted, begins = np.unique(numbers, return_index=True)
@@ -269,7 +270,11 @@ def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
 
     taken = [part.take() for part in parts]
     table = taken[0] if len(taken) == 1 else pyarrow.concat_tables(taken)
-    return Rows(table if order is None else _take(table.combine_chunks(), np.argsort(order)))
+    if order is None:
+        return Rows(table)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return Rows(_take(table.combine_chunks(), places))
 
 
 def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:

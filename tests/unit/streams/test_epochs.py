@@ -76,57 +76,6 @@ WRAPPERS = {
 
 IN_PROCESSES = ["own set_epoch", "held under split", "generator", "torch's kind around own"]
 
-SIZES = (5, 13, 1, 30, 7, 8)
-
-
-@pytest.fixture
-def rank_of_two(tmp_path, as_rank):
-    """The folder of six files of unequal lengths, of which this rank reads three others in each epoch."""
-    as_rank(0, 2)
-    for number, size in enumerate(SIZES):
-        (tmp_path / f"{number}.jsonl").write_text("".join(f"{row}\n" for row in range(size)))
-    return tmp_path
-
-
-def rows(folder):
-    return hr.LinesDataset(folder, shuffle=True).map(str)
-
-
-LENGTHS = [22, 10, 13, 11, 25, 10]  # batches of two, by epoch
-
-
-@pytest.mark.skip(reason="only streams of row groups had a length for each epoch; they are gone")
-def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two):
-    with hr.DataLoader(rows(rank_of_two), 2) as loader:
-        assert [(len(loader), len(list(loader))) for _ in LENGTHS] == [(length, length) for length in LENGTHS]
-
-
-@pytest.mark.skip(reason="only streams of row groups had a length for each epoch; they are gone")
-def test_length_while_an_iteration_is_under_way_is_that_of_its_epoch(rank_of_two):
-    with hr.DataLoader(rows(rank_of_two), 2) as loader:
-        loader.set_epoch(2)
-        assert len(loader) == LENGTHS[2]
-        batches = iter(loader)
-        next(batches)
-        assert len(loader) == len(batches) == LENGTHS[2]
-        loader.set_epoch(4)  # of the next one
-        assert len(loader) == LENGTHS[2]
-        del batches
-        assert len(loader) == LENGTHS[4]
-
-
-@pytest.mark.skip(reason="only streams of row groups had a length for each epoch; they are gone")
-def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoch_begun_last(rank_of_two):
-    class Translated(OwnSetEpoch):
-        def __len__(self):
-            return len(self.inner)
-
-    with hr.DataLoader(Translated(rows(rank_of_two)), 2) as loader:
-        for _ in LENGTHS:
-            given = len(list(loader))
-            assert len(loader) == given
-
-
 def epochs_of(loader, count=3):
     return [torch.cat(list(loader)).tolist() for _ in range(count)]
 

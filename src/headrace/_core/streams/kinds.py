@@ -242,13 +242,6 @@ def given_rank(stream: Any) -> RankInfo | None:
     return None if found is None else RankInfo(found.index, found.count, "the dataset")
 
 
-def translates_epochs(dataset: Any) -> bool:
-    """Whether a class of the user's has a `set_epoch`, so that streams in it may get other epochs than the loader's."""
-    methods = (getattr(part, "set_epoch", None) for part in walk_datasets(dataset))
-    modules = (getattr(method, "__module__", "") for method in methods if method is not None)
-    return not all(str(module).startswith(("headrace.", "torch.")) for module in modules)
-
-
 def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None) -> None:
     """Call `set_epoch` of a dataset or sampler, which passes it on; if it has none, of those in its attributes.
 

@@ -43,8 +43,7 @@ from headrace._core.order.restore import (
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
-from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
-from headrace._core.streams.epochs import session_seed
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter

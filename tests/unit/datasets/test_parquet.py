@@ -212,6 +212,14 @@ def test_batch_of_tables_is_one_table(server, options):
         assert {len(table) for table in loader} == {1}
 
 
+def test_batches_in_order_are_slices_of_one_row_group_without_a_copy(server):
+    with hr.DataLoader(opened(server, format="arrow"), 16) as loader:
+        tables = list(loader)
+    chunks = [chunk for table in tables for chunk in table["id"].chunks]
+    assert len(chunks) == 19 + 10, "a part of each row group: batches begin at one of the 11 other borders"
+    assert len({chunk.buffers()[1].address for chunk in chunks}) == 12
+
+
 @pytest.mark.parametrize("format", ["rows", "arrow"])
 def test_corrupt_row_group_and_changed_file_are_errors_of_their_rows_alone(server, format):
     dataset = opened(server, format=format)

@@ -76,6 +76,7 @@ WRAPPERS = {
 
 IN_PROCESSES = ["own set_epoch", "held under split", "generator", "torch's kind around own"]
 
+
 def epochs_of(loader, count=3):
     return [torch.cat(list(loader)).tolist() for _ in range(count)]
 

@@ -19,7 +19,7 @@ from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.streams.kinds import Blocks
 from headrace._core.text import warn_user, whole_number
 
-IN_ORDER = 8  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
+IN_ORDER = 16  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
 
 
 Piece = range | IntArray

@@ -120,9 +120,11 @@ def capabilities(dataset: object) -> Capabilities:
     return found
 
 
-def joins_requests(dataset: object) -> bool:
-    """Whether one request serves several samples, so that many are to be planned together."""
-    return capabilities(dataset).ranges or reads_whole_blocks(dataset)
+def joined_part(dataset: object) -> float:
+    """The part of the look-ahead that is planned at once, since a request serves several samples; 0 if none does."""
+    if reads_whole_blocks(dataset):
+        return 1 / 8
+    return 0.5 if capabilities(dataset).ranges else 0
 
 
 def capabilities_by_methods(dataset: object) -> Capabilities:

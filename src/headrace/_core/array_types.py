@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from itertools import pairwise
+from typing import Any, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,11 @@ def index_array(indices: Sequence[Any] | AnyArray) -> AnyArray:
 
 
 def join_indices(parts: Sequence[Sequence[Any] | AnyArray]) -> Any:
-    """The indices of all parts, one after the other: an array as `Indices`; a single part as it is."""
+    """The indices of all parts, one after the other: one range, or an array as `Indices`; a single part as it is."""
+    if all(isinstance(part, range) and part.step == 1 for part in parts):
+        ranges = cast("Sequence[range]", parts)
+        if all(one.stop == following.start for one, following in pairwise(ranges)):
+            return range(ranges[0].start, ranges[-1].stop)
     if len(parts) > 1:
         return Indices(np.concatenate([*map(index_array, parts)]))
     (part,) = parts

@@ -132,24 +132,47 @@ class TableDataset(IndexedShards[Any]):
 
     async def agets(self, indices: Sequence[int]) -> Sequence[Any]:
         """Read rows, in order; the row groups that are not in memory all at once."""
-        numbers, rows, _ = self._rows(indices)
-        kind = np.uint16 if len(self._groups) <= 1 << 16 else np.int64  # a sixth of the time
-        order = None if bool((np.diff(numbers) >= 0).all()) else np.argsort(numbers.astype(kind), kind="stable")
-        if order is not None:
-            numbers, rows = numbers[order], rows[order]
-        wanted, begins = np.unique(numbers, return_index=True)
-        own_rows = np.split(rows, begins[1:])
-        read = await self._tables(wanted.tolist())
-        parts = []
-        for number, own in zip(wanted.tolist(), own_rows, strict=False):  # of no index there is one empty part
-            parts.append(
-                _Part(self._groups[number], read[number], self._passing[number][own] if self._passing else own)
-            )
+        order: IntArray | None = None
+        if isinstance(indices, range) and len(indices) and indices.start >= 0 and indices.step == 1:
+            wanted = self._neighbours(indices)
+        else:
+            wanted, order = self._by_group(indices)
+        read = await self._tables([number for number, _ in wanted])
+        parts = [_Part(self._groups[number], read[number], self._passed(number, rows)) for number, rows in wanted]
         if self._format == "rows":
             return await asyncio.to_thread(_as_rows, parts, order)
         if order is None and all(part.is_slice for part in parts):
             return _as_table(parts, None)  # without a copy: a thread would take longer
         return await asyncio.to_thread(_as_table, parts, order)
+
+    def _neighbours(self, indices: range) -> list[_Wanted]:
+        """The rows of each row group for indices that follow each other."""
+        left, wanted = len(indices), list[_Wanted]()
+        number, row = self.locate(indices.start)
+        self.locate(indices.stop - 1)  # or an IndexError
+        while left > 0:
+            rows = range(row, min(row + left, int(self._ends[number] - self._firsts[number])))
+            wanted.append((number, rows))
+            number, row, left = number + 1, 0, left - len(rows)
+        return wanted
+
+    def _by_group(self, indices: Sequence[int]) -> tuple[list[_Wanted], IntArray | None]:
+        """The rows of each row group, and the place of each row in `indices`; None if they are in order."""
+        numbers, rows, _ = self._rows(indices)
+        order = None
+        if bool((np.diff(numbers) < 0).any()):
+            kind = np.uint16 if len(self._groups) <= 1 << 16 else np.int64  # a sixth of the time
+            order = np.argsort(numbers.astype(kind), kind="stable")
+            numbers, rows = numbers[order], rows[order]
+        wanted, begins = np.unique(numbers, return_index=True)
+        # Of no index there is one empty part.
+        return [*zip(wanted.tolist(), np.split(rows, begins[1:]), strict=False)], order
+
+    def _passed(self, number: int, rows: _Rows) -> _Rows:
+        """The numbers of rows in a row group, of those that pass the filter."""
+        if not self._passing:
+            return rows
+        return self._passing[number][rows.start : rows.stop] if isinstance(rows, range) else self._passing[number][rows]
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The tables of row groups; each is read and decoded once for all that wait."""
@@ -226,6 +249,11 @@ class ParquetDataset(TableDataset):
         return opened([*found], read_footer, on_error=on_error)
 
 
+_Rows = range | IntArray | NDArray[np.uint32]
+_Wanted = tuple[int, _Rows]
+"""The number of a row group, and rows in it."""
+
+
 async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
     table = await group.load()
     return await asyncio.to_thread(passing_rows, table, filters)
@@ -236,20 +264,22 @@ class _Part(NamedTuple):
 
     group: RowGroup
     table: Any  # all its rows
-    rows: IntArray  # numbers of the wanted ones
+    rows: _Rows  # numbers of the wanted ones
 
     @property
     def is_slice(self) -> bool:
         """Whether the rows follow each other."""
         rows = self.rows
-        return len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+        if isinstance(rows, range):
+            return True
+        return len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
 
     def take(self) -> Any:
         """The rows as a table; without a copy if they follow each other."""
         return self.table.slice(int(self.rows[0]), len(self.rows)) if self.is_slice else _take(self.table, self.rows)
 
 
-def _take(table: Any, rows: IntArray) -> Any:
+def _take(table: Any, rows: Any) -> Any:
     """Copy rows of a table."""
     import pyarrow
 

@@ -45,7 +45,7 @@ class Prefetcher:
     plans: Iterator[BatchPlan]  # runs the user's sampler
     admit: Callable[[list[BatchPlan]], None]  # sends plans to the engine
     ahead: LookAheadSize | None  # None to plan one batch at a time
-    # Plans always go in groups of this part of the look-ahead, also after a stall: requests are joined. 0 for no groups.
+    # Plans always go in groups of this part of the look-ahead, also after a stall, to join requests. 0 for no groups.
     group: float = 0
     free: float = math.inf  # number of plans that may be drawn at any time
     by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed

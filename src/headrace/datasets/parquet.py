@@ -36,6 +36,7 @@ from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ParquetDataset", "TableDataset"]
 
+_FEW = 16  # rows that are converted on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file whose filter columns are read at the same time
 # Of rows an eighth of the row groups side by side is planned ahead: as Python objects they take five times the memory.
 _AHEAD = {"rows": 8, "arrow": 1}
@@ -139,11 +140,12 @@ class TableDataset(IndexedShards[Any]):
             wanted, order = self._by_group(indices)
         read = await self._tables([number for number, _ in wanted])
         parts = [_Part(self._groups[number], read[number], self._passed(number, rows)) for number, rows in wanted]
-        if self._format == "rows":
-            return await asyncio.to_thread(_as_rows, parts, order)
-        if order is None and all(part.is_slice for part in parts):
-            return _as_table(parts, None)  # without a copy: a thread would take longer
-        return await asyncio.to_thread(_as_table, parts, order)
+        make: Callable[[Sequence[_Part], IntArray | None], Sequence[Any]]
+        make = _as_table if self._format == "arrow" else _as_rows
+        # A thread would take longer for few rows, and for slices, which are not copied.
+        if len(indices) <= _FEW or (make is _as_table and order is None and all(part.is_slice for part in parts)):
+            return make(parts, order)
+        return await asyncio.to_thread(make, parts, order)
 
     def _neighbours(self, indices: range) -> list[_Wanted]:
         """The rows of each row group for indices that follow each other."""
@@ -176,10 +178,9 @@ class TableDataset(IndexedShards[Any]):
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The tables of row groups; each is read and decoded once for all that wait."""
-        found = {number: self._unpacked.peek(number) for number in numbers}
-        missing = [number for number in numbers if found[number] is None]
-        found.update(zip(missing, await map_all(self._load, missing), strict=True))
-        return found
+        missing = [number for number in numbers if self._unpacked.peek(number) is None]
+        read = dict(zip(missing, await map_all(self._load, missing), strict=True))
+        return {number: read[number] if number in read else await self._load(number) for number in numbers}
 
     async def _load(self, number: int) -> Any:
         """The table of a row group, read and decoded once for all that wait."""
@@ -217,7 +218,8 @@ class ParquetDataset(TableDataset):
             of row groups that have no such rows by their statistics; as in pyarrow, these leave out NaN, which only a
             negation would let pass. The numbers of the rows that pass are kept, 4 bytes each.
         format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` of one row. A batch of a loader reaches
-            `collate_fn` as one table, and without a `collate_fn` the batch is this table.
+            `collate_fn` as one table, and without a `collate_fn` the batch is this table. In the order of the dataset
+            the table is a slice of its row group, which stays in memory as long as the batch.
         unpacked_bytes: bytes of decoded row groups that each process keeps.
         on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``: left out,
             with one warning. Failed requests, and columns that files do not share, are errors always.

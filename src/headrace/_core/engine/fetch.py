@@ -326,7 +326,8 @@ class BlockFetch(FetcherPool):
     """Fetches from a dataset that reads whole blocks, as row groups: batches that wait together by one call of `agets`.
 
     A block is read once for all samples that wait for it, so a call costs little, and all planned batches may be in
-    calls. If a call fails, the samples of each batch are fetched singly, and each error names its sample.
+    calls. If a call fails, each batch is fetched by itself. If that fails too, the samples of the batch are fetched
+    singly, so that each error names its sample.
 
     Args:
         calls: number of calls in flight.
@@ -378,8 +379,11 @@ class BlockFetch(FetcherPool):
         except BaseException:  # user code, or corrupt data
             if self.context.stopping:
                 raise
+            if len(plans) == 1:
+                await self._fetch_singly(plans[0])
+                return
             for plan in plans:
-                await self._fetch_singly(plan)
+                await self._fetch([plan])
             return
         if self.context.recorder is not None:
             self.context.recorder.add(plans[0].number, 0, began)

@@ -20,12 +20,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace._core.array_types import join_indices
 from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.map_style import positions
+from headrace.errors import ShardError
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
@@ -326,8 +330,8 @@ class BlockFetch(FetcherPool):
     """Fetches from a dataset that reads whole blocks, as row groups: batches that wait together by one call of `agets`.
 
     A block is read once for all samples that wait for it, so a call costs little, and all planned batches may be in
-    calls. If a call fails, each batch is fetched by itself. If that fails too, the samples of the batch are fetched
-    singly, so that each error names its sample.
+    calls. If a call fails, each batch is fetched by itself. If that fails too, so are its samples of each block, and
+    then single samples, so that each error names its sample.
 
     Args:
         calls: number of calls in flight.
@@ -398,12 +402,28 @@ class BlockFetch(FetcherPool):
         await asyncio.sleep(0)  # other tasks get a turn
 
     async def _fetch_singly(self, plan: BatchPlan) -> None:
-        found = await asyncio.gather(*map(self._dataset.aget, plan.indices), return_exceptions=True)
-        if self.context.stopping:
-            return
+        """Fetch the samples of each block by themselves, and singly if that fails and the block can be read."""
         batch = PartialBatch(plan)
-        samples = [
-            self.on_error(sample, batch, slot) if isinstance(sample, BaseException) else sample
-            for slot, sample in enumerate(found)
-        ]
-        self._deliver(batch, samples)
+        for slots in self._by_block(plan.indices):
+            indices = [plan.indices[slot] for slot in slots]
+            try:
+                found = [*await self._dataset.agets(indices)]
+            except BaseException as error:  # user code, or corrupt data
+                found = [error] * len(slots)
+                if not (isinstance(error, ShardError) and error.of_block) and not self.context.stopping:
+                    found = await asyncio.gather(*map(self._dataset.aget, indices), return_exceptions=True)
+            if self.context.stopping:
+                return
+            for slot, sample in zip(slots, found, strict=True):
+                failed = isinstance(sample, BaseException)
+                batch.samples[slot] = self.on_error(sample, batch, slot) if failed else sample
+        self._make(batch)
+
+    def _by_block(self, indices: Sequence[Any]) -> list[list[int]]:
+        """The slots of the samples of each block; each slot by itself if an index is wrong."""
+        try:
+            places = positions(indices, len(self._dataset))
+        except Exception:
+            return [[slot] for slot in range(len(indices))]
+        numbers = np.searchsorted(self._dataset.blocks.borders, places, side="right")
+        return [np.flatnonzero(numbers == number).tolist() for number in np.unique(numbers)]

@@ -105,8 +105,8 @@ def headrace_tar(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
 def headrace_parquet(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
-    dataset = hr.ParquetDataset(str(folder), columns=["image"], format="arrow", table_rows=BATCH)
-    with hr.DataLoader(dataset, batch_size=None) as loader:
+    dataset = hr.ParquetDataset(str(folder), columns=["image"], format="arrow")
+    with hr.DataLoader(dataset, BATCH) as loader:
         yield lambda: ([each.as_buffer() for each in table["image"]] for table in loader)
 
 

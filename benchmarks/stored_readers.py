@@ -215,7 +215,7 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
 
 def save_to_disk(job: Job) -> Any:
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.ArrowDataset("a/", shuffle=True, store=store), image_of)
+        return job.read(lambda hr, store: hr.ArrowDataset("a/", store=store).stream(shuffle=True), image_of)
     import datasets
 
     datasets.disable_progress_bars()

@@ -10,7 +10,7 @@ Rows of two columns shuffled over two ranks, and whole tables converted to tenso
 
 For files of your own::
 
-    hr.ParquetDataset("s3://bucket/train/", columns=["text", "label"], shuffle=True)
+    hr.ParquetDataset("s3://bucket/train/", columns=["text", "label"])
 """
 
 # %%
@@ -55,10 +55,9 @@ for number in range(2):
 
 seen = set()
 for rank in range(2):
-    rows = hr.ParquetDataset(
-        folder.name, columns=["id", "label"], shuffle=True, buffer_size=100, seed=0, rank=rank, world_size=2
-    )
-    with hr.DataLoader(rows, batch_size=20) as loader:
+    rows = hr.ParquetDataset(folder.name, columns=["id", "label"])
+    sampler = hr.BlockShuffleSampler(rows, block_size=50, blocks_at_once=4, seed=0, rank=rank, world_size=2)
+    with hr.DataLoader(rows, batch_size=20, sampler=sampler) as loader:
         batches = list(loader)
     print(f"rank {rank}: {len(batches)} batches, the first ids {batches[0]['id'][:5].tolist()}")
     seen.update(number for batch in batches for number in batch["id"].tolist())
@@ -68,7 +67,7 @@ assert len(seen) == 400
 # %%
 # Whole tables
 # ------------
-# With ``format="arrow"`` a sample is a table of 25 rows, which becomes a batch without a Python object for each value.
+# With ``format="arrow"`` a batch is one table of 25 rows, without a Python object for each value.
 
 
 def tensors(table):
@@ -80,10 +79,8 @@ def tensors(table):
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-tables = hr.ParquetDataset(
-    folder.name, columns=["features", "label"], format="arrow", table_rows=25, shuffle=True, buffer_size=4, seed=0
-)
-with hr.DataLoader(tables, batch_size=None, transform=tensors) as loader:
+tables = hr.ParquetDataset(folder.name, columns=["features", "label"], format="arrow")
+with hr.DataLoader(tables, batch_size=25, shuffle=True, seed=0, collate_fn=tensors) as loader:
     for epoch in range(5):
         right = count = 0
         for features, labels in loader:

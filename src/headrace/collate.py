@@ -15,7 +15,7 @@ from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
 from headrace._core.array_types import AnyArray
-from headrace._core.batches import Rows
+from headrace._core.batches import Rows, is_table
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
     collate,
@@ -78,12 +78,28 @@ _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
 def collated(collate_fn: CollateFn, samples: Sequence[object]) -> object:
-    """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor."""
+    """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor.
+
+    Samples that are tables of Arrow arrive as one table, but for ``list`` and ``tuple``.
+    """
+    if collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
+        return table if is_default(collate_fn) else collate_fn(table)
     if type(samples) is not Rows:
         return collate_fn(samples)
     if is_default(collate_fn) and stacks_tensors():
-        return samples.tensor
+        return samples.whole
     return collate_fn(list(samples))
+
+
+def _as_table(samples: Sequence[object]) -> Any:
+    """One `pyarrow.Table` of samples that are tables; None if any is not."""
+    if type(samples) is Rows:
+        return samples.whole if samples.is_table else None
+    if not samples or not is_table(samples[0]) or not all(map(is_table, samples)):
+        return None
+    import pyarrow
+
+    return pyarrow.concat_tables(samples).combine_chunks()
 
 
 def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence[object]) -> None:

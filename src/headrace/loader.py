@@ -278,13 +278,11 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._get_iterator()
 
     def __len__(self) -> int:
-        """The number of batches of the iteration under way; without one, of that which the next `iter()` begins."""
-        # One inside a dataset that has a `set_epoch` of its own has the length of the epoch begun last.
-        with self._control.counted():
-            if self._control.spec.options["data_parallel"] is None:
-                return super().__len__()
-            with self._control.ranked():
-                return super().__len__()
+        """The number of batches of an epoch."""
+        if self._control.spec.options["data_parallel"] is None:
+            return super().__len__()
+        with self._control.ranked():
+            return super().__len__()
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
         """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""

@@ -29,7 +29,7 @@ from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import plan
-from headrace.datasets.parquet import TableStream
+from headrace.datasets.parquet import TableDataset
 from headrace.datasets.tar import tar_decoder
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
@@ -116,7 +116,7 @@ def pack(
     options.setdefault("seed", 0)
     loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)
     writer: _MakeWriter = _WRITERS[format]
-    if isinstance(dataset, TableStream) and format == "parquet" and options.get("transform") is None:
+    if isinstance(dataset, TableDataset) and format == "parquet" and options.get("transform") is None:
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
     code = repr(list(map(_described, (options.get("transform"), *functions, getattr(type(source), "aget", None)))))

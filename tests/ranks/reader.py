@@ -72,7 +72,7 @@ def datasets(folder):
     return {
         "lines by samples": lines.map(int),
         "lines by shards": whole_shards.map(int),
-        "parquet": hr.ParquetDataset(folder / "rows.parquet", shuffle=True).map(lambda row: row["x"]),
+        "parquet": hr.ParquetDataset(folder / "rows.parquet").stream(shuffle=True).map(lambda row: row["x"]),
         "split": Unsplit().shuffle(8, seed=1).split(),
         "asks itself": AsksItself(),
     }

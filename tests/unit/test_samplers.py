@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 import headrace as hr
+from headrace._core.order.blocks import BlockOrder
+from headrace._core.order.samplers import BlockSampler, batches
 from tests.datasets import Numbers
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
@@ -175,3 +177,26 @@ def test_exact_sampler_gives_each_sample_once_on_any_number_of_ranks(world_size)
 def test_exact_sampler_cannot_leave_out_samples():
     with pytest.raises(ValueError, match="drop_last=True leaves out samples, and exact=True leaves out none"):
         hr.ElasticSampler(10, drop_last=True, exact=True)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 5), st.booleans())
+def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(sizes, lanes, seed, shuffle):
+    borders = np.cumsum(sizes) - sizes
+    order = BlockOrder(sum(sizes), 1, lanes, seed, 3, shuffle=shuffle, borders=borders)
+    whole = np.concatenate([*order.blocks()])
+    assert sorted(whole.tolist()) == [*range(sum(sizes))]
+    some = np.arange(0, sum(sizes), 3)
+    assert np.concatenate([*order.at(some)]).tolist() == whole[some].tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(*SIZES, st.integers(1, 3), st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 400))
+def test_batches_of_arrays_are_those_of_the_indices_one_by_one(length, block, lanes, ranks, size, random, drop, start):
+    for sampler in (
+        BlockSampler(length, block_size=block, blocks_at_once=lanes * ranks, shuffle=random, rank=0, world_size=ranks),
+        hr.ElasticSampler(length, shuffle=random, rank=ranks - 1, world_size=ranks),
+    ):
+        indices = list(sampler.indices_from(start))
+        found = list(batches(sampler.pieces_from(start), size, drop))
+        assert list(map(list, found)) == list(BatchSampler(indices, size, drop))
+        assert [list(pickle.loads(pickle.dumps(batch))) for batch in found[-1:]] == list(map(list, found[-1:]))

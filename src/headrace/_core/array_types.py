@@ -1,8 +1,10 @@
-"""Types of NumPy arrays, for annotations."""
+"""Types of NumPy arrays for annotations, and the indices of a batch as an array."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,3 +13,55 @@ IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
 AnyArray: TypeAlias = NDArray[Any]
 AnyDType: TypeAlias = np.dtype[np.generic]
+
+
+class Indices(Sequence[int]):
+    """The indices of a batch of a computed order: integers, kept as an array."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: IntArray) -> None:
+        self.array = array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Indices, (self.array,)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[int]: ...
+    def __getitem__(self, position: int | slice) -> int | list[int]:
+        found: int | list[int] = self.array[position].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+COMPUTED_INDICES = (range, Indices)
+"""Types of the indices of a batch of a computed order."""
+
+
+def index_array(indices: Sequence[Any] | AnyArray) -> AnyArray:
+    """The indices as an array, without a copy if they are one."""
+    if isinstance(indices, range):
+        return np.arange(indices.start, indices.stop, indices.step)
+    return indices.array if isinstance(indices, Indices) else np.asarray(indices)
+
+
+def join_indices(parts: Sequence[Sequence[Any] | AnyArray]) -> Any:
+    """The indices of all parts, one after the other: one range, or an array as `Indices`; a single part as it is."""
+    if all(isinstance(part, range) and part.step == 1 for part in parts):
+        ranges = cast("Sequence[range]", parts)
+        if all(one.stop == following.start for one, following in pairwise(ranges)):
+            return range(ranges[0].start, ranges[-1].stop)
+    if len(parts) > 1:
+        return Indices(np.concatenate([*map(index_array, parts)]))
+    (part,) = parts
+    return Indices(part) if isinstance(part, np.ndarray) else part

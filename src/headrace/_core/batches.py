@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 
+from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.failure import Failure, Stage
-
-if TYPE_CHECKING:
-    import torch
-
 
 StreamState = Mapping[str, object] | bytes
 """The position of a stream; pickled, if it comes from another process: most are never read."""
@@ -67,7 +65,7 @@ class BatchPlan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it holds no object of the user's: its indices are numbers, strings or None."""
-        return _PLAIN.issuperset(map(type, self.indices))
+        return isinstance(self.indices, COMPUTED_INDICES) or _PLAIN.issuperset(map(type, self.indices))
 
 
 _PLAIN = frozenset({int, str, type(None)})
@@ -147,18 +145,34 @@ class SessionStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Any]):
-    """The samples of a batch that are the rows of one tensor: a default collate need not copy them."""
+    """The samples of a batch that are the rows of one tensor or table: a default collate need not copy them.
 
-    tensor: torch.Tensor  # not shared
+    A sample of a `pyarrow.Table` is a table of one row.
+    """
+
+    whole: Any  # a tensor that is not shared, or a `pyarrow.Table`
 
     def __len__(self) -> int:
-        return len(self.tensor)
+        return len(self.whole)
 
     def __getitem__(self, position: Any) -> Any:
-        return self.tensor[position]
+        rows = range(len(self.whole))[position]
+        if isinstance(rows, int):
+            return self.whole.slice(rows, 1) if self.is_table else self.whole[rows]
+        return Rows(self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.tensor.unbind(0))
+        return map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
+
+    @property
+    def is_table(self) -> bool:
+        return is_table(self.whole)
+
+
+def is_table(sample: object) -> bool:
+    """Whether an object is a `pyarrow.Table`; does not import pyarrow."""
+    pyarrow = sys.modules.get("pyarrow")
+    return pyarrow is not None and isinstance(sample, pyarrow.Table)
 
 
 class RawBatch(NamedTuple):

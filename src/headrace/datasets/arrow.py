@@ -1,10 +1,10 @@
-"""Streams of rows or tables of Arrow IPC files and streams, and of what Hugging Face's `save_to_disk` writes."""
+"""Rows or tables of Arrow IPC files and streams, and of what Hugging Face's `save_to_disk` writes."""
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from headrace._core.shards.tables import Selection, TableFile
 from headrace._core.shards.unpacked import check_unpacked
 from headrace._core.store.ranges import Ranges
 from headrace.datasets.opening import OnOpeningError, opened
-from headrace.datasets.parquet import TableStream
+from headrace.datasets.parquet import TableDataset
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -36,7 +36,7 @@ class _ArrowFile(TableFile):
     rows: tuple[int, ...]  # of each record batch
     extents: tuple[tuple[tuple[int, int], ...], ...]  # of each, its message, after those of dictionaries
 
-    def row_groups(self, selection: Selection) -> list[RowGroup]:
+    def row_groups(self, selection: Selection, filters: Any = None) -> list[RowGroup]:
         return [_RecordBatch(self, number, selection) for number, rows in enumerate(self.rows) if rows]
 
 
@@ -46,13 +46,13 @@ class _RecordBatch(RowGroup):
     kind = "record batch"
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return (sum(stop - start for start, stop in self.footer.extents[self.number]),) * 2
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop in self.footer.extents[self.number])
 
     def _ranges(self) -> Ranges:
         return Ranges.of(self.footer.extents[self.number])
 
-    def _batches(self, pieces: Pieces, rows: int) -> Iterator[Any]:
+    def _table(self, pieces: Pieces) -> Any:
         import pyarrow
 
         stored = SparseFile(pieces, self.footer.shard.size)
@@ -67,10 +67,10 @@ class _RecordBatch(RowGroup):
         columns, names = self.selection.columns, self.footer.schema.names
         wanted = [number for number, name in enumerate(names) if columns is None or name in columns]
         options = pyarrow.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        for batch in pyarrow.ipc.open_stream(pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options):
-            batch.validate(full=True)  # wrong offsets would be followed out of its memory
-            given = batch if wanted else batch.select([])
-            yield from (given.slice(start, rows) for start in range(0, given.num_rows, rows))
+        reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options)
+        table = reader.read_all()
+        table.validate(full=True)  # wrong offsets would be followed out of its memory
+        return table if wanted else table.select([])
 
 
 def _field(data: Buffer, table: int, number: int, form: str) -> int:
@@ -153,24 +153,25 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
     return given
 
 
-class ArrowDataset(TableStream):
-    """A stream of the rows of Arrow IPC files, or of their record batches as Arrow tables. Needs ``headrace[parquet]``.
+class ArrowDataset(TableDataset):
+    """The rows of Arrow IPC files, map-style. Needs ``headrace[parquet]``.
 
     Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's `save_to_disk`: one split,
     without the results that `datasets` has cached there. Features (Image, Audio, ClassLabel) are given as stored.
-    Options and errors are those of `ParquetDataset`. Parts are record batches; each is read whole by one
-    request, whatever the `columns`, and by one more for each dictionary. They have no statistics and no checksums. No
-    parts of nested columns are read. The constructor reads the headers of all record batches, one after the other.
+    Options and errors are those of `ParquetDataset`. In place of row groups there are record batches. Each is read
+    whole by one request, whatever the `columns`, and by one more for each dictionary. Record batches have no
+    statistics and no checksums. No parts of nested columns are read. The constructor reads the headers of all record
+    batches, one after the other.
 
     Example:
         >>> import pathlib, tempfile, pyarrow.feather
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> pyarrow.feather.write_feather(pyarrow.table({"x": [1, 2], "y": ["a", "b"]}), folder / "0.feather")
-        >>> list(ArrowDataset(folder, filters=[("x", ">", 1)]))
-        [{'x': 2, 'y': 'b'}]
+        >>> ArrowDataset(folder, filters=[("x", ">", 1)])[0]
+        {'x': 2, 'y': 'b'}
     """
 
-    parts_name = "record batches"
+    _parts_name = "record batches"
     _suffixes = (".arrow", ".feather", ".ipc", ".arrows")
 
     @staticmethod

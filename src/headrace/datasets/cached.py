@@ -33,7 +33,7 @@ from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positi
 from headrace.datasets.index_stream import IndexStream
 from headrace.errors import ShardError
 
-__all__ = ["Cacheable", "CachedDataset", "Extent", "RangedShards"]
+__all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]
 
 
 NAME_SIZE = 16  # bytes
@@ -244,41 +244,28 @@ class CachedDataset(AsyncDataset[T_co]):
         await self._cache.write([*map(self._name, indices)], views)
 
 
-class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
-    """Map-style dataset whose samples are byte ranges of shards: define `ranges` and `sample_of`.
+class IndexedShards(AsyncDataset[T_co]):
+    """Map-style dataset of the samples of shards, one shard after the other: define `sample_key` and `blocks`.
 
     Args:
-        shards: the shards, with size and version.
-        counts: number of samples in each shard.
+        shards: the shards, or parts of them, with size and version.
+        counts: number of samples in each of these.
     """
+
+    blocks: Any
 
     def __init__(self, shards: Sequence[Shard], counts: Sequence[int]) -> None:
         self._shards = tuple(shards)
-        self._ends = np.cumsum(counts)
+        self._ends = np.cumsum(counts, dtype=np.int64)
         self._firsts = self._ends - np.asarray(counts, np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
-
-    def sample_key(self, index: int) -> str:
-        """The shard and the byte range of the sample at `index`."""
-        number, start, stop = self.range(index)
-        return f"{self._shards[number].key}[{start}:{stop}]"
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of samples in each shard."""
         return tuple(np.diff(self._ends, prepend=0).tolist())
-
-    @functools.cached_property
-    def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order, by the bytes of some samples."""
-        some = range(0, len(self), -(-len(self) // _ASKED) or 1)
-        ranges = self.ranges(some)
-        return Blocks.within(BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some)))
 
     def stream(
         self,
@@ -303,7 +290,7 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
             >>> dataset = TokenDataset("s3://bucket/tokens", 2048)  # doctest: +SKIP
             >>> dataset.stream(shuffle=True).take(100)  # doctest: +SKIP
         """
-        if type(self).aget is not RangedShards.aget:
+        if isinstance(self, RangedDataset) and type(self).aget is not RangedDataset.aget:
             name = type(self).__name__
             raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
         return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
@@ -324,6 +311,25 @@ class RangedShards(RangedDataset[T_co], Cacheable[T_co]):
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")
         return shards, places - self._firsts[shards], places
+
+
+class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
+    """Map-style dataset whose samples are byte ranges of shards: define `ranges` and `sample_of`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
+
+    def sample_key(self, index: int) -> str:
+        """The shard and the byte range of the sample at `index`."""
+        number, start, stop = self.range(index)
+        return f"{self._shards[number].key}[{start}:{stop}]"
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """The sizes of blocks for a random order, by the bytes of some samples."""
+        some = range(0, len(self), -(-len(self) // _ASKED) or 1)
+        ranges = self.ranges(some)
+        return Blocks.within(BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some)))
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""

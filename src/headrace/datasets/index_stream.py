@@ -24,6 +24,7 @@ __all__ = ["IndexStream"]
 
 _IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
 _SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
+_ROWS_AT_ONCE = 1024  # of row groups, which are read as a whole too
 _SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
 
 
@@ -52,10 +53,9 @@ class IndexStream(PartStream[T_co]):
 
     def _sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
         """The sampler that a loader of the dataset has; in repetitions of the stream with other seeds."""
-        sampler = BlockSampler(
-            len(self._dataset),
-            block_size=self._blocks.size,
-            blocks_at_once=self._blocks.at_once,
+        sampler = BlockSampler.of(
+            self._blocks,
+            self._dataset,
             shuffle=self._shuffle,
             seed=order.key() if order.repetition else order.seed,
             rank=reader.index,
@@ -80,6 +80,9 @@ class IndexStream(PartStream[T_co]):
         samples.name_of = name_of
         return samples
 
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "blocks": list(self._blocks.shown)}
+
     def _part_names(self) -> Iterable[str]:
         sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
         names = (shard.name for shard in self._shards)
@@ -93,7 +96,10 @@ class _IndexReader(BlockReader):
         self._dataset = dataset
         self._rest = indices  # not requested yet
         self._joined = capabilities(dataset).ranges
-        self._at_once = at_once if self._joined else min(at_once, _SAMPLES_OF_WHOLE)
+        self._by_batches = capabilities(dataset).agets and not self._joined
+        if self._by_batches:
+            at_once = min(at_once, _ROWS_AT_ONCE)
+        self._at_once = at_once if self._joined or self._by_batches else min(at_once, _SAMPLES_OF_WHOLE)
         self._position = replace(position, drop=0)  # after the last block that was produced
         super().__init__(self._position, None)
 
@@ -110,6 +116,8 @@ class _IndexReader(BlockReader):
 
     async def _read(self, indices: Sequence[int]) -> deque[Any]:
         dataset = self._dataset
+        if self._by_batches:
+            return deque(await dataset.agets(indices))
         if self._joined:
             views = await read_ranges(dataset.ranges(indices), dataset.read_range)
         else:

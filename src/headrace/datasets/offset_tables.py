@@ -89,17 +89,15 @@ class OffsetTableDataset(RangedShards[T_co]):
         return offsets
 
     def _capabilities(self) -> Capabilities:
-        found = super()._capabilities()  # without ranges one by one: an error is then of one sample, not of its batch
-        return found._replace(ranges=False, agets=False) if self._whole else found
+        found = super()._capabilities()
+        return found._replace(ranges=False) if self._whole else found
 
     @cached_property
     def blocks(self) -> Blocks:
         """The sizes of blocks for a random order: shards that are read as a whole are blocks."""
         if not self._whole:
             return super().blocks
-        rows = -(-len(self) // len(self._files))
-        sample_bytes = sum(file.size for file in self._files) // max(1, len(self))
-        return Blocks.within(self._largest, sample_bytes, rows)
+        return Blocks.whole(self._largest, sum(file.size for file in self._files), self.counts)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""

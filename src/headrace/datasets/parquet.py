@@ -1,37 +1,51 @@
-"""Streams of rows or Arrow tables of Parquet files, read by ranged requests of the requested columns."""
+"""Rows of Parquet files, map-style, read by ranged requests of the requested columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from headrace._core.ranks.distributed import RankChoice
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core.array_types import IntArray
+from headrace._core.batches import Rows
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet import (
-    SUFFIXES,
-    RowGroup,
-    RowGroupStream,
-    TableReading,
-    read_footer,
-    read_footer_or_list,
+from headrace._core.shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
+from headrace._core.shards.tables import (
+    Selection,
+    TableFile,
+    as_expression,
+    filter_columns,
+    filter_text,
+    passing_rows,
+    select_columns,
 )
-from headrace._core.shards.stream import PartStream
-from headrace._core.shards.tables import TableFile, as_expression, filter_text, select_columns
+from headrace._core.shards.unpacked import UNPACKED_BYTES, UnpackedShards
 from headrace._core.store.listing import require_pyarrow
+from headrace._core.store.ranges import map_all
 from headrace._core.store.store import StoreLike
+from headrace._core.streams.kinds import Blocks
 from headrace._core.text import check_names, whole_number
+from headrace.datasets.cached import IndexedShards
 from headrace.datasets.opening import OnOpeningError, opened
 
-__all__ = ["ParquetDataset", "TableStream"]
+__all__ = ["ParquetDataset", "TableDataset"]
+
+_FEW = 16  # rows that are converted on the event loop
+_FILTERED_AT_ONCE = 4  # row groups of a file whose filter columns are read at the same time
+# Of rows an eighth of the row groups side by side is planned ahead: as Python objects they take five times the memory.
+_AHEAD = {"rows": 8, "arrow": 1}
 
 
-class TableStream(PartStream[Any]):
+class TableDataset(IndexedShards[Any]):
     """Base of `ParquetDataset` and `ArrowDataset`; its options are described in the former."""
 
-    parts_name = "row groups"
-    _remedies = ("prefetch_row_groups",)
-
+    _parts_name: ClassVar[str] = "row groups"
     _suffixes: ClassVar[tuple[str, ...]]
     _open_files: Callable[[Sequence[Shard], OnOpeningError], Sequence[TableFile]]
 
@@ -42,83 +56,147 @@ class TableStream(PartStream[Any]):
         columns: Sequence[str] | None = None,
         filters: Any = None,
         format: Literal["rows", "arrow"] = "rows",
-        table_rows: int | None = None,
-        shuffle: bool = False,
-        buffer_size: int = 0,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        prefetch_row_groups: int = 16,
-        prefetch_bytes: int = 256 << 20,
+        unpacked_bytes: int = UNPACKED_BYTES,
         on_error: OnOpeningError = "raise",
         store: StoreLike | None = None,
     ) -> None:
         if format not in ("rows", "arrow"):
             raise ValueError(f"format={format!r} must be 'rows' or 'arrow'")
-        if table_rows is not None and (table_rows < 1 or format == "rows"):
-            raise ValueError(f"table_rows={table_rows} must be at least 1, and goes with format='arrow'")
         require_pyarrow(f"reading {type(self).__name__}")
         check_names("columns", columns)
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
-        super().__init__(RankChoice(rank, world_size), shuffle, buffer_size, seed)
-        self._format, self._table_rows = format, table_rows
-        row_groups = whole_number("prefetch_row_groups", prefetch_row_groups, 1)
-        most_bytes = whole_number("prefetch_bytes", prefetch_bytes, 1)
-        self._reading = TableReading(table_rows, format == "rows", row_groups, most_bytes)
+        self._format = format
+        self._unpacked_bytes = whole_number("unpacked_bytes", unpacked_bytes, 1)
+        self._unpacked = UnpackedShards(self._unpacked_bytes)
         filters = as_expression(filters)
         self._filters = filter_text(filters)
         files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
-        selections = select_columns(files, names, filters, as_rows=format == "rows")  # columns of all files agree
-        self._parts = [group for file, one in zip(files, selections, strict=True) for group in file.row_groups(one)]
+        selections = select_columns(files, names, as_rows=format == "rows")  # columns of all files agree
+        self._groups: list[RowGroup] = []
+        self._passing: list[NDArray[np.uint32]] = []  # of each group the rows that pass; empty without a filter
+        if filters is None:
+            for file, selection in zip(files, selections, strict=True):
+                self._groups += file.row_groups(selection)
+        else:
+            self._filter(files, selections, filters, on_error)
+        counts = [*map(len, self._passing)] if self._passing else [group.rows for group in self._groups]
+        super().__init__([group.footer.shard for group in self._groups], counts)
+        self._schemas = {selection.serialized: selection for selection in selections}
+
+    def _filter(
+        self, files: Sequence[TableFile], selections: Sequence[Selection], filters: Any, on_error: OnOpeningError
+    ) -> None:
+        async def read(file: tuple[TableFile, Selection, Selection]) -> list[tuple[RowGroup, NDArray[np.uint32]]]:
+            table_file, needed, given = file
+            groups = table_file.row_groups(needed, filters)
+            found = await map_all(partial(_passing, filters), groups, _FILTERED_AT_ONCE)
+            pairs = zip(groups, found, strict=True)
+            return [(replace(group, selection=given), rows) for group, rows in pairs if len(rows)]
+
+        needed = filter_columns(files, filters)
+        found = opened([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
+        for group, rows in chain.from_iterable(found):
+            self._groups.append(group)
+            self._passing.append(rows)
 
     def __repr__(self) -> str:
-        rows = sum(group.rows for group in self._parts)
         passing = "" if self._filters is None else f", those with {self._filters}"
-        return f"{type(self).__name__}({len(self._parts)} {self.parts_name}, {rows} rows{passing})"
+        return f"{type(self).__name__}({len(self._groups)} {self._parts_name}, {len(self)} rows{passing})"
 
     @property
     def schema(self) -> Any:
         """The `pyarrow.Schema` that holds the rows of all files."""
         import pyarrow
 
-        selections = {group.selection.serialized: group.selection for group in self._parts}.values()
-        return pyarrow.unify_schemas([each.given for each in selections], promote_options="permissive")
+        schemas = [selection.given for selection in self._schemas.values()]
+        return pyarrow.unify_schemas(schemas, promote_options="permissive")
 
-    def _sample_counts(self) -> Sequence[int] | None:
-        return None if self._filters is not None else [self._samples_of(group) for group in self._parts]
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The row groups, as blocks of a random order."""
+        nbytes = sum(group.nbytes for group in self._groups)
+        ahead = _AHEAD[self._format]
+        return Blocks.whole(self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead)
 
-    def _name_of(self, part: int, number: int) -> str:
-        group = self._parts[part]
-        if self._filters is not None:
-            return f"{group.footer.shard.name}, {group.kind} {group.number}, sample {number + 1:,} that passes filters="
-        rows = 1 if self._format == "rows" else self._table_rows or group.rows
-        return f"{group.footer.shard.name}, row {sum(group.footer.rows[: group.number]) + number * rows:,} from 0"
+    def sample_key(self, index: int) -> str:
+        """The file and the row of the sample at `index`."""
+        number, row = self.locate(index)
+        group = self._groups[number]
+        row = int(self._passing[number][row]) if self._passing else row
+        return f"{group.footer.shard.key}[{sum(group.footer.rows[: group.number]) + row}]"
 
-    def _part_names(self) -> Iterator[str]:
-        return (f"{group.footer.shard.name} {group.number} {group.rows}" for group in self._parts)
+    async def aget(self, index: int) -> Any:
+        """Read a row: a dict, or a table of one row."""
+        return (await self.agets([index]))[0]
 
-    def _options(self) -> dict[str, object]:
-        own = {"format": self._format, "table_rows": self._table_rows, "filters": self._filters}
-        return {**super()._options(), **own}
+    async def agets(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Read rows, in order; the row groups that are not in memory all at once."""
+        order: IntArray | None = None
+        if isinstance(indices, range) and len(indices) and indices.start >= 0 and indices.step == 1:
+            wanted = self._neighbours(indices)
+        else:
+            wanted, order = self._by_group(indices)
+        read = await self._tables([number for number, _ in wanted])
+        parts = [_Part(self._groups[number], read[number], self._passed(number, rows)) for number, rows in wanted]
+        make: Callable[[Sequence[_Part], IntArray | None], Sequence[Any]]
+        make = _as_table if self._format == "arrow" else _as_rows
+        # A thread would take longer for few rows, and for slices, which are not copied.
+        if len(indices) <= _FEW or (make is _as_table and order is None and all(part.is_slice for part in parts)):
+            return make(parts, order)
+        return await asyncio.to_thread(make, parts, order)
 
-    def _read(self, parts: Sequence[int]) -> RowGroupStream:
-        return RowGroupStream(self._parts, parts, self._reading)
+    def _neighbours(self, indices: range) -> list[_Wanted]:
+        """The rows of each row group for indices that follow each other."""
+        left, wanted = len(indices), list[_Wanted]()
+        number, row = self.locate(indices.start)
+        self.locate(indices.stop - 1)  # or an IndexError
+        while left > 0:
+            rows = range(row, min(row + left, int(self._ends[number] - self._firsts[number])))
+            wanted.append((number, rows))
+            number, row, left = number + 1, 0, left - len(rows)
+        return wanted
 
-    def _samples_of(self, group: RowGroup) -> int:
-        if self._format == "rows":
-            return group.rows
-        return -(-group.rows // (self._table_rows or group.rows))
+    def _by_group(self, indices: Sequence[int]) -> tuple[list[_Wanted], IntArray | None]:
+        """The rows of each row group, and the place of each row in `indices`; None if they are in order."""
+        numbers, rows, _ = self._rows(indices)
+        order = None
+        if bool((np.diff(numbers) < 0).any()):
+            kind = np.uint16 if len(self._groups) <= 1 << 16 else np.int64  # a sixth of the time
+            order = np.argsort(numbers.astype(kind), kind="stable")
+            numbers, rows = numbers[order], rows[order]
+        wanted, begins = np.unique(numbers, return_index=True)
+        # Of no index there is one empty part.
+        return [*zip(wanted.tolist(), np.split(rows, begins[1:]), strict=False)], order
+
+    def _passed(self, number: int, rows: _Rows) -> _Rows:
+        """The numbers of rows in a row group, of those that pass the filter."""
+        if not self._passing:
+            return rows
+        return self._passing[number][rows.start : rows.stop] if isinstance(rows, range) else self._passing[number][rows]
+
+    async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """The tables of row groups; each is read and decoded once for all that wait."""
+        missing = [number for number in numbers if self._unpacked.peek(number) is None]
+        read = dict(zip(missing, await map_all(self._load, missing), strict=True))
+        return {number: read[number] if number in read else await self._load(number) for number in numbers}
+
+    async def _load(self, number: int) -> Any:
+        """The table of a row group, read and decoded once for all that wait."""
+        return await self._unpacked.get(number, self._groups[number].load)
 
 
-class ParquetDataset(TableStream):
-    """A stream of the rows of Parquet files, or of their row groups as Arrow tables. Needs ``headrace[parquet]``.
+class ParquetDataset(TableDataset):
+    """The rows of Parquet files, map-style. Needs ``headrace[parquet]``.
 
     Files must have the same columns. Tables have the types that hold those of all files (`pyarrow.unify_schemas`,
-    permissive: int32 and int64 give int64); a dictionary in some files only gives its values. Only the bytes of the
-    requested columns are read, neighbours by one request, some row groups ahead of the consumer.
-    Rows are in the order of the files, or with `shuffle` and `buffer_size` in one derived from the seed and the epoch.
+    permissive: int32 and int64 give int64); a dictionary in some files only gives its values. A row group is read as a
+    whole: only the bytes of the requested columns, neighbours by one request. It is decoded once for all rows that wait
+    for it. A loader without a sampler reads row groups ahead; with ``shuffle=True`` it reads as many row groups side by
+    side as half of `unpacked_bytes` holds. An order that is random over all rows would read a row group for almost each
+    of them. `stream` gives the rows as a stream.
+
     The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
     process reads them again. In an async program use ``await asyncio.to_thread(ParquetDataset, ...)``.
 
@@ -126,31 +204,23 @@ class ParquetDataset(TableStream):
     dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; dictionary columns give the values. The default
     collate does not accept None: transform such rows, or give a `collate_fn`.
 
-    A corrupt row group raises a `ShardError` with file and row group, after the blocks of rows that could be decoded;
-    the stream continues with the other row groups. So does a block of 1,024 rows with a value that Python's types
-    cannot hold, such as a date after the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values.
-    Flipped bits are certain to be detected only if the writer stored checksums (``write_page_checksum=True`` in
-    pyarrow). A file that has changed raises `ObjectChangedError`.
+    The rows of a corrupt row group raise a `ShardError` with file and row group; other row groups can be read. So does
+    a row with a value that Python's types cannot hold, such as a date after the year 9999, or text that is not UTF-8;
+    ``format="arrow"`` converts no values. Flipped bits are certain to be detected only if the writer stored checksums
+    (``write_page_checksum=True`` in pyarrow). A file that has changed raises `ObjectChangedError`.
 
     Args:
         shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
         columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A directory called
             ``label=cat`` on the way to a file (Hive partitions) is a column `label` of its rows.
         filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of `pyarrow.compute`, or conditions
-            (``[("x", ">", 3), ("label", "in", ["cat"])]``). Row groups without such rows by their statistics are not
-            read; as in pyarrow, these leave out NaN, which only a negation would let pass. Columns that are not in
-            `columns` are read and not given. The numbers of rows are then unknown: there is no `len`.
-        format: ``"rows"``: dicts. ``"arrow"``: a `pyarrow.Table` for each row group with rows to give.
-        table_rows: maximum rows of a table, for ``format="arrow"``; None for whole row groups, where pyarrow cannot
-            decode nested strings of more than 2 GiB. Each table has memory of its own.
-        shuffle: whether to shuffle the row groups at each epoch, equally on all ranks.
-        buffer_size: samples of the shuffle buffer; 0 for none.
-        seed: seed of both orders, together with the epoch; None for that of the loader, which is then to be the same on
-            all ranks, else 0.
-        rank: the share of the stream to read; as for `TarDataset`.
-        world_size: number of ranks.
-        prefetch_row_groups: maximum row groups read at once; they are ahead of the one whose samples are given out.
-        prefetch_bytes: maximum compressed bytes of all these; at least one row group is read whatever its size.
+            (``[("x", ">", 3), ("label", "in", ["cat"])]``). The constructor reads the columns that they name, but not
+            of row groups that have no such rows by their statistics; as in pyarrow, these leave out NaN, which only a
+            negation would let pass. The numbers of the rows that pass are kept, 4 bytes each.
+        format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` of one row. A batch of a loader reaches
+            `collate_fn` as one table, and without a `collate_fn` the batch is this table. In the order of the dataset
+            the table is a slice of its row group, which stays in memory as long as the batch.
+        unpacked_bytes: bytes of decoded row groups that each process keeps.
         on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``: left out,
             with one warning. Failed requests, and columns that files do not share, are errors always.
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
@@ -168,8 +238,9 @@ class ParquetDataset(TableStream):
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> table = pyarrow.table({"x": [1, 2, None], "y": ["a", "b", "c"], "z": [0.0, 0.5, 1.0]})
         >>> pyarrow.parquet.write_table(table, folder / "0.parquet")
-        >>> list(ParquetDataset(folder, columns=["x", "y"]))
-        [{'x': 1, 'y': 'a'}, {'x': 2, 'y': 'b'}, {'x': None, 'y': 'c'}]
+        >>> dataset = ParquetDataset(folder, columns=["x", "y"])
+        >>> len(dataset), dataset[2]
+        (3, {'x': None, 'y': 'c'})
     """
 
     _suffixes = SUFFIXES
@@ -178,3 +249,80 @@ class ParquetDataset(TableStream):
     def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
         found = chain.from_iterable(opened(shards, read_footer_or_list, on_error=on_error))
         return opened([*found], read_footer, on_error=on_error)
+
+
+_Rows = range | IntArray | NDArray[np.uint32]
+_Wanted = tuple[int, _Rows]
+"""The number of a row group, and rows in it."""
+
+
+async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
+    table = await group.load()
+    return await asyncio.to_thread(passing_rows, table, filters)
+
+
+class _Part(NamedTuple):
+    """Some rows of a row group."""
+
+    group: RowGroup
+    table: Any  # all its rows
+    rows: _Rows  # numbers of the wanted ones
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the rows follow each other."""
+        rows = self.rows
+        if isinstance(rows, range):
+            return True
+        return len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+
+    def take(self) -> Any:
+        """The rows as a table; without a copy if they follow each other."""
+        return self.table.slice(int(self.rows[0]), len(self.rows)) if self.is_slice else _take(self.table, self.rows)
+
+
+def _take(table: Any, rows: Any) -> Any:
+    """Copy rows of a table."""
+    import pyarrow
+
+    try:
+        return table.take(rows)
+    except pyarrow.ArrowNotImplementedError:  # views of strings
+        return pyarrow.concat_tables([table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)])
+
+
+def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
+    """The rows of several row groups as one table.
+
+    Args:
+        parts: the rows.
+        order: row n is at place ``order[n]`` of what is asked for; None if the rows are in order.
+    """
+    import pyarrow
+
+    taken = [part.take() for part in parts]
+    table = taken[0] if len(taken) == 1 else pyarrow.concat_tables(taken)
+    if order is None:
+        return Rows(table)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return Rows(_take(table.combine_chunks(), places))
+
+
+def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:
+    """The rows of several row groups as Python objects; arguments as of `_as_table`."""
+    made: list[Any] = []
+    for part in parts:
+        try:
+            made += part.take().to_pylist()
+        except Exception as error:  # OverflowError, UnicodeDecodeError and others
+            cause = f"{type(error).__name__}: {error}"
+            which = f"row {part.rows[0]:,} of it" if len(part.rows) == 1 else "some of its rows"
+            what = f"{which} cannot be converted to Python objects; read it with format='arrow': {cause}"
+            raise part.group.error(what) from None
+    if order is None:
+        return made
+    samples: list[Any] = [None] * len(order)
+    for slot, sample in zip(order.tolist(), made, strict=True):
+        samples[slot] = sample
+    return samples

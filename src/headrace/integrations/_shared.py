@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from headrace._core.array_types import IntArray
 from headrace._core.device.streams import resolve
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.state import LoaderState
@@ -129,14 +130,14 @@ class BatchwiseSampler(ElasticSampler):
             return full, self.batch_size
         return full, min(max(rest - shard.index * self.batch_size, 0), self.batch_size)
 
-    def _dealt(self, order: Any, shard: ShardOptions, cursor: int) -> Iterator[int]:
+    def _dealt(self, order: Any, shard: ShardOptions, cursor: int) -> Iterator[IntArray]:
         full, last = self._steps(cursor, shard)
         size, step = self.batch_size, self.batch_size * shard.count
         first, count = cursor + shard.index * size, full * size + last
         for start in range(0, count, _AT_ONCE):
             numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.int64)
             positions = (first + numbers // size * step + numbers % size) % self._length
-            yield from (positions if isinstance(order, range) else order[positions]).tolist()
+            yield positions if isinstance(order, range) else order[positions]
 
 
 class BatchwiseBatches(BatchSampler):

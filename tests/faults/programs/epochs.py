@@ -55,7 +55,7 @@ def lines(folder, **options):
 
 
 def rows(folder, **options):
-    return hr.ParquetDataset(folder / "rows.parquet", shuffle=True, **options).map(number_of_row)
+    return hr.ParquetDataset(folder / "rows.parquet").stream(shuffle=True, **options).map(number_of_row)
 
 
 @dataclass(frozen=True)

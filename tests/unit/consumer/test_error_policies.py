@@ -217,8 +217,6 @@ def test_undecodable_row_group_counts_as_its_rows_and_the_next_is_read(tmp_path)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "a.parquet").write_bytes(data)
-    for dataset, lost in ((hr.ParquetDataset(tmp_path), 1000), (hr.ParquetDataset(tmp_path, format="arrow"), 1)):
-        with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
-            with pytest.warns(RuntimeWarning, match=f"row group 1.*nothing of it can be read: {lost:,} samples"):
-                assert len(list(loader)) == 2 * lost
-            assert loader.stats().skipped_samples == lost
+    with hr.DataLoader(hr.ParquetDataset(tmp_path), 5, on_error="skip") as loader:  # 200 batches in a row
+        assert sum(len(batch["x"]) for batch in loader) == 2000
+        assert loader.stats().skipped_samples == 1000

@@ -77,7 +77,7 @@ def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
 
 @pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
 def test_grouped_plans_stay_grouped_after_a_stall(size, group):
-    engine = Engine(plans(), size, together=True)
+    engine = Engine(plans(), size, group=0.5)
     engine.ahead.fill()
     for _ in range(40):
         engine.stall()
@@ -109,7 +109,7 @@ def test_look_ahead_shrinks_while_the_consumer_never_waits():
 
 
 def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
-    engine = Engine(plans(), 6, most=64, together=True)
+    engine = Engine(plans(), 6, most=64, group=0.5)
     engine.ahead.fill()
 
     def sizes(nbytes, batches):

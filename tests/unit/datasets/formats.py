@@ -126,11 +126,7 @@ def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
             pq.write_table(table, stream, row_group_size=4, compression=compression)
         files[f"{number}{kind._suffixes[0]}"] = stream.getvalue()
 
-    def stream(store: hr.Store, **options: Any) -> Any:
-        names = ("shuffle", "buffer_size", "seed", "rank", "world_size", "remainder")
-        return kind(store, **{name: options[name] for name in names if name in options})
-
-    return Format(files, None, samples, stream)
+    return Format(files, kind, samples)
 
 
 def video_file(

@@ -76,8 +76,9 @@ def test_every_type_and_selection_equals_pyarrows(new, options):
     data = written(table, table, new=new, **options)
     rows = table.to_pylist()
     assert list(opened(data)) == rows * 2
-    assert pa.concat_tables(opened(data, format="arrow")).equals(pa.concat_tables([table, table]))
-    assert [part.to_pylist() for part in opened(data, format="arrow", table_rows=2)] == [rows[:2], rows[2:]] * 2
+    given = pa.concat_tables(opened(data, format="arrow").__getitems__(range(6)))
+    assert given.to_pylist() == rows * 2
+    assert given.schema == table.schema
     for columns in (["nested"], ["struct", "id"], ["category", "half"]):
         assert list(opened(data, columns=columns)) == table.select(columns).to_pylist() * 2
         assert (

@@ -1,6 +1,7 @@
 """`ParquetDataset` gives rows and tables by reading no more than the columns that are wanted, each footer once."""
 
 import io
+import itertools
 import pickle
 import sys
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from headrace.errors import ObjectChangedError, ShardError
+from headrace.errors import ObjectChangedError, ShardError, StateError
 from object_server import ObjectServer
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
@@ -33,6 +34,13 @@ def opened(server, shards="a", **options):
     return hr.ParquetDataset(
         f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
     )
+
+
+def whole(dataset):
+    """The table of a loader's only batch."""
+    with hr.DataLoader(dataset, len(dataset)) as loader:
+        (table,) = loader
+    return table
 
 
 def ids(rows):
@@ -68,7 +76,7 @@ def test_only_requested_columns_are_read():
     with ObjectServer({"a.parquet": data}) as server:
         dataset = opened(server, "a.parquet", columns=["a", "c"], format="arrow")
         server.misbehave()
-        assert next(iter(dataset)).equals(table.select(["a", "c"]))
+        assert whole(dataset).equals(table.select(["a", "c"]))
         chunks = [pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(i) for i in (0, 2)]
         wanted = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks]
         assert sorted(seen.span for seen in server.seen()) == sorted(f"bytes={a}-{b}" for a, b in wanted)
@@ -79,26 +87,8 @@ def test_large_column_chunk_is_read_by_several_requests():
     with ObjectServer({"a.parquet": written(table, use_dictionary=False, compression="none")}) as server:
         dataset = opened(server, "a.parquet", format="arrow")
         server.misbehave()
-        assert next(iter(dataset)).equals(table)
+        assert whole(dataset).equals(table)
         assert len(server.seen()) == 3, "20 MB in pieces of 8 MiB"
-
-
-@pytest.mark.parametrize("table_rows", [None, 7])
-def test_tables_are_row_groups_or_parts_of_row_groups(server, table_rows):
-    dataset = opened(server, format="arrow", table_rows=table_rows)
-    tables = list(dataset)
-    assert pa.concat_tables(tables).equals(pa.concat_tables(numbers(n * ROWS) for n in range(3)))
-    sizes = [30, 30, 30, 10] if table_rows is None else ([7] * 4 + [2]) * 3 + [7, 3]
-    assert [table.num_rows for table in tables] == sizes * 3
-    assert len(dataset) == len(tables)
-
-
-def test_small_table_is_pickled_without_its_neighbours(server):
-    server.put("large.parquet", written(pa.table({"id": range(4096), "text": ["row"] * 4096})))
-    tables = list(opened(server, "large.parquet", format="arrow", table_rows=8))
-    assert len(tables) == 512
-    assert pa.concat_tables(tables).to_pylist() == [{"id": i, "text": "row"} for i in range(4096)]
-    assert all(len(pickle.dumps(table)) < 2000 for table in tables)
 
 
 def test_files_without_rows_yield_nothing(server):
@@ -108,7 +98,7 @@ def test_files_without_rows_yield_nothing(server):
     server.put("none/1.parquet", stream.getvalue())
     server.put("none/2.parquet", OBJECTS["a/0.parquet"])
     assert list(opened(server, "none/{0,1}.parquet")) == []
-    assert [table.num_rows for table in opened(server, "none", columns=["id"], format="arrow")] == [30, 30, 30, 10]
+    assert len(whole(opened(server, "none", columns=["id"], format="arrow"))) == ROWS
 
 
 def test_files_with_different_columns_need_columns_argument(server):
@@ -119,44 +109,6 @@ def test_files_with_different_columns_need_columns_argument(server):
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
 
 
-def test_changed_file_raises_and_other_files_are_read(server):
-    dataset = opened(server)
-    server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
-    failures = []
-    given = ids(passed_over(dataset, failures))
-    assert given == [*range(100), *range(200, 300)]
-    assert [type(failure) for failure in failures] == [ObjectChangedError] * 4
-    assert all(failure.key.endswith("a/1.parquet") for failure in failures)
-
-
-def passed_over(dataset, failures):
-    stream = iter(dataset)
-    while True:
-        try:
-            yield next(stream)
-        except StopIteration:
-            return
-        except (ShardError, ObjectChangedError) as error:
-            failures.append(error)
-
-
-def test_unconvertible_value_is_an_error_in_place_of_its_block_and_the_rest_of_its_row_group(server):
-    values = pa.array([0] * 1299 + [10**18] + [0] * 1200, pa.timestamp("us"))
-    server.put("bad.parquet", written(pa.table({"id": range(2500), "value": values}), row_group_size=1500))
-    dataset = opened(server, "bad.parquet")
-    failures = []
-    assert ids(passed_over(dataset, failures)) == [*range(1024), *range(1500, 2500)]
-    (failure,) = failures
-    assert failure.shard.endswith("bad.parquet")
-    assert failure.member == "row group 0"
-    assert "read it with format='arrow': OverflowError" in str(failure)
-    with hr.DataLoader(dataset, batch_size=None, collate_fn=lambda row: row["id"], on_error="skip") as loader:
-        assert list(loader) == [*range(1024), *range(1500, 2500)]
-        (record,) = loader.stats().skipped
-    assert record.message == str(failure)
-    assert sum(table.num_rows for table in opened(server, "bad.parquet", format="arrow")) == 2500
-
-
 def test_missing_pyarrow_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(hr.errors.MissingExtraError, match=r"headrace\[parquet\]"):
@@ -164,8 +116,8 @@ def test_missing_pyarrow_error_names_the_extra(monkeypatch):
 
 
 def test_invalid_arguments_are_errors(server):
-    wrong = {"format": "torch", "table_rows": 5, "prefetch_row_groups": 0}
-    for name, value in {**wrong, "rank": 1, "columns": ["id", "id"]}.items():
+    wrong = {"format": "torch", "unpacked_bytes": 0}
+    for name, value in {**wrong, "columns": ["id", "id"]}.items():
         with pytest.raises(ValueError, match=name):
             opened(server, **{name: value})
     with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
@@ -183,7 +135,7 @@ def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
         with pytest.raises(ValueError, match=r"several columns called 'value'.*format='arrow'"):
             hr.ParquetDataset(tmp_path, columns=columns)
     assert list(hr.ParquetDataset(tmp_path, columns=["id"])) == [{"id": 1}]
-    (table,) = hr.ParquetDataset(tmp_path, format="arrow")
+    table = hr.ParquetDataset(tmp_path, format="arrow")[0]
     assert table.column_names == ["id", "value", "value"]
 
 
@@ -196,3 +148,104 @@ def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
     rows = {"user": {"user": 2}, "s": {"s": {"a": 4, "b": 5}}, "s.a": {"s": {"a": 4}}, "s.c": {"s.c": 6}}
     for name, row in rows.items():
         assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]
+
+
+def read(dataset, batch_size=16, **options):
+    with hr.DataLoader(dataset, batch_size, seed=0, collate_fn=ids, **options) as loader:
+        return list(loader)
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_row_group_is_requested_once_in_an_epoch(server, shuffle):
+    dataset = opened(server)
+    server.misbehave()
+    batches = read(dataset, shuffle=shuffle)
+    assert len(server.seen()) == 12
+    assert sorted(itertools.chain.from_iterable(batches)) == [*range(300)]
+    assert (batches == read(dataset)) is not shuffle
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_get_each_row_once_and_other_ranks_continue(server, as_rank, world_size):
+    dataset, given, state = opened(server), [], None
+    for rank in range(2):
+        as_rank(rank, 2)
+        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=ids) as loader:
+            for batch in itertools.islice(loader, 3):
+                given += batch
+            state = loader.state_dict()
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=ids) as loader:
+            loader.load_state_dict(state)
+            given += [number for batch in loader for number in batch]
+    assert sorted(given) == [*range(300)]
+
+
+def test_batch_at_is_the_batch_and_other_row_groups_refuse_the_state(server):
+    with hr.DataLoader(opened(server), 16, shuffle=True, seed=0, collate_fn=ids) as loader:
+        batches = list(loader)
+        assert loader.batch_at(0, 7) == batches[7]
+        next(iter(loader))
+        state = loader.state_dict()
+    for number in range(3):
+        server.put(f"b/{number}.parquet", written(numbers(number * ROWS), row_group_size=29))
+    other = hr.DataLoader(opened(server, "b"), 16, shuffle=True, seed=0)
+    with pytest.raises(StateError, match="blocks="):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}, {"shuffle": True}], ids=str)
+def test_batch_of_tables_is_one_table(server, options):
+    dataset = opened(server, format="arrow")
+    with hr.DataLoader(dataset, 16, seed=0, **options) as loader:
+        tables = list(loader)
+    assert {type(table) for table in tables} == {pa.Table}
+    assert [len(table) for table in tables] == [16] * 18 + [12]
+    expected = pa.concat_tables(numbers(n * ROWS) for n in range(3))
+    assert pa.concat_tables(tables).sort_by("id").equals(expected.combine_chunks())
+    doubled = hr.concat([dataset, dataset]).map(lambda table: table.append_column("one", pa.array([1])))
+    with hr.DataLoader(doubled, 100, collate_fn=lambda table: table["one"].to_pylist(), **options) as loader:
+        assert list(loader) == [[1] * 100] * 6
+    with hr.DataLoader(dataset, None, **options) as loader:
+        assert {len(table) for table in loader} == {1}
+
+
+def test_batches_in_order_are_slices_of_one_row_group_without_a_copy(server):
+    with hr.DataLoader(opened(server, format="arrow"), 16) as loader:
+        tables = list(loader)
+    chunks = [chunk for table in tables for chunk in table["id"].chunks]
+    assert len(chunks) == 19 + 10, "a part of each row group: batches begin at one of the 11 other borders"
+    assert len({chunk.buffers()[1].address for chunk in chunks}) == 12
+
+
+@pytest.mark.parametrize("format", ["rows", "arrow"])
+def test_corrupt_row_group_and_changed_file_are_errors_of_their_rows_alone(server, format):
+    dataset = opened(server, format=format)
+    server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
+    with pytest.raises(ObjectChangedError, match=r"a/1\.parquet"):
+        dataset[150]
+    data = bytearray(written(numbers(200), row_group_size=GROUP, write_page_checksum=True, compression="none"))
+    data[data.index(b"row 245")] ^= 1
+    server.put("c.parquet", bytes(data))
+    damaged = opened(server, "c.parquet", format=format)
+    with pytest.raises(ShardError, match=r"cannot decode.*c\.parquet.*row group 1"):
+        damaged[45]
+    collate = ids if format == "rows" else lambda table: table["id"].to_pylist()
+    for source, lost in ((dataset, range(100, 200)), (damaged, range(30, 60))):
+        with hr.DataLoader(source, 16, collate_fn=collate, on_error="skip") as loader:
+            given = [number for batch in loader for number in batch]
+            assert loader.stats().skipped_samples == len(lost)
+        assert given == [n for n in range(len(source)) if n not in lost] or source is damaged
+        assert len(given) == len(source) - len(lost)
+
+
+def test_unconvertible_value_is_an_error_of_its_row(server):
+    values = pa.array([0] * 12 + [10**18] + [0] * 12, pa.timestamp("us"))
+    server.put("bad.parquet", written(pa.table({"id": range(25), "value": values}), row_group_size=15))
+    with hr.DataLoader(opened(server, "bad.parquet"), 5, collate_fn=ids, on_error="skip") as loader:
+        assert [*itertools.chain.from_iterable(loader)] == [n for n in range(25) if n != 12]
+        (record,) = loader.stats().skipped
+    assert "read it with format='arrow': OverflowError" in record.message
+    assert len(whole(opened(server, "bad.parquet", format="arrow"))) == 25

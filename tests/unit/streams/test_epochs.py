@@ -1,6 +1,5 @@
 """Each epoch has an order of its own, wherever the shuffled stream is and whatever holds it."""
 
-import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -76,53 +75,6 @@ WRAPPERS = {
 
 
 IN_PROCESSES = ["own set_epoch", "held under split", "generator", "torch's kind around own"]
-
-SIZES = (5, 13, 1, 30, 7, 8)
-
-
-@pytest.fixture
-def rank_of_two(tmp_path, as_rank):
-    """The folder of six files of unequal lengths, of which this rank reads three others in each epoch."""
-    as_rank(0, 2)
-    for number, size in enumerate(SIZES):
-        pyarrow.parquet.write_table(pyarrow.table({"x": range(size)}), tmp_path / f"{number}.parquet")
-    return tmp_path
-
-
-def rows(folder):
-    return hr.ParquetDataset(folder, shuffle=True).map(str)
-
-
-LENGTHS = [22, 10, 13, 11, 25, 10]  # batches of two, by epoch
-
-
-def test_length_before_an_iteration_is_that_of_the_epoch_it_begins(rank_of_two):
-    with hr.DataLoader(rows(rank_of_two), 2) as loader:
-        assert [(len(loader), len(list(loader))) for _ in LENGTHS] == [(length, length) for length in LENGTHS]
-
-
-def test_length_while_an_iteration_is_under_way_is_that_of_its_epoch(rank_of_two):
-    with hr.DataLoader(rows(rank_of_two), 2) as loader:
-        loader.set_epoch(2)
-        assert len(loader) == LENGTHS[2]
-        batches = iter(loader)
-        next(batches)
-        assert len(loader) == len(batches) == LENGTHS[2]
-        loader.set_epoch(4)  # of the next one
-        assert len(loader) == LENGTHS[2]
-        del batches
-        assert len(loader) == LENGTHS[4]
-
-
-def test_length_of_a_stream_whose_epoch_a_wrapper_translates_is_that_of_the_epoch_begun_last(rank_of_two):
-    class Translated(OwnSetEpoch):
-        def __len__(self):
-            return len(self.inner)
-
-    with hr.DataLoader(Translated(rows(rank_of_two)), 2) as loader:
-        for _ in LENGTHS:
-            given = len(list(loader))
-            assert len(loader) == given
 
 
 def epochs_of(loader, count=3):

@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import headrace as hr
@@ -37,22 +35,13 @@ def divided_lines(folder, **part):
     return stream.split(**part), place
 
 
-def rows(folder, **options):
-    for file in range(3):
-        table = pyarrow.table({"file": [f"{file}.parquet"] * 30, "row": range(30)})
-        pyarrow.parquet.write_table(table, folder / f"{file}.parquet", row_group_size=8)
-    return hr.ParquetDataset(folder, **options), "row {} from 0"
-
-
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         (lines, {"shuffle": True, "buffer_size": 5}),
-        (rows, {}),
         (divided_lines, {"rank": 1, "world_size": 2}),
-        (rows, {"rank": 0, "world_size": 2}),
     ],
 )
 def test_failure_has_the_place_of_its_sample(tmp_path, make, options, num_workers, read):

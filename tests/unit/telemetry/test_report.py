@@ -214,7 +214,6 @@ def test_remedies_are_those_of_the_dataset(tmp_path):
         Numbers(64): {"hedge"},
         objects.map(str): {"hedge", "cache"},
         lines.map(str): {"shards_in_parallel", "requests_per_shard"},
-        hr.ParquetDataset(tmp_path / "0.parquet").filter(bool): {"prefetch_row_groups"},
     }
     for dataset, expected in remedies.items():
         with hr.DataLoader(dataset) as loader:

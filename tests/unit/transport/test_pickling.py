@@ -5,6 +5,7 @@ import json
 import pickle
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -308,3 +309,18 @@ def test_error_whose_text_is_composed_of_what_cannot_be_sent_arrives_as_text(err
     assert isinstance(came, RemoteError)
     assert text in str(came)
     assert type(error).__qualname__ in str(came)
+
+
+def test_slice_of_a_table_is_sent_without_the_rest():
+    columns = {
+        "number": range(10_000),
+        "text": [f"row {n}" for n in range(10_000)],
+        "nested": [{"list": [n, None]} for n in range(10_000)],
+        "repeated": pa.array(["a", "b"] * 5_000).dictionary_encode(),
+    }
+    table = pa.table(columns).replace_schema_metadata({"made by": "us"})
+    for part in table.slice(5_000, 20), pa.concat_tables([table.slice(7, 5), table.slice(90, 5)]), table.slice(0, 0):
+        assert sum(map(len, dump_message(part).buffers)) < 20_000
+        for came in there_and_back(part), as_a_batch(part), as_a_batch([part])[0]:
+            assert came.equals(part, check_metadata=True)
+            came.validate(full=True)

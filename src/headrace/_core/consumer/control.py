@@ -43,9 +43,8 @@ from headrace._core.order.restore import (
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._core.ranks.data_parallel import group_of, rank_among
-from headrace._core.ranks.rankinfo import RankInfo, bound, provided_rank
-from headrace._core.streams.epochs import counted_epoch, session_seed
-from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch, translates_epochs
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.text import warn_user
@@ -225,9 +224,8 @@ class LoaderControl:
         """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
         order = self.order(loader)
         state = of_rank(self.resumed, order.rank_of(rank))
-        with self.counted():
-            before = batches_before(loader, order, state, rank)
-            return None if before is None else len(loader) - before
+        before = batches_before(loader, order, state, rank)
+        return None if before is None else len(loader) - before
 
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
@@ -396,17 +394,6 @@ class LoaderControl:
         )
         self._open_epochs[epoch] = spec.begun.epoch
         return epoch
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Let streams have the length of the epoch under way; without one, of that which the next `begin` begins."""
-        if not self.spec.kind.is_iterable or translates_epochs(self.spec.source):
-            yield
-            return
-        under_way = [number for epoch, number in self.open_epochs if not epoch.closed]
-        epoch, seed = under_way[-1] if under_way else self.next_epoch, self.spec.options["seed"]
-        with bound(counted_epoch, epoch), bound(session_seed, seed):
-            yield
 
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:

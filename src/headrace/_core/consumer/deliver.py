@@ -16,12 +16,12 @@ from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import LOST_KEPT
 from headrace._core.text import shorten, warn_user
 from headrace._core.transport.pickling import PickledPayload
-from headrace.errors import NotPicklableError, WorkerDiedError
+from headrace.errors import NotPicklableError, ShardError, WorkerDiedError
 from headrace.telemetry.counters import Counters
 
 # Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
 DEATHS_IN_A_ROW = 3
-LOST_IN_A_ROW = 100  # batches; a stream is given up after as many failures
+LOST_IN_A_ROW = 100  # batches, those of one row group as one; a stream is given up after as many failures
 
 
 class FailureHandler:
@@ -46,6 +46,7 @@ class FailureHandler:
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
+        self._lost_place: object = None  # shard and member of the error of the last lost batch
 
     def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
         """Count a batch: whether it is delivered to the consumer, and the error to raise in its place.
@@ -119,7 +120,11 @@ class FailureHandler:
                 f"batch {host.plan.number} lost all its samples, so that this rank would make fewer steps than the "
                 f"others: with coordinated=True all ranks skip the step"
             )
-        self._lost_in_a_row += 1
+        error = host.failures[0].error
+        place = (error.shard, error.member) if isinstance(error, ShardError) else None
+        if place is None or place != self._lost_place:  # a large row group has many batches
+            self._lost_in_a_row += 1
+        self._lost_place = place
         if self._lost_in_a_row >= LOST_IN_A_ROW:
             self._lost_in_a_row = 0
             raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")

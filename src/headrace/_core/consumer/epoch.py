@@ -27,7 +27,7 @@ from headrace._core.order.restore import EpochSpec
 from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.streams.kinds import DatasetKind, capabilities
+from headrace._core.streams.kinds import DatasetKind, joined_part
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler
@@ -96,7 +96,7 @@ class Epoch:
             progress,
             session.send,
             look_ahead,
-            together=arguments.kind.is_iterable or capabilities(arguments.source).ranges,
+            group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source),
             free=drawn_freely(loader) - spec.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,

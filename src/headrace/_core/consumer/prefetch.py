@@ -45,8 +45,8 @@ class Prefetcher:
     plans: Iterator[BatchPlan]  # runs the user's sampler
     admit: Callable[[list[BatchPlan]], None]  # sends plans to the engine
     ahead: LookAheadSize | None  # None to plan one batch at a time
-    # Whether plans always go in groups of half the look-ahead, also after a stall: requests are joined.
-    together: bool = False
+    # Plans always go in groups of this part of the look-ahead, also after a stall, to join requests. 0 for no groups.
+    group: float = 0
     free: float = math.inf  # number of plans that may be drawn at any time
     by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed
     # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups too.
@@ -134,8 +134,9 @@ class Prefetcher:
             if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
                 self._unstalled = 0
                 ahead.reduce()
-        if self.together or (self.in_workers and ahead.batches > ahead.least):
-            self._due = ahead.batches - len(self.under_way) >= max(1, ahead.batches // 2)
+        if self.group or (self.in_workers and ahead.batches > ahead.least):
+            size = int((self.group or 0.5) * ahead.batches)
+            self._due = ahead.batches - len(self.under_way) >= max(1, size)
         elif self._prompt:
             self._prompt -= 1
             self._due = True

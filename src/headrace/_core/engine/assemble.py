@@ -101,8 +101,8 @@ class Assembler:
             return None
         if self.batched:
             if type(samples) is Rows and is_default(self.collate):
-                return HostBatch(raw.plan, samples.tensor, len(samples), end=raw.end)
-            if self.collate not in (list, tuple) or any(isinstance(sample, Failure) for sample in samples):
+                return HostBatch(raw.plan, samples.whole, len(samples), end=raw.end)
+            if self.collate not in (list, tuple) or Failure in map(type, samples):
                 return None
             return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)
         if self.collate is not default_convert or isinstance(samples[0], Failure | Mapping | Sequence):

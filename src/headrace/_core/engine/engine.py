@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
@@ -15,7 +15,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import TRUST, AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
+from headrace._core.engine.fetch import BatchFetch, BlockFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, SessionSteps
@@ -40,7 +40,7 @@ from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.epochs import session_epoch, session_seed
-from headrace._core.streams.kinds import DatasetKind, capabilities, sample_key
+from headrace._core.streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -125,6 +125,11 @@ class Engine:
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
+        if can.agets and reads_whole_blocks(dataset):
+            given = options["concurrency"]
+            if given == "auto":
+                return BlockFetch(context, dataset, max(1, config.look_ahead // config.engines))
+            return BlockFetch(context, dataset, 1, given)
         by_batches = config.assembler.batched and can.agets and not can.ranges
         concurrency: int | AdaptiveLimit
         if options["concurrency"] != "auto":
@@ -290,24 +295,30 @@ class Session:
         if not self._context.stopping:  # user code may outlast that, and the task group is closed
             self._tasks.create_task(work())
 
-    def _assemble_soon(self, raw: RawBatch) -> None:
+    def _assemble_soon(self, *raws: RawBatch) -> None:
+        """Take on batches that were fetched together."""
         fetched = time.perf_counter()
         if self._context.stopping:
             return
         assert self._stage is not None
-        self._sizes.on_fetched(raw)
+        self._sizes.on_fetched(raws[0])
         load = self._stage.load()
         if self._memory is not None:
-            self._memory.on_fetched(raw.plan.number)
+            for raw in raws:
+                self._memory.on_fetched(raw.plan.number)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
-        # Where batches stay in this process, a task and a thread would take longer than the work.
-        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
-        if host is None:
-            self._assembling[raw.plan.number] = raw
-            self._tasks.create_task(self._assemble(raw, fetched, load))
-        else:
-            self._put(raw, host, fetched, load)
+        ready = []
+        for raw in raws:
+            # Where batches stay in this process, a task and a thread would take longer than the work.
+            host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+            if host is None:
+                self._assembling[raw.plan.number] = raw
+                self._tasks.create_task(self._assemble(raw, fetched, load))
+            else:
+                ready.append((raw, host))
+        if ready:
+            self._put(ready, fetched, load)
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
@@ -318,46 +329,50 @@ class Session:
             nothing = self._assembler.nothing_to_do(kept, lost)
             host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
-        self._put(raw, host, fetched, load)
+        self._put([(raw, host)], fetched, load)
 
-    def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
-        """Hand over a batch, with its times, and those that waited for it."""
+    def _put(self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad) -> None:
+        """Hand over batches, with their times, and those that waited for them."""
         assert self._stage is not None
-        self._sizes.on_assembled(host)
+        self._sizes.on_assembled(ready[0][1])
         if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
-        host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
-        state = host.stream_state if raw.stream_state is None else raw.stream_state
-        (_, admitted), work = self._outstanding[host.plan.number], host.times
-        times = StageTimes(
-            admitted,
-            raw.began or admitted,
-            fetched,
-            work.work_began,
-            work.work_ended,
-            time.perf_counter(),
-            raw.fetch_seconds,
-            int((self._sizes.fetched or 0) * len(raw.plan.indices)),
-            time.thread_time(),
-            self._watch.blocked_seconds,
-            self._watch.place,
-            self._executor.take_deaths(),
-            self._watch.queued_seconds,
-            work.work_cpu,
-            self._blocked_before,
-            work.worked_by,
-            self._steps.seconds,
-            load,
-        )
-        fetches = None if self._context.recorder is None else self._context.recorder.take()
-        host = host._replace(requests=self._requests.take(), stream_state=state, times=times, fetches=fetches)
-        self._held[host.plan.number] = host
-        if not self._in_order:
-            self._next_number = host.plan.number
-        while (ready := self._held.pop(self._next_number, None)) is not None:
-            del self._outstanding[self._next_number]
-            self._next_number += 1
-            self._send(ready)
+        now, cpu = time.perf_counter(), time.thread_time()
+        watch, sample_bytes = self._watch, self._sizes.fetched or 0
+        for raw, host in ready:
+            host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
+            state = host.stream_state if raw.stream_state is None else raw.stream_state
+            number, (_, admitted), work = raw.plan.number, self._outstanding[raw.plan.number], host.times
+            times = StageTimes(
+                admitted,
+                raw.began or admitted,
+                fetched,
+                work.work_began,
+                work.work_ended,
+                now,
+                raw.fetch_seconds,
+                int(sample_bytes * len(raw.plan.indices)),
+                cpu,
+                watch.blocked_seconds,
+                watch.place,
+                self._executor.take_deaths(),
+                watch.queued_seconds,
+                work.work_cpu,
+                self._blocked_before,
+                work.worked_by,
+                self._steps.seconds,
+                load,
+            )
+            fetches = None if self._context.recorder is None else self._context.recorder.take()
+            self._held[number] = host._replace(
+                requests=self._requests.take(), stream_state=state, times=times, fetches=fetches
+            )
+            if not self._in_order:
+                self._next_number = number
+            while (done := self._held.pop(self._next_number, None)) is not None:
+                del self._outstanding[self._next_number]
+                self._next_number += 1
+                self._send(done)
         if self._left and not self._outstanding:
             self.cancel()

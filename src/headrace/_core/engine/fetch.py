@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import operator
 import os
 import threading
 import time
@@ -19,13 +20,21 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from headrace._core.array_types import join_indices
 from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
+from headrace._core.streams.map_style import positions
+from headrace.errors import ShardError
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
+
+# The most of a call of `BlockFetch`: taking 256 rows of 32 row groups costs 200 µs in calls of 4,096 rows, and 70 here.
+JOINED_SAMPLES = 1 << 15
 
 Job = tuple[Any, int, Any]
 """The target of a result, the slot in it, and the argument of the fetch."""
@@ -54,7 +63,7 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    deliver: Callable[[RawBatch], None]  # called with each complete batch
+    deliver: Callable[..., None]  # called with each complete batch, or with several that were fetched together
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     recorder: FetchRecorder | None = None  # of single fetches, while a trace is written
@@ -315,3 +324,106 @@ class BatchFetch(FetcherPool):
         """The calls that run and wait; in samples, if `concurrency` is a number of samples."""
         busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
         return FetchLoad(busy, size, queued, unused=unused)
+
+
+class BlockFetch(FetcherPool):
+    """Fetches from a dataset that reads whole blocks, as row groups: batches that wait together by one call of `agets`.
+
+    A block is read once for all samples that wait for it, so a call costs little, and all planned batches may be in
+    calls. If a call fails, each batch is fetched by itself. If that fails too, so are its samples of each block, and
+    then single samples, so that each error names its sample.
+
+    Args:
+        calls: number of calls in flight.
+        samples: the most samples of a call for several batches.
+    """
+
+    def __init__(self, context: FetchContext, dataset: Any, calls: int, samples: int = JOINED_SAMPLES) -> None:
+        super().__init__(context, dataset, calls)
+        self._most_samples = samples
+        self._waiting: deque[BatchPlan] = deque()
+        self._first = True
+
+    def admit(self, plan: BatchPlan) -> None:
+        self._waiting.append(plan)
+        self._fetch_soon()
+
+    def _fetch_soon(self) -> None:
+        if self._waiting and not self._queue:
+            self._submit(((None, 0, self._fetch_waiting),))
+
+    def requester(self) -> Any:
+        return operator.call
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        return plan.indices
+
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        return self._size * len(plan.indices)
+
+    async def _fetch_waiting(self) -> None:
+        """Fetch the batches that wait; the first one alone, since joined it would be complete when the others are."""
+        plans: list[BatchPlan] = []
+        left = 1 if self._first else self._most_samples
+        while self._waiting and (not plans or left >= len(self._waiting[0].indices)):
+            left -= len(self._waiting[0].indices)
+            plans.append(self._waiting.popleft())
+        self._fetch_soon()
+        if plans:
+            self._first = False
+            await self._fetch(plans)
+
+    async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
+        began = time.perf_counter()
+        try:
+            indices = join_indices([plan.indices for plan in plans])
+            samples = await self._dataset.agets(indices) if indices else ()
+            if len(samples) != len(indices):
+                raise ValueError(f"agets returned {len(samples)} samples for {len(indices)} indices")
+        except BaseException:  # user code, or corrupt data
+            if self.context.stopping:
+                raise
+            if len(plans) == 1:
+                await self._fetch_singly(plans[0])
+                return
+            for plan in plans:
+                await self._fetch([plan])
+            return
+        if self.context.recorder is not None:
+            self.context.recorder.add(plans[0].number, 0, began)
+        seconds = time.perf_counter() - began
+        fetched, start = [], 0
+        for plan in plans:
+            stop = start + len(plan.indices)
+            own = samples[start:stop] if len(plans) > 1 else samples
+            fetched.append(RawBatch(plan, own, began=began, fetch_seconds=seconds))
+            start = stop
+        self.context.deliver(*fetched)
+        await asyncio.sleep(0)  # other tasks get a turn
+
+    async def _fetch_singly(self, plan: BatchPlan) -> None:
+        """Fetch the samples of each block by themselves, and singly if that fails and the block can be read."""
+        batch = PartialBatch(plan)
+        for slots in self._by_block(plan.indices):
+            indices = [plan.indices[slot] for slot in slots]
+            try:
+                found = [*await self._dataset.agets(indices)]
+            except BaseException as error:  # user code, or corrupt data
+                found = [error] * len(slots)
+                if not (isinstance(error, ShardError) and error.of_block) and not self.context.stopping:
+                    found = await asyncio.gather(*map(self._dataset.aget, indices), return_exceptions=True)
+            if self.context.stopping:
+                return
+            for slot, sample in zip(slots, found, strict=True):
+                failed = isinstance(sample, BaseException)
+                batch.samples[slot] = self.on_error(sample, batch, slot) if failed else sample
+        self._make(batch)
+
+    def _by_block(self, indices: Sequence[Any]) -> list[list[int]]:
+        """The slots of the samples of each block; each slot by itself if an index is wrong."""
+        try:
+            places = positions(indices, len(self._dataset))
+        except Exception:
+            return [[slot] for slot in range(len(indices))]
+        numbers = np.searchsorted(self._dataset.blocks.borders, places, side="right")
+        return [np.flatnonzero(numbers == number).tolist() for number in np.unique(numbers)]

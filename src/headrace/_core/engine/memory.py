@@ -65,39 +65,48 @@ class MemoryBudget:
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
         self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken
+        self._held = 0  # the sum of these
         self._fetched: set[int] = set()  # of these
         self._short = False  # whether plans wait for memory, and not for the first batch
 
     def take(self, plan: BatchPlan, at_once: int | None) -> bool:
         """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
-        held, samples = sum(self._samples.values()), len(plan.indices)
+        held, samples = self._held, len(plan.indices)
         self._short = (held + samples) * self._sizes.larger > self._nbytes
         unknown = self._sizes.fetched is None and held + samples > FIRST_SAMPLES
         waits = self._short or unknown or (not self._assembled and at_once is not None and held > at_once)
         if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
             return False
+        self._held += samples - self._samples.get(plan.number, 0)
         self._samples[plan.number] = samples
         return True
 
     def on_fetched(self, number: int) -> None:
-        self._fetched.add(number)
-        self.on_consumed(self._consumed)
+        if number <= self._consumed:
+            self._forget(number)
+        else:
+            self._fetched.add(number)
 
     def on_assembled(self) -> None:
         """Note that a batch has its size, or none: the next must not wait for one without samples."""
         self._assembled = True
 
     def on_consumed(self, number: int) -> None:
-        self._consumed = max(self._consumed, number)
-        for taken in [each for each in self._fetched if each <= self._consumed]:
+        if number <= self._consumed:
+            return
+        self._consumed = number
+        for taken in [each for each in self._fetched if each <= number]:
             self._fetched.remove(taken)
-            del self._samples[taken]
+            self._forget(taken)
+
+    def _forget(self, number: int) -> None:
+        self._held -= self._samples.pop(number)
 
     def load(self, load: FetchLoad, waiting: int) -> FetchLoad:
         """A stage's load, with the memory, and with the plans that wait here."""
         return load._replace(
             held_plans=waiting if self._short else 0,
-            memory=int(sum(self._samples.values()) * self._sizes.larger),
+            memory=int(self._held * self._sizes.larger),
             unused=0 if waiting else load.unused,
         )
 
@@ -105,7 +114,7 @@ class MemoryBudget:
 def size_of_a_sample(samples: Sequence[Any]) -> float | None:
     """The mean size of some of the samples in bytes; None if all have failed."""
     if type(samples) is Rows:
-        return samples.tensor.nbytes / len(samples)
+        return float(samples.whole.nbytes / len(samples))
     good = [sample for sample in samples if not isinstance(sample, Failure)]
     if not good:
         return None

@@ -23,10 +23,23 @@ class BlockOrder:
     The group that is not full is divided into as many lanes, of neighbours. It comes at a random place, since samples
     at the end of each epoch would never be seen by a training that ends its epochs early.
 
+    Blocks may be of different sizes: `borders` has the first sample of each. A lane is then a part of a group that may
+    begin and end within a block.
+
     Without `shuffle`, blocks, groups and the samples of a lane stay in the order of the dataset.
     """
 
-    def __init__(self, n: int, block_size: int, lanes: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        n: int,
+        block_size: int,
+        lanes: int,
+        seed: int,
+        epoch: int,
+        *,
+        shuffle: bool = True,
+        borders: IntArray | None = None,  # None for blocks of `block_size` samples
+    ) -> None:
         self._n = n
         self._shuffle = shuffle
         self._block_size = block_size
@@ -37,8 +50,19 @@ class BlockOrder:
         self._known = range(0), np.empty(0, dtype=np.int64)
         self._seed = batch_seed(seed, epoch, 1)
         # Position p is sample number p + shift, modulo n, of the groups in turn, of which the last one is not full.
-        groups = batch_seed(seed, epoch, 2) % (n // self._group_size + 1) if shuffle else 0
-        self._shift = groups * self._group_size
+        full_groups = n // self._group_size if borders is None else len(borders) // lanes
+        groups = batch_seed(seed, epoch, 2) % (full_groups + 1) if shuffle else 0
+        self._borders = borders
+        if borders is None:
+            self._shift = groups * self._group_size
+            return
+        count = len(borders)
+        self._numbers_of_all = Permutation(count, seed, epoch)[:] if shuffle else np.arange(count)
+        self._sizes = np.diff(borders, append=n)[self._numbers_of_all]
+        # The places where groups begin, and where the last one ends.
+        begins = np.cumsum(self._sizes) - self._sizes
+        self._starts = np.append(begins[::lanes], n)
+        self._shift = int(self._starts[groups])
 
     def __len__(self) -> int:
         return self._n
@@ -50,8 +74,9 @@ class BlockOrder:
     def at(self, positions: range | IntArray) -> Iterator[IntArray]:
         """The indices at some positions, ascending, as an array for each group."""
         while len(positions):
-            number, first = divmod((int(positions[0]) + self._shift) % self._n, self._group_size)
-            start, size = int(positions[0]) - first, min(self._group_size, self._n - number * self._group_size)
+            place = (int(positions[0]) + self._shift) % self._n
+            number, begin, size = self._group_at(place)
+            start = int(positions[0]) - (place - begin)
             end = bisect.bisect_left(positions, start + size)
             part, positions = positions[:end], positions[end:]
             if isinstance(part, range):
@@ -59,11 +84,22 @@ class BlockOrder:
             group = self._group if self._shuffle else self._group_in_order
             yield group(number, size, part - start)
 
+    def _group_at(self, place: int) -> tuple[int, int, int]:
+        """The number of the group at a place of all groups in turn, the place where it begins, and its size."""
+        if self._borders is None:
+            number = place // self._group_size
+            begin = number * self._group_size
+            return number, begin, min(self._group_size, self._n - begin)
+        number = int(np.searchsorted(self._starts, place, side="right")) - 1
+        begin = int(self._starts[number])
+        return number, begin, int(self._starts[number + 1]) - begin
+
     def _group_in_order(self, number: int, size: int, within: IntArray) -> IntArray:
         each, longer = divmod(size, self._lanes)  # the first lanes have one sample more
         steps, lane = np.divmod(within, self._lanes)
         starts = lane * each + np.minimum(lane, longer)
-        return number * self._group_size + starts + steps
+        begin = number * self._group_size if self._borders is None else int(self._starts[number])
+        return begin + starts + steps
 
     def _group(self, number: int, size: int, within: IntArray) -> IntArray:
         lanes, each = self._lanes, -(-size // self._lanes)
@@ -80,8 +116,20 @@ class BlockOrder:
             draws[own >= lanes - shorter, -1] = np.iinfo(np.uint64).max  # comes last, and is not asked for
         row = np.empty(lanes, dtype=np.int64)
         row[own] = np.arange(len(own))
-        block, offset = np.divmod(starts[lane] + _ranks_of(draws)[row[lane], steps], self._block_size)
-        indices: IntArray = self._numbers(number)[block] * self._block_size + offset
+        return self._indices(number, starts[lane] + _ranks_of(draws)[row[lane], steps])
+
+    def _indices(self, group: int, places: IntArray) -> IntArray:
+        """The indices of places in the blocks of a group, one block after the other."""
+        indices: IntArray
+        if self._borders is None:
+            block, offset = np.divmod(places, self._block_size)
+            indices = self._numbers(group)[block] * self._block_size + offset
+            return indices
+        own = slice(group * self._lanes, (group + 1) * self._lanes)
+        ends = np.cumsum(self._sizes[own])
+        # What is added to a place in each block.
+        moved = self._borders[self._numbers_of_all[own]] - (ends - self._sizes[own])
+        indices = places + moved[np.searchsorted(ends, places, side="right")]
         return indices
 
     def _numbers(self, group: int) -> IntArray:

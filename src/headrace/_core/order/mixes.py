@@ -206,7 +206,7 @@ class MixOrder:
         for number in np.unique(passes).tolist() if self.shuffle else ():
             own = np.flatnonzero(passes == number)
             key = batch_seed(self.seed, source, number)
-            order = _random_order(self.plan.sources[source], self.plan.lanes, key, self.epoch)
+            order = _random_order(self.plan, source, key, self.epoch)
             if isinstance(order, BlockOrder):
                 own = own[np.argsort(within[own])]
                 within[own] = np.concatenate([*order.at(within[own])])
@@ -216,9 +216,11 @@ class MixOrder:
 
 
 @functools.lru_cache(maxsize=256)
-def _random_order(source: Source, lanes: int, key: int, epoch: int) -> Permutation | BlockOrder:
-    """The order of one pass. Blocks are side by side in a multiple of `lanes`."""
+def _random_order(plan: MixPlan, number: int, key: int, epoch: int) -> Permutation | BlockOrder:
+    """The order of one pass of a source. Blocks are side by side in a multiple of the plan's lanes."""
+    source = plan.sources[number]
     if source.blocks is None:
         return Permutation(source.length, key, epoch)
-    at_once = source.blocks.at_once // lanes * lanes
-    return BlockOrder(source.length, source.blocks.size, at_once, key, epoch)
+    blocks, lanes = source.blocks, plan.lanes
+    at_once = blocks.at_once // lanes * lanes
+    return BlockOrder(source.length, blocks.size, at_once, key, epoch, borders=blocks.borders)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from headrace._core.order.exclusion import Exclusion
-from headrace._core.order.samplers import CursorSampler, SeededRandomSampler, SeededRankSampler
+from headrace._core.order.samplers import CursorSampler, Piece, SeededRankSampler, batches, integers
 from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
@@ -73,12 +73,14 @@ def scattered(
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
+_COMPUTING = (CursorSampler.__iter__, SequentialSampler.__iter__)
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
 )
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = (
-    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "max_tokens", "window",
+    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "blocks",
+    "max_tokens", "window",
 )  # fmt: skip
 
 
@@ -191,7 +193,7 @@ class EpochOrder:
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
-        values = {name: getattr(part, name) for name in names if hasattr(part, name)}
+        values = {name: getattr(part, name) for name in names if getattr(part, name, "") != ""}
         found = [
             f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()
         ]
@@ -227,8 +229,9 @@ class EpochOrder:
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
-            if type(self.sampler) in (SeededRandomSampler, SeededRankSampler):  # the loader's: none asks its position
-                return self._batched(self.sampler.indices_from(0))
+            # A user's subclass may draw other indices.
+            if self.is_by_arithmetic and type(self.sampler).__iter__ in _COMPUTING:
+                return self._computed_from(0)
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
@@ -277,7 +280,10 @@ class EpochOrder:
             return self._not_delivered(batches, resumed) if resumed.delivered else batches
         over = resumed.samples - self.first_sample
         holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)
-        return self._batched(self._resumed_indices(resumed), sorted(holes, key=lambda hole: hole.start))
+        ordered = sorted(holes, key=lambda hole: hole.start)
+        if self.is_by_arithmetic and not self.is_stream:
+            return self._computed_from(resumed.cursor if self.shared else resumed.samples, ordered)
+        return self._batched(self._resumed_indices(resumed), ordered)
 
     def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
         """The loader's draws of these indices, without those whose numbers are in `holes`."""
@@ -286,14 +292,22 @@ class EpochOrder:
             return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=self.drop_last)
         return indices if size is None else iter(BatchSampler(cast(Any, indices), size, self.drop_last))
 
+    def _computed_from(self, cursor: int, holes: Sequence[range] = ()) -> Iterator[object]:
+        """The loader's draws in an order by arithmetic, from a position on."""
+        pieces: Iterator[Piece]
+        if self.computed is not None:
+            pieces = self.computed.pieces_from(cursor)
+        else:
+            pieces = iter((range(cursor, len(self.sampler.data_source)),))
+        size = self.batch_size
+        if holes or size is None:
+            return self._batched(integers(pieces), holes)
+        return batches(pieces, size, getattr(self._batch_sampler, "drop_last", False))
+
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler
         if self.is_stream:
             return iter(sampler)
-        if self.computed is not None:
-            return self.computed.indices_from(resumed.cursor if self.shared else resumed.samples)
-        if type(sampler) is SequentialSampler:
-            return iter(range(resumed.samples, len(sampler.data_source)))
         if resumed.sampler is not None:
             return self._continued(sampler, resumed.sampler)
         return self._walked(iter(sampler), resumed, resumed.samples)

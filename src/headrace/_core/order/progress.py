@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
 from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
@@ -106,7 +107,9 @@ class EpochProgress(Iterator[BatchPlan]):
         if type(drawn) is Scattered:
             self._samples = max(drawn.samples[0] + (self._order.samples_at_most or 0), drawn.samples[-1] + 1)
             return self._plan(drawn.indices, [self._position(number) for number in drawn.samples], before)
-        indices = tuple(drawn) if self._batched else (drawn,)
+        indices: Sequence[object] = (drawn,)
+        if self._batched:
+            indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
         self._samples += self._order.samples_at_most or len(indices)
         return self._plan(indices, self._positions(before, len(indices)), before)
 

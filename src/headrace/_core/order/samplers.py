@@ -5,23 +5,53 @@ from __future__ import annotations
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from headrace._core.array_types import Indices, IntArray, join_indices
 from headrace._core.order.blocks import BlockOrder
 from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
 from headrace._core.order.mixes import MixOrder, MixPlan, Source
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.streams.kinds import blocks_of
+from headrace._core.streams.kinds import Blocks, blocks_of
 from headrace._core.streams.map_style import MixedParts
 from headrace._core.text import warn_user, whole_number
 
+IN_ORDER = 16  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
 
-def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool) -> Iterator[int]:
+
+Piece = range | IntArray
+"""Some of the indices of an order, which follow each other."""
+
+
+def integers(pieces: Iterable[Piece]) -> Iterator[int]:
+    """The indices of pieces, one by one."""
+    # Two thirds of the time of a generator that yields each index.
+    return itertools.chain.from_iterable(piece if isinstance(piece, range) else piece.tolist() for piece in pieces)
+
+
+def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[range | Indices]:
+    """Divide an order into batches of `size` indices; the last batch may have fewer, or is dropped."""
+    begun: list[Piece] = []
+    missing = size
+    for piece in pieces:
+        start = 0
+        while len(piece) - start >= missing:
+            stop = start + missing
+            yield join_indices([*begun, piece[start:stop]])
+            start, begun, missing = stop, [], size
+        if start < len(piece):
+            begun.append(piece[start:])
+            missing -= len(piece) - start
+    if begun and not drop_last:
+        yield join_indices(begun)
+
+
+def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool) -> Iterator[Piece]:
     """The indices of one rank from a position of all ranks on.
 
     The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of the samples left
@@ -38,10 +68,8 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, ex
     beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]  # at most one
     parts = [(first, min(end, n), step), *((position, position + 1, 1) for position in beyond)]
     if isinstance(order, range):
-        return itertools.chain.from_iterable(order[slice(*part)] for part in parts)
-    blocks = itertools.chain.from_iterable(itertools.starmap(order.blocks, parts))
-    # Two thirds of the time of a generator that yields each index.
-    return itertools.chain.from_iterable(map(np.ndarray.tolist, blocks))
+        return (order[slice(*part)] for part in parts)
+    return itertools.chain.from_iterable(itertools.starmap(order.blocks, parts))
 
 
 class CursorSampler(ABC):
@@ -103,9 +131,13 @@ class CursorSampler(ABC):
 
     def indices_from(self, cursor: int) -> Iterator[int]:
         """This rank's indices of the current epoch from a position of all ranks on; changes no state."""
+        return integers(self.pieces_from(cursor))
+
+    def pieces_from(self, cursor: int) -> Iterator[Piece]:
+        """The same indices in pieces."""
         return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
-    def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[int]:
+    def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[Piece]:
         return dealt(order, shard, cursor, drop_last=self.drop_last, exact=self.exact)
 
     def set_epoch(self, epoch: int) -> None:
@@ -117,7 +149,7 @@ class CursorSampler(ABC):
 
     def _from_beginning(self, shard: ShardOptions) -> Iterator[int]:
         # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
-        yield from self._dealt(self.order_in(self._start_epoch()), shard, 0)
+        yield from integers(self._dealt(self.order_in(self._start_epoch()), shard, 0))
 
     def _start_epoch(self) -> int:
         """The epoch of the iterator that starts now."""
@@ -206,12 +238,31 @@ class BlockSampler(RankSampler):
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, drop_last=True)
         self.block_size = whole_number("block_size", block_size, 1)
         self.blocks_at_once = whole_number("blocks_at_once", blocks_at_once, 1)
+        self._blocks = Blocks(self.block_size, self.blocks_at_once)
         self._warned = False
+
+    @classmethod
+    def of(cls, blocks: Blocks, dataset: Sized, **options: Any) -> BlockSampler:
+        """The sampler of a dataset with these blocks."""
+        made = cls(dataset, block_size=blocks.size, blocks_at_once=blocks.at_once, **options)
+        made._blocks = blocks
+        return made
+
+    @property
+    def blocks(self) -> str:
+        """A checksum of blocks of different sizes; empty for equal ones."""
+        return self._blocks.content
 
     @property
     def samples_ahead(self) -> int:
-        """A rank's samples of two groups of blocks: one is delivered while the other is read."""
-        return min(-(-2 * self.block_size * self.blocks_at_once // self.num_replicas), self._length)
+        """A rank's samples of two groups of blocks: one is delivered while the other is read.
+
+        Of blocks that are read as a whole, fewer.
+        """
+        ahead = self._blocks.ahead or 2 * self.blocks_at_once
+        if self.order_of == "samples" and self._blocks.ahead:
+            ahead = min(ahead, IN_ORDER)
+        return min(-(-ahead * self.block_size // self.num_replicas), self._length)
 
     @property
     def order_of(self) -> str:
@@ -229,7 +280,15 @@ class BlockSampler(RankSampler):
                 f"The order is right, but more is read. Give the loader sampler=headrace.BlockShuffleSampler(...) with "
                 f"blocks_at_once= a multiple of the numbers of ranks."
             )
-        return BlockOrder(self._length, self.block_size, self.blocks_at_once, self.seed, epoch, shuffle=self.shuffle)
+        return BlockOrder(
+            self._length,
+            self.block_size,
+            self.blocks_at_once,
+            self.seed,
+            epoch,
+            shuffle=self.shuffle,
+            borders=self._blocks.borders,
+        )
 
 
 class MixSampler(RankSampler):
@@ -247,7 +306,8 @@ class MixSampler(RankSampler):
             sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
         self._plan = MixPlan(sources, mix.schedule, mix.stop)
         self._length = self._plan.length
-        self.order_of = f"mix of {[*map(tuple, sources)]}, {mix.schedule}, stop={mix.stop!r}"
+        shown = [(each.name, each.length, each.blocks and each.blocks.shown) for each in sources]
+        self.order_of = f"mix of {shown}, {mix.schedule}, stop={mix.stop!r}"
 
     @property
     def samples_ahead(self) -> int:
@@ -308,13 +368,7 @@ def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> Ran
     blocks = blocks_of(source)
     if blocks is None:
         return None
-    return BlockSampler(
-        dataset,
-        block_size=blocks.size,
-        blocks_at_once=blocks.at_once,
-        shuffle=shuffle,
-        seed=seed,
-    )
+    return BlockSampler.of(blocks, dataset, shuffle=shuffle, seed=seed)
 
 
 def check_mixed(source: object, *given: Any) -> None:

@@ -14,7 +14,7 @@ from headrace._core.error_policy import ErrorPolicy
 from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
 from headrace._core.order.samplers import CursorSampler
 from headrace._core.ray_placement import RayPlacement
-from headrace._core.streams.kinds import DatasetKind, capabilities
+from headrace._core.streams.kinds import DatasetKind, joined_part
 from headrace.options import LoaderOptions, number_of_engines
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
@@ -94,8 +94,8 @@ class LoaderSpec(NamedTuple):
         searched = is_automatic(loader) and math.isfinite(free)  # then no draw may depend on what is found
         workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
-        # What a sampler has ahead, so that ranges near each other are read together.
-        samples = getattr(loader.sampler, "samples_ahead", 0) if capabilities(self.source).ranges else 0
+        # What a sampler has ahead, so that ranges near each other, and blocks, are read together.
+        samples = getattr(loader.sampler, "samples_ahead", 0) if joined_part(self.source) else 0
         if given is None:
             least = max(least, samples // (batch_size or 1))
         if self.device is not None:  # what waits there has left the workers nothing to do: it does not count

@@ -109,7 +109,6 @@ class PartReader(ResumableIterator[Any], Generic[R]):
     `shards` has the object of each part of the stream; `open_part` starts to read one, perhaps in standby.
     """
 
-    counts: Sequence[int] | None = None  # of the samples in each part, if known
     name_of: Callable[[int, int], str]  # names a sample by its part and its number in that
     _usual = 0  # samples of the last part that was read to its end
 
@@ -163,15 +162,12 @@ class PartReader(ResumableIterator[Any], Generic[R]):
         raise StopAsyncIteration
 
     def _ending(self, reader: R, error: Exception) -> Exception:
-        """The error that ends a part, with the number of samples that are lost.
-
-        That is known, or in proportion to the bytes, or else as if the part were like the last one.
-        """
+        """The error that ends a part, with the number of lost samples, estimated by the bytes or by the last part."""
         if isinstance(error, HeadraceError) and not isinstance(error, StateError):
-            (at, size), whole = reader.reached(error), None if self.counts is None else self.counts[reader.part]
+            at, size = reader.reached(error)
             estimate = reader.decoded * size // at if 0 < at < size else self._usual
-            lost = error.lost_samples = max(0, (estimate if whole is None else whole) - reader.decoded)
-            number = f"{lost:,}" if whole is not None else f"about {lost:,}" if lost else "an unknown number of"
+            lost = error.lost_samples = max(0, estimate - reader.decoded)
+            number = f"about {lost:,}" if lost else "an unknown number of"
             where = f" from byte {at:,} of {size:,}" if size else ""
             rest = f"its rest{where} cannot" if reader.decoded else "nothing of it can"
             error.args = (f"{error}; {rest} be read: {number} samples",)

@@ -1,4 +1,4 @@
-"""Streams of parts (shards, row groups): options, the order of an epoch, the share of each reader, and its position."""
+"""Streams of parts, as shards: options, the order of an epoch, the share of each reader, and its position."""
 
 from __future__ import annotations
 
@@ -55,19 +55,6 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             )
         return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
 
-    def __len__(self) -> int:
-        """The number of samples of this rank in this epoch.
-
-        Raises:
-            TypeError: it is unknown.
-        """
-        counts = self._sample_counts()
-        if counts is None:
-            what = f"the length of this {type(self).__name__} is unknown"
-            raise TypeError(f"{what}, since the numbers of samples in its {self.parts_name} are")
-        parts = self._parts_of(self._ranks.shard(), self._order_for(self._seed))
-        return sum(counts[part] for part in parts)
-
     def _parts_of(self, reader: ShardOptions, order: Order) -> list[int]:
         """The numbers of the parts of one reader, in the order of the epoch."""
         parts = list(range(len(self._parts)))
@@ -78,17 +65,12 @@ class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
         """Start to read the samples of one reader."""
         samples = self._read(self._parts_of(reader, order))
-        samples.counts = self._sample_counts()
         samples.name_of = self._name_of
         return samples
 
     def _options(self) -> dict[str, object]:
         """What must be the same where a state is loaded."""
         return {"parts": self._parts_digest, "shuffle": self._shuffle, "buffer_size": self._buffer_size}
-
-    def _sample_counts(self) -> Sequence[int] | None:
-        """The number of samples in each part, if they are known."""
-        return None
 
     @functools.cached_property
     def _parts_digest(self) -> str:

@@ -1,4 +1,4 @@
-"""The rows and columns that a stream gives of files of tables: filters, Hive partitions, one schema for all files."""
+"""The rows and columns that a dataset gives of files of tables: filters, Hive partitions, one schema for all files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import pickle
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import names_digest
@@ -18,7 +21,8 @@ from headrace._core.store.listing import require_pyarrow
 from headrace._core.text import short_repr
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-_LONGEST_TEXT = 500  # characters of a filter in a state
+_LONGEST_TEXT = 500  # characters of a filter in a repr and in a checksum
+_NUMBER = "headrace: number of the row"
 
 
 class TableFile(ABC):
@@ -27,8 +31,8 @@ class TableFile(ABC):
     rows: tuple[int, ...]  # of each group
 
     @abstractmethod
-    def row_groups(self, selection: Selection) -> Sequence[Any]:
-        """The groups that may have rows to give."""
+    def row_groups(self, selection: Selection, filters: Any = None) -> Sequence[Any]:
+        """The groups that have rows, and may have some that pass an expression; `selection` has its columns."""
 
     def selected(self, columns: Sequence[str]) -> Any:
         """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
@@ -41,25 +45,22 @@ class TableFile(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a stream gives of the rows of a file."""
+    """The columns that a dataset gives of a file."""
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    filters: Any  # a `pyarrow.compute.Expression` that rows must pass; None for all
     names: tuple[str, ...] | None  # names of the columns to give; None for all that are read
     added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
     # The schema of what is given, with the types of the file. As bytes: pyarrow is not imported to unpickle a dataset.
     serialized: bytes
     schema: Any = None  # the types to give, in order; None for those of the file
 
-    def apply(self, batch: Any) -> Any:
-        """Select of a record batch, as a table; raises errors of pyarrow."""
+    def apply(self, table: Any) -> Any:
+        """Select of a table, and make each column one array; raises errors of pyarrow."""
         import pyarrow
 
-        table = pyarrow.Table.from_batches([batch])
         for name, value in self.added.items():
-            table = table.append_column(name, pyarrow.repeat(value, batch.num_rows))
-        if self.filters is not None:
-            table = filter_rows(table, self.filters).combine_chunks()
+            table = table.append_column(name, pyarrow.repeat(value, table.num_rows))
+        table = table.combine_chunks()
         if self.names is not None:
             table = table.select([number for number, name in enumerate(table.column_names) if name in self.names])
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
@@ -112,29 +113,49 @@ def filter_text(filters: Any) -> str | None:
     return f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}" if shortened else text
 
 
-def filter_rows(table: Any, filters: Any) -> Any:
-    """The rows of a table that pass a filter, in their order, which `pyarrow.Table.filter` does not promise."""
+def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
+    """The numbers of the rows of a table that pass a filter."""
+    import pyarrow
     from pyarrow import acero
 
+    numbers = pyarrow.array(np.arange(len(table), dtype=np.uint32))
+    table = table.append_column(_NUMBER, numbers)
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
-    return acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(use_threads=False)
+    passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(use_threads=False)
+    found: NDArray[np.uint32] = passing[_NUMBER].to_numpy()
+    return found
 
 
-def select_columns(
-    files: Sequence[TableFile], columns: tuple[str, ...] | None, filters: Any, *, as_rows: bool
-) -> list[Selection]:
-    """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
+def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
+    """What to read of each file to evaluate an expression."""
+    made: dict[Any, Selection] = {}
+
+    def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
+        if there not in made:
+            made[there] = _select(file, there, added, tuple(_columns_of(filters, there, file.shard.name)))
+        return replace(made[there], added={name: added[name] for name in made[there].added})
+
+    return [select(file, *columns) for file, *columns in _all_columns(files)]
+
+
+def _all_columns(files: Sequence[TableFile]) -> Iterator[tuple[TableFile, Any, dict[str, Any]]]:
+    """For each file the schema of its columns with those of its directories, and the values of the latter."""
     import pyarrow
 
-    found: list[Selection] = []
-    made: dict[Any, Selection] = {}  # by the columns of a file and its directories
-    first = unified = None
     for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
         added = {name: value for name, value in values.items() if name not in file.schema.names}
         fields = [pyarrow.field(name, value.type) for name, value in added.items()]
-        there = pyarrow.schema([*file.schema, *fields])
+        yield file, pyarrow.schema([*file.schema, *fields]), added
+
+
+def select_columns(files: Sequence[TableFile], columns: tuple[str, ...] | None, *, as_rows: bool) -> list[Selection]:
+    """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
+    found: list[Selection] = []
+    made: dict[Any, Selection] = {}  # by the columns of a file and its directories
+    first = unified = None
+    for file, there, added in _all_columns(files):
         if there not in made:
-            made[there] = _select(file, there, added, columns, filters)
+            made[there] = _select(file, there, added, columns)
             given = made[there].given
             if as_rows and (twice := [name for name, times in Counter(given.names).items() if times > 1]):
                 what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
@@ -160,29 +181,21 @@ def select_columns(
     return found
 
 
-def _select(
-    file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None, filters: Any
-) -> Selection:
+def _select(file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None) -> Selection:
     """What to read of files with the columns `there`."""
     import pyarrow
 
-    needed = [] if filters is None else _columns_of(filters, there, file.shard.name)
     if columns is None:
-        return Selection(None, filters, None, added, there.serialize().to_pybytes())
-    needed = [name for name in needed if name not in columns]
-    wanted = {name: value for name, value in added.items() if name in columns or name in needed}
-    read = tuple(name for name in (*columns, *needed) if name not in added)
-    for name in columns:
-        if name.partition(".")[0] in needed and name not in there.names:
-            raise ValueError(f"columns= has only a part of a column that filters= needs, {name!r}; give all of it")
+        return Selection(None, None, added, there.serialize().to_pybytes())
+    wanted = {name: value for name, value in added.items() if name in columns}
+    read = tuple(name for name in columns if name not in added)
     try:
         selected = file.selected(read)
     except KeyError as error:
         names = ", ".join(map(repr, there.names))
         raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
-    fields = [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
-    given = pyarrow.schema([field for field in fields if field.name not in needed])
-    return Selection(read, filters, tuple(given.names), wanted, given.serialize().to_pybytes())
+    given = pyarrow.schema([*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())])
+    return Selection(read, tuple(given.names), wanted, given.serialize().to_pybytes())
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
@@ -191,7 +204,7 @@ def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
 
     def refused(fields: Sequence[Any]) -> Exception | None:
         try:
-            filter_rows(pyarrow.schema(fields).empty_table(), filters)
+            passing_rows(pyarrow.schema(fields).empty_table(), filters)
         except pyarrow.ArrowException as error:
             return error  # type: ignore[no-any-return]
         return None

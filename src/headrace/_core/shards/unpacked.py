@@ -94,6 +94,7 @@ class UnpackedShards:
             return self._keep(key, task.result())
         except Exception as error:
             if isinstance(error, ShardError):
+                error.of_block = True
                 self._corrupt[key] = error
             raise copy.deepcopy(error) from None
         finally:

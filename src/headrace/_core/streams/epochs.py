@@ -18,9 +18,6 @@ session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=Non
 session_seed: ContextVar[int | None] = ContextVar("headrace_seed", default=None)
 """The `seed=` of that loader, which orders of streams without a seed of their own follow."""
 
-counted_epoch: ContextVar[int | None] = ContextVar("headrace_counted_epoch", default=None)
-"""The epoch whose length a loader asks for; None: that of `set_epoch`, which may be the one before."""
-
 current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 """A number that differs for each repetition of a stream within one epoch; 0 for the first."""
 
@@ -61,8 +58,7 @@ class FollowsEpoch:
 
     def _order_for(self, seed: int | None) -> Order:
         seed = (session_seed.get() or 0) if seed is None else seed
-        epochs = (counted_epoch.get(), self._epoch, session_epoch.get())
-        epoch = next((epoch for epoch in epochs if epoch is not None), 0)
+        epoch = (session_epoch.get() or 0) if self._epoch is None else self._epoch
         return Order(seed, epoch, current_repetition.get())
 
 

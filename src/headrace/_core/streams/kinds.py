@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
 import inspect
 import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.text import short_repr
@@ -50,13 +53,18 @@ class Capabilities(NamedTuple):
 MOST_BLOCKS = 192  # read side by side; 192 is a multiple of the usual numbers of ranks
 BLOCK_BYTES = 256 << 10  # of neighbours that one request reads
 BYTES_AT_ONCE = 64 << 20  # of all blocks that are read side by side
+MOST_AHEAD = 1 << 20  # samples of blocks read as a whole that are planned ahead: plans take 50 bytes a sample
+MOST_SAMPLES = 1 << 22  # of blocks that are read as a whole, side by side: their order takes 0.1 µs a sample
 
 
 class Blocks(NamedTuple):
     """The sizes with which samples of a map-style dataset are read in random order: blocks of neighbours."""
 
-    size: int  # samples in a block
+    size: int  # samples in a block; the mean, where there are `borders`
     at_once: int  # blocks that are read side by side
+    borders: IntArray | None = None  # the first sample of each block that is read as a whole; None for equal blocks
+    ahead: int = 0  # blocks whose samples are planned ahead; 0 for two times `at_once`
+    content: str = ""  # a checksum: with other blocks a state is refused
 
     @property
     def samples(self) -> int:
@@ -73,6 +81,31 @@ class Blocks(NamedTuple):
             return cls(size, max(1, most))
         return cls(size, 3 << (most // 3).bit_length() - 1)
 
+    @classmethod
+    def whole(cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1) -> Blocks:
+        """Blocks of `counts` samples that are read as a whole, together `nbytes` bytes.
+
+        Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are larger than others.
+        An `ahead`-th of them is planned ahead.
+        """
+        sizes = np.array([count for count in counts if count] or [0], np.int64)
+        n = int(sizes.sum())
+        size = max(1, -(-n // len(sizes)))
+        found = cls.within(most_bytes // 2, nbytes // max(1, n), size)
+        at_once = min(found.at_once, max(1, MOST_SAMPLES // size))
+        planned = max(1, min(-(-at_once // ahead), MOST_AHEAD // size))
+        digest = hashlib.blake2b(sizes.tobytes() + text.encode(), digest_size=8).hexdigest()
+        return cls(size, at_once, np.cumsum(sizes) - sizes, planned, f"{len(sizes)} of {digest}")
+
+    @property
+    def shown(self) -> tuple[int, int, str]:
+        """What an order depends on."""
+        return self.size, self.at_once, self.content
+
+    def firsts(self, n: int) -> IntArray:
+        """The first sample of each block, of `n` samples."""
+        return np.arange(0, n, self.size) if self.borders is None else self.borders
+
 
 def blocks_of(dataset: object) -> Blocks | None:
     """The blocks in which a dataset is read. None: a loader reads the dataset in torch's order."""
@@ -80,10 +113,23 @@ def blocks_of(dataset: object) -> Blocks | None:
     return found if isinstance(found, Blocks) else None
 
 
+def reads_whole_blocks(dataset: object) -> bool:
+    """Whether a dataset reads and keeps whole blocks, as row groups, for all samples that wait."""
+    blocks = blocks_of(dataset)
+    return blocks is not None and blocks.borders is not None
+
+
 def capabilities(dataset: object) -> Capabilities:
     """The capabilities of a dataset; a class whose instances differ defines `_capabilities`."""
     found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
     return found
+
+
+def joined_part(dataset: object) -> float:
+    """The part of the look-ahead that is planned at once, since a request serves several samples; 0 if none does."""
+    if reads_whole_blocks(dataset):
+        return 1 / 8
+    return 0.5 if capabilities(dataset).ranges else 0
 
 
 def capabilities_by_methods(dataset: object) -> Capabilities:
@@ -147,10 +193,11 @@ def sample_key(dataset: Any, index: Any) -> str | None:
         return None
 
 
-async def fetch_all(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+async def fetch_all(dataset: Any, indices: Sequence[Any]) -> Sequence[Any]:
     """Fetch the samples at `indices`: by one call of `agets` if there is one, else by concurrent calls of `aget`."""
     if capabilities(dataset).agets:
-        return list(await dataset.agets(indices))
+        samples: Sequence[Any] = await dataset.agets(indices)
+        return samples
     return await asyncio.gather(*map(dataset.aget, indices))
 
 
@@ -200,13 +247,6 @@ def given_rank(stream: Any) -> RankInfo | None:
     given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
     (found,) = given if len(given) == 1 else (None,)
     return None if found is None else RankInfo(found.index, found.count, "the dataset")
-
-
-def translates_epochs(dataset: Any) -> bool:
-    """Whether a class of the user's has a `set_epoch`, so that streams in it may get other epochs than the loader's."""
-    methods = (getattr(part, "set_epoch", None) for part in walk_datasets(dataset))
-    modules = (getattr(method, "__module__", "") for method in methods if method is not None)
-    return not all(str(module).startswith(("headrace.", "torch.")) for module in modules)
 
 
 def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.array_types import IntArray
+from headrace._core.array_types import IntArray, index_array
 from headrace._core.store.ranges import Ranges, cut, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
@@ -78,7 +78,7 @@ class AsyncDataset(Dataset[T_co]):
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
         """The samples at `indices`, fetched concurrently; torch's loader calls this for a batch."""
         source, functions = plan(self)
-        samples = background_loop().run(fetch_all(source, indices))
+        samples: Sequence[Any] = background_loop().run(fetch_all(source, indices))
         return [apply_functions(functions, each) for each in samples]
 
 
@@ -180,7 +180,7 @@ class RangedDataset(AsyncDataset[T_co]):
         number, start, stop = self.range(index)
         return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
 
-    async def agets(self, indices: Sequence[Any]) -> list[T_co]:
+    async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
         """Fetch the samples at `indices`, in order; those near each other by one request."""
         if not capabilities(self).ranges:
             return list(await asyncio.gather(*map(self.aget, indices)))
@@ -190,7 +190,7 @@ class RangedDataset(AsyncDataset[T_co]):
 
 def positions(indices: Sequence[Any], length: int) -> IntArray:
     """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
-    found = np.asarray(indices)
+    found = index_array(indices)
     if found.dtype.kind not in "iu":
         if len(found):
             raise TypeError(f"indices must be whole numbers, but got {indices[0]!r}")
@@ -246,7 +246,15 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         found = [blocks for source in self.sources if (blocks := blocks_of(source)) is not None]
         if len(found) < len(self.sources):
             return None
-        return Blocks(min(blocks.size for blocks in found), min(blocks.at_once for blocks in found))
+        at_once = min(blocks.at_once for blocks in found)
+        if all(blocks.borders is None for blocks in found):
+            return Blocks(min(blocks.size for blocks in found), at_once)
+        lengths = [len(source) for source in self.sources]
+        firsts = [blocks.firsts(length) for blocks, length in zip(found, lengths, strict=True)]
+        counts = [np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)]
+        content = " ".join(blocks.content for blocks in found)
+        joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
+        return joined._replace(at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found))
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
@@ -282,14 +290,17 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         sample = await self.sources[part].aget(inner)
         return (part, sample) if self.numbered else sample
 
-    async def agets(self, indices: Sequence[object]) -> list[object]:
+    async def agets(self, indices: Sequence[object]) -> Sequence[object]:
         samples: list[object] = [None] * len(indices)
 
         async def fetch(part: int, slots: Sequence[int], inner: list[object]) -> None:
             for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
                 samples[slot] = (part, sample) if self.numbered else sample
 
-        await asyncio.gather(*itertools.starmap(fetch, self._by_part(indices)))
+        parts = self._by_part(indices)
+        if len(parts) == 1 and not self.numbered:
+            return await fetch_all(self.sources[parts[0][0]], parts[0][2])
+        await asyncio.gather(*itertools.starmap(fetch, parts))
         return samples
 
     def sample_key(self, index: object) -> str | None:

@@ -26,6 +26,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from headrace._core.batches import is_table
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import add_note, error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
@@ -208,6 +209,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # obstore is not imported here: 4 ms, for which a program without a store need not wait.
         if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
             return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
+        if is_table(obj):
+            return _restore_table, (pickle.PickleBuffer(_table_bytes(obj)),)
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         if type(obj) is Descriptor:
@@ -294,6 +297,22 @@ def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
     import obstore
 
     return obstore.Bytes(bytes(buffer))
+
+
+def _table_bytes(table: Any) -> Any:
+    """A `pyarrow.Table` as an Arrow stream: pyarrow would pickle all of what the table is a slice of."""
+    import pyarrow
+
+    stream = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
+def _restore_table(data: Any) -> Any:
+    import pyarrow
+
+    return pyarrow.ipc.open_stream(pyarrow.py_buffer(data)).read_all()
 
 
 class _SimplePickler(pickle.Pickler):

@@ -122,7 +122,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
                 continue
             order.leave_out(last.excluded)
             samples = sampler.order_in(epoch)
-            indices = np.fromiter(sampler._dealt(samples, ShardOptions(0, 1), 0), np.int64)
+            indices = _joined(sampler._dealt(samples, ShardOptions(0, 1), 0))
             states = begin if first.epoch == epoch else (LoaderState(epoch, own),)
             delivered = _left(order, states, last, len(indices))
             if last.epoch == epoch:
@@ -144,6 +144,11 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     return found
 
 
+def _joined(pieces: Iterable[range | IntArray]) -> IntArray:
+    """Some parts of an order as a new array."""
+    return np.concatenate([np.empty(0, np.int64), *map(np.asarray, pieces)])
+
+
 def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: int) -> IntArray:
     """How often a part that ends with `last` has each position of an order after `states`."""
     batch_size = Run(*last.run).batch_size or order.batch_size or 1
@@ -153,7 +158,7 @@ def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: in
         if state.over:
             continue
         shard = ShardOptions(rank, last.ranks)
-        own = np.fromiter(order.computed._dealt(range(size), shard, state.cursor), np.int64)
+        own = _joined(order.computed._dealt(range(size), shard, state.cursor))
         for _, start, count, *_ in state.delivered:
             first = start - state.samples
             own[max(first, 0) : first + count] = -1

@@ -1,9 +1,9 @@
 """What a batch of many small tensors costs on its way from a worker: 114 of them, as a table's columns would be.
 
 A torch map-style dataset, two workers, and a `collate_fn` that makes a dict of 114 float32 tensors [32, 4] (58 kB in
-all). Torch gives each tensor a shared-memory file of its own, whose descriptor is sent; headrace sends tensors as parts
-of one pickle. Claimed: 3 times torch's rate, and 0.4 of the limit, which is two processes that only run the same
-`collate_fn`, with nothing sent.
+all). Torch gives each tensor a shared-memory file of its own, whose descriptor is sent; headrace packs them into one
+slab. Claimed: 3 times torch's rate, and 0.4 of the limit, which is two processes that only run the same `collate_fn`,
+with nothing sent.
 
 Every value of every batch is checked, for both alike, within the clock.
 

@@ -1,6 +1,8 @@
 """Mixes of map-style datasets: the share of each source, on every rank, at every position, for any number of ranks."""
 
 import collections
+import itertools
+import json
 import random
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace._core.order.mixes import MixOrder, MixPlan, Source
+from headrace.cli.main import main
 from headrace.errors import StateError
 from headrace.types import Blocks
 from tests.datasets import Numbers
@@ -44,12 +47,12 @@ def read(loader):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12), st.sampled_from(LANES), st.integers(0, 10**6))
 def test_every_prefix_has_its_share_of_each_source(weights, lanes, windows):
-    order = order_of([10**9] * len(weights), weights, lanes=lanes)
+    order = order_of([10**10] * len(weights), weights, lanes=lanes)
     ideal = np.array(weights)[:, None] / sum(weights)
     first = windows * 8
     drawn = order.plan.drawn(np.full(lanes, first), np.arange(lanes)).sum(axis=1, keepdims=True)
     positions = np.arange(first * lanes, first * lanes + 2000)
-    sources = sources_of(order[positions], [10**9] * len(weights))
+    sources = sources_of(order[positions], [10**10] * len(weights))
     drawn = drawn + np.cumsum(sources == np.arange(len(weights))[:, None], axis=1)
     assert np.abs(drawn - (positions + 1) * ideal).max() < 2 + 3 * lanes**0.5
 
@@ -194,6 +197,22 @@ def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
         assert read(loader) == plain
 
 
+def test_weights_are_shares_of_lengths(tmp_path):
+    for name, count, size in (("long", 4000, 3), ("short", 12_000, 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("\n".join(json.dumps([name] * size) for _ in range(count)))
+        assert main(["index", str(tmp_path / name), "--processes", "1", "--length", "builtins:len"]) == 0
+    parts = {name: hr.LinesDataset.index(tmp_path / name) for name in ("long", "short")}
+    mixed = hr.mix(parts, {"long": 1, "short": 1}, unit="lengths")
+    with hr.DataLoader(mixed, 100, shuffle=True, seed=0, collate_fn=list) as loader:
+        words = collections.Counter(word for batch in itertools.islice(loader, 40) for line in batch for word in line)
+    assert abs(words["long"] / words["short"] - 1) < 0.02
+    with pytest.raises(ValueError, match="dataset 'a' has no lengths"):
+        hr.mix({"a": Numbers(5)}, {"a": 1}, unit="lengths")
+    with pytest.raises(ValueError, match="'lengths' is for map-style"):
+        hr.mix([hr.from_async_iterable(print)], [1], unit="lengths")
+
+
 def test_what_cannot_be_mixed_is_an_error():
     data, weights = [Numbers(5), Numbers(0)], [1, 1]
     mixed = hr.mix(data, weights)
@@ -205,7 +224,7 @@ def test_what_cannot_be_mixed_is_an_error():
     ):
         with pytest.raises(TypeError, match="would lose its weights: mix last"):
             lossy()
-    for of_streams in ({"weights": lambda step: weights}, {"stop": "once"}, {"strict": False}):
+    for of_streams in ({"stop": "once"}, {"strict": False}):
         with pytest.raises(ValueError, match="are for streams"):
             hr.mix(data, **{"weights": weights, **of_streams})
     with pytest.raises(ValueError, match=r"datasets \['1'\] of the mix have no samples"):

@@ -6,7 +6,9 @@ import functools
 import itertools
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import numpy as np
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.streams.epochs import checked_seed
@@ -54,12 +56,13 @@ def concat(datasets: Sequence[object]) -> Any:
 
 def mix(
     datasets: Sequence[object] | Mapping[str, object],
-    weights: MixWeights | Sequence[tuple[int, MixWeights]] | Callable[[int], MixWeights],
+    weights: MixWeights | Sequence[tuple[int, MixWeights]],
     *,
     temperature: float = 1.0,
     seed: int | None = None,
     stop: Stop = "first",
     strict: bool = True,
+    unit: Literal["samples", "lengths"] = "samples",
 ) -> Any:
     """Several datasets as one: each sample is drawn by weight.
 
@@ -80,11 +83,10 @@ def mix(
     Args:
         datasets: at least one; as a dict with names, by which states and reports know them.
         weights: how often each is drawn from; they need not add up to 1. A dict for a dict of
-            datasets. Or a schedule: a list of ``(step, weights)`` that ascends from step 0; of
-            streams also a function of the step, called every 1,024 steps. A step is one sample of
-            the mix, not a batch; samples that raised an error count. Of map-style datasets, and
-            of streams below `split`, steps count the samples of all ranks; of other streams the
-            samples of each rank. Weights in a schedule may be zero.
+            datasets. Or a schedule: a list of ``(step, weights)`` that ascends from step 0. A step
+            is one sample of the mix, not a batch; samples that raised an error count. Of map-style
+            datasets, and of streams below `split`, steps count the samples of all ranks; of other
+            streams the samples of each rank. Weights in a schedule may be zero.
         temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1,
             more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
@@ -99,11 +101,13 @@ def mix(
         strict: whether a state that was saved with other streams or weights is an error. Otherwise
             the mix continues with those of now, and logs what has changed: streams are matched by
             name, or else by position, and new ones start. States of map-style datasets are strict.
+        unit: what weights are shares of: ``"samples"``; or ``"lengths"``, as the tokens of map-style
+            datasets with `lengths` (`TokenDataset`; an index that was made with ``--length``).
 
     Raises:
         ValueError: a weight is not positive, there is not one for each dataset, steps do not
-            ascend from 0, or another argument is unknown or only for streams. A loader raises it
-            if a map-style dataset with a weight is empty.
+            ascend from 0, a dataset has no lengths, or another argument is unknown or only for
+            streams. A loader raises it if a map-style dataset with a weight is empty.
         TypeError: a dataset is not async, the kinds differ, or a map-style dataset is a mix.
 
     Example:
@@ -125,9 +129,7 @@ def mix(
         raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
-    if callable(weights):
-        schedule = functools.update_wrapper(functools.partial(weights_at, weights), weights)
-    elif not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
+    if not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
         entries = cast("Sequence[Any]", weights)
         schedule = [[whole_number("step", step), weights_at(each)] for step, each in entries]
         if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
@@ -136,16 +138,20 @@ def mix(
         if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
-    said = function_name(weights) if callable(weights) else shorten(repr(weights))
-    said = said.replace("{", "{{").replace("}", "}}")  # for `format`
+    said = shorten(repr(weights)).replace("{", "{{").replace("}", "}}")  # for `format`
     seed = checked_seed(seed)
     shown = f"mix({{}}, {said}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
     if not are_streams:
-        if callable(weights) or stop == "once" or not strict:
-            what = 'a function as weights=, stop="once" and strict=False are for streams'
-            raise ValueError(f"{what}: of map-style datasets give a list of (step, weights)")
+        if stop == "once" or not strict:
+            raise ValueError('stop="once" and strict=False are for streams')
+        if unit == "lengths":
+            means = [_mean_length(name, part) for name, part in zip(names, parts, strict=True)]
+            for entry in schedule:
+                entry[1] = [weight / mean for weight, mean in zip(entry[1], means, strict=True)]
         return MixedParts(parts, shown, names, schedule, seed, stop)
+    if unit != "samples":
+        raise ValueError(f"unit={unit!r} must be 'samples'; 'lengths' is for map-style datasets")
     return OperatedStream(
         tuple(parts),
         shown,
@@ -162,9 +168,15 @@ def mix(
 MixWeights = Sequence[float] | Mapping[str, float]
 
 
-def _weights_of(names: Sequence[str], temperature: float, weights: Any, step: int = 0) -> list[float]:
-    """The weights at a step, in the order of the streams, checked."""
-    weights = weights(step) if callable(weights) else weights
+def _mean_length(name: str, dataset: Any) -> float:
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise ValueError(f'unit="lengths": dataset {name!r} has no lengths')
+    return float(np.mean(lengths)) or 1.0
+
+
+def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[float]:
+    """The weights in the order of the datasets, checked."""
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
     numbers = [*map(float, found)]
     in_range = all(0 <= number < math.inf for number in numbers)

@@ -32,19 +32,6 @@ def test_schedule_changes_weights_at_its_steps():
     assert 1400 < drawn(samples[150:])[1] < 1600
 
 
-def test_function_gives_weights_every_1024_steps():
-    asked = []
-
-    def weights(step):
-        asked.append(step)
-        return {"s0": 1, "s1": step}
-
-    samples = list(mix(weights).take(3000))
-    assert asked == [0, 1024, 2048]
-    assert drawn(samples[:1024]) == {0: 1024}
-    assert drawn(samples[1024:])[1] > 1950
-
-
 @pytest.mark.parametrize(
     ("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)]
 )
@@ -58,11 +45,8 @@ def test_temperature_evens_out_sizes_of_any_scale(temperature, share, scale):
     ("weights", "counts"),
     [
         ([(0, [1, 0])], {0: 30}),
-        (lambda step: [1, 0], {0: 30}),
         ([(0, [1, 1]), (10, [1, 0])], None),  # the second stream does not end before
         ([(0, [1, 0]), (40, [0, 1])], {0: 40, 1: 30}),
-        (lambda step: [step < 1024, step >= 1024], {0: 1024, 1: 30}),
-        (lambda step: {0: [1, 0]}[step], {0: 30}),
     ],
 )
 def test_stream_without_a_weight_now_or_later_is_not_waited_for(weights, counts):

@@ -89,7 +89,7 @@ COMPOSITIONS = {
         [(0, [1, 0, 1]), (N(4), np.array([1, 2, 0]))],
         stop=np.str_("once"),
     ),
-    "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], lambda step: [1, 2]))(Count(9).shuffle(4)),
+    "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], [1, 2]))(Count(9).shuffle(4)),
     "mix of mixes": lambda: hr.mix(
         [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
     ),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import logging
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ from headrace._core.streams.resumable import (
     expect,
     start_stream,
 )
-from headrace._core.text import function_name, shorten
+from headrace._core.text import shorten
 from headrace.errors import StateError
 
 _BLOCK = 1024  # random numbers of a mix
@@ -41,9 +40,9 @@ _log = logging.getLogger("headrace")
 class Mix(StreamOperation[object]):
     """Samples drawn from several streams by weight.
 
-    The weights are ascending pairs of the number of draws from which they hold, and a list; or a function of that
-    number, called for each block of random numbers. A dataset that occurs in several streams has another order in each.
-    Each rank draws for itself, so that a step of many ranks has samples of all streams.
+    The weights are ascending pairs of the number of draws from which they hold, and a list. A
+    dataset that occurs in several streams has another order in each. Each rank draws for itself, so
+    that a step of many ranks has samples of all streams.
     """
 
     operation = "mix"
@@ -55,7 +54,7 @@ class Mix(StreamOperation[object]):
         self,
         datasets: Sequence[Any],
         names: Sequence[str],
-        weights: list[Any] | Callable[[int], Sequence[float]],
+        weights: list[Any],
         stop: Stop,
         strict: bool,
         order: Order,
@@ -65,8 +64,7 @@ class Mix(StreamOperation[object]):
         count = len(datasets)
         self._datasets = datasets
         self._names = list(names)
-        self._schedule: Any = weights
-        self._weights = function_name(weights) if callable(weights) else weights
+        self._weights = weights
         self._stop = stop
         self._strict = strict
         self._order = order
@@ -103,13 +101,8 @@ class Mix(StreamOperation[object]):
 
     def _weigh(self) -> None:
         """Set the ranges of the streams as of now."""
-        if callable(self._schedule):
-            block = self._drawn // _BLOCK
-            weights = self._schedule(block * _BLOCK)
-            self._weighed_until = (block + 1) * _BLOCK
-        else:
-            (_, weights), *later = self._schedule[self._entry() :]
-            self._weighed_until = later[0][0] if later else math.inf
+        (_, weights), *later = self._weights[self._entry() :]
+        self._weighed_until = later[0][0] if later else math.inf
         kept = [0.0 if out else weight for weight, out in zip(weights, self._left_out, strict=True)]
         largest = max(kept) or 1.0  # sums of shares of it neither overflow nor vanish
         self._ends = list(itertools.accumulate(weight / largest for weight in kept))
@@ -159,17 +152,11 @@ class Mix(StreamOperation[object]):
         """Whether a stream has not ended yet, and has a weight now or later."""
         if self._left_out[number] or self._passes[number]:
             return False
-        if not callable(self._schedule):
-            return any(weights[number] for _, weights in self._schedule[self._entry() :])
-        block = self._drawn // _BLOCK
-        with contextlib.suppress(Exception):  # user code, which may not know steps so late
-            blocks = (block + (1 << doubled) - 1 for doubled in range(32))
-            return any(self._schedule(later * _BLOCK)[number] for later in blocks)
-        return False
+        return any(weights[number] for _, weights in self._weights[self._entry() :])
 
     def _entry(self) -> int:
         """The number of the entry of the schedule that holds now."""
-        return bisect.bisect_right(self._schedule, self._drawn, key=operator.itemgetter(0)) - 1
+        return bisect.bisect_right(self._weights, self._drawn, key=operator.itemgetter(0)) - 1
 
     async def _end(self) -> None:
         self._over = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +15,15 @@ from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
 from headrace._core.shards.stream import PartStream
-from headrace._core.store.ranges import map_all, read_ranges
+from headrace._core.store.ranges import map_all
 from headrace._core.streams.epochs import Order
 from headrace._core.streams.kinds import Blocks, T_co, capabilities
 
 __all__ = ["IndexStream"]
 
 _IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
-_SAMPLES_OF_WHOLE = 32  # fetched at once from shards that are read as a whole
-_ROWS_AT_ONCE = 1024  # of row groups, which are read as a whole too
-_SAMPLES_AT_ONCE = 128  # made on the event loop before other tasks get a turn
+_SINGLY = 32  # samples fetched at once from a dataset that has no batches
+_AT_MOST = 1024  # samples of a block: they are made on the event loop, where other tasks wait
 
 
 class IndexStream(PartStream[T_co]):
@@ -95,11 +93,8 @@ class _IndexReader(BlockReader):
     def __init__(self, dataset: Any, indices: Iterator[int], at_once: int, position: PartPosition) -> None:
         self._dataset = dataset
         self._rest = indices  # not requested yet
-        self._joined = capabilities(dataset).ranges
-        self._by_batches = capabilities(dataset).agets and not self._joined
-        if self._by_batches:
-            at_once = min(at_once, _ROWS_AT_ONCE)
-        self._at_once = at_once if self._joined or self._by_batches else min(at_once, _SAMPLES_OF_WHOLE)
+        can = capabilities(dataset)
+        self._at_once = min(at_once, _AT_MOST if can.agets or can.ranges else _SINGLY)
         self._position = replace(position, drop=0)  # after the last block that was produced
         super().__init__(self._position, None)
 
@@ -108,30 +103,11 @@ class _IndexReader(BlockReader):
         if not indices:
             return Block(deque())
         try:
-            samples = await self._read(indices)
-        except Exception:  # of one request or index: read sample by sample, the error names the sample
-            samples = deque(await map_all(self._alone, indices, _SAMPLES_OF_WHOLE))
+            samples = deque(await self._dataset.agets(indices))
+        except Exception:  # of one request or sample: read sample by sample, the error names the sample
+            samples = deque(await map_all(self._alone, indices, _SINGLY))
         self._position = replace(self._position, given=self._position.given + len(indices))
         return Block(samples, self._position)
-
-    async def _read(self, indices: Sequence[int]) -> deque[Any]:
-        dataset = self._dataset
-        if self._by_batches:
-            return deque(await dataset.agets(indices))
-        if self._joined:
-            views = await read_ranges(dataset.ranges(indices), dataset.read_range)
-        else:
-            views = await map_all(dataset.read_bytes, indices)
-        self._views = views  # of the latest block: an unpacked shard is kept while it is in use
-        samples: deque[Any] = deque()
-        for start in range(0, len(indices), _SAMPLES_AT_ONCE):
-            part = slice(start, start + _SAMPLES_AT_ONCE)
-            try:
-                samples.extend(dataset.samples_of(indices[part], views[part]))
-            except Exception:  # of one sample, perhaps damaged in transit
-                samples.extend([await self._alone(index) for index in indices[part]])
-            await asyncio.sleep(0)
-        return samples
 
     async def _alone(self, index: int) -> Any:
         """Read one sample by itself; a `BadRecord` with the error if the sample cannot be made."""

@@ -23,7 +23,7 @@ from tests.hub_server import serve_hub
 from tests.unit.datasets.formats import FIXTURES, video_file
 
 TRAINING = python_blocks("README.md")[0]
-PAGES = "docs/recipes.md", "docs/formats.md"
+PAGES = "docs/recipes.md", "docs/formats.md", "docs/shards.md"
 RECIPES = [each for page in PAGES for each in programs_with_output(page) if "from datasets" not in each[0]]
 
 

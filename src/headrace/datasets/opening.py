@@ -73,6 +73,7 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
 
     Each answer has the version of its object. A shard that was replaced since is an `ObjectChangedError` when
     the shard is read. New shards are not noticed: delete the file, so that the next call makes the file again.
+    Requests of other libraries (Lance, the listing of `headrace.hub`) are made each time.
 
     Args:
         path: path or URL of the file. Ranks that start at the same time may all write the file.

@@ -2,8 +2,9 @@
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when a beat is late
 by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A function of user code has
-blocked the loop for the time between samples that find the loop in the function. If the process was stopped or another
-thread holds the GIL, the watchdog itself wakes late: at most 20 ms count for a sample.
+blocked the loop for the time between samples that find the loop in the function, without the time in which the loop's
+thread waited for a core. If the process was stopped or another thread holds the GIL, the watchdog itself wakes late: at
+most 20 ms count for a sample.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
-_OWN_TIMES = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
 
@@ -50,6 +50,7 @@ class LoopWatch:
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
+        self._times = Path()  # of the loop's thread: nanoseconds on a core, and waiting for one
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
@@ -63,6 +64,7 @@ class LoopWatch:
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
+            self._times = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
             self._beat()
             if self._watchdog is None:
                 self._watchdog = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
@@ -86,12 +88,17 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
-            self.queued_seconds = int(_OWN_TIMES.read_bytes().split()[1]) / 1e9
+        self.queued_seconds = self._queued()
         self.due = time.monotonic() + BEAT
 
+    def _queued(self) -> float:
+        """Seconds for which the loop's thread has waited for a core so far."""
+        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+            return int(self._times.read_bytes().split()[1]) / 1e9
+        return self.queued_seconds
+
     def _run(self) -> None:
-        watched, pause, looked = math.inf, None, 0.0
+        watched, pause, looked, queued = math.inf, None, 0.0, 0.0
         awake = True
         while awake:
             with suppress(queue.Empty):
@@ -99,10 +106,11 @@ class LoopWatch:
             due, now = self.due, time.monotonic()
             if due != watched:
                 self._late.clear()
-                watched = due
+                watched, queued = due, self.queued_seconds
             pause = None if math.isinf(due) else due + GRACE - now
             if pause is not None and pause <= 0:
-                self._sample(due, min(now - looked, 2 * TICK))
+                before, queued = queued, self._queued()
+                self._sample(due, max(0.0, min(now - looked, 2 * TICK) - (queued - before)))
                 pause, looked = TICK, now
 
     def _sample(self, due: float, seconds: float) -> None:

@@ -192,7 +192,7 @@ def test_a_changed_byte_of_a_compressed_shard_is_an_error_or_changes_nothing(tmp
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         try:
-            assert list(hr.TarDataset.index(tmp_path)) == samples
+            assert hr.TarDataset.index(tmp_path).__getitems__(range(300)) == samples
         except ShardError:
             errors += 1
     assert errors > len(data) // 7 - 10
@@ -285,7 +285,7 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
             mutated[at : at + 8] = draw.randbytes(8)
         path.write_bytes(mutated)
         try:
-            assert list(hr.TarDataset.index(folder)) == whole
+            assert hr.TarDataset.index(folder).__getitems__(range(60)) == whole
         except ShardError as error:
             errors.append(str(error))
     assert len(errors) > 380, "only the hash of what was not read may change"
@@ -314,7 +314,7 @@ def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(fold
         path.write_bytes(mutated)
         try:
             dataset = hr.TarDataset.index(folder)
-            assert [dataset[index] for index in range(60)] == whole
+            assert dataset.__getitems__(range(60)) == whole
         except ShardError:
             pass
 

@@ -10,7 +10,16 @@ from typing import Any, ClassVar, Self, TypedDict, Unpack
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.indexing import Indexing, OpenedIndex, all_shards, beside, fetch_index, open_index, place_of
+from headrace._core.shards.indexing import (
+    Indexing,
+    OpenedIndex,
+    all_shards,
+    beside,
+    check_format,
+    fetch_index,
+    open_index,
+    place_of,
+)
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
 from headrace._core.shards.stream import PartStream
@@ -140,6 +149,10 @@ class ShardedStream(PartStream[T_co]):
                 raise TypeError(f"{cls.__name__}.index: give shards, or index=")
             whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
             stream = cls(whole.shards[:1], **options)
+            rows = {row.format: number for number, row in enumerate(whole.file.shards)}
+            for number in rows.values():
+                format = stream.index_decoder(whole.shards[number]).format
+                check_format(whole.file, whole.file.shards[number], format)
             return stream._indexed(whole, unpacked_bytes)
         stream = cls(shards, store=opened, **options)
         found = stream._parts

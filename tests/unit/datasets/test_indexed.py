@@ -370,6 +370,8 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
         dataset = hr.TarDataset.index(index=path.as_uri(), store=store, fields=["txt"])
         assert server.requests() == before
         assert [sample["txt"] for sample in dataset] == [sample["txt"] for sample in whole]
+        with pytest.raises(ShardError, match=r"indexed as tar in .*, and not as lines of text"):
+            hr.LinesDataset.index(index=path.as_uri(), store=store)
     with pytest.raises(TypeError, match="give shards, or index="):
         hr.TarDataset.index()
 

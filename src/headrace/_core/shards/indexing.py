@@ -278,6 +278,13 @@ def all_shards(index: IndexFile, store: Store | None) -> OpenedIndex:
     return OpenedIndex(index, shards, np.arange(len(shards)))
 
 
+def check_format(index: IndexFile, row: IndexedShard, format: str) -> None:
+    """Raise `ShardError` if a shard is indexed as another format."""
+    if format != row.format:
+        what = f"indexed as {row.format} in {index.name}, and not as {format}"
+        raise ShardError(what, shard=row.name)
+
+
 class Matcher:
     """Looks for shards in an index.
 
@@ -301,9 +308,7 @@ class Matcher:
     def version(self, shard: Shard, number: int) -> Shard:
         """The shard in the version of the index; raises `ShardError` if the shard was replaced."""
         row = self._index.shards[number]
-        if (format := self._indexing.decoder_of(shard).format) != row.format:
-            what = f"indexed as {row.format} in {self._index.name}, and not as {format}"
-            raise ShardError(what, shard=shard.name)
+        check_format(self._index, row, self._indexing.decoder_of(shard).format)
         head = row.head(shard.key, moved=self._moved)
         if shard.head is not None:
             try:

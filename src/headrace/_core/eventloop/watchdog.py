@@ -2,9 +2,9 @@
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when a beat is late
 by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A function of user code has
-blocked the loop for the time between samples that find the loop in the function, without the time in which the loop's
-thread waited for a core. If the process was stopped or another thread holds the GIL, the watchdog itself wakes late: at
-most 20 ms count for a sample.
+blocked the loop for the time between samples that find the loop in the function, if the loop's thread has computed for
+half of the time, or was not woken in it: a thread that waits for the GIL wakes every 5 ms. If the process was stopped,
+the watchdog itself wakes late: at most 20 ms count for a sample.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import types
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
@@ -40,6 +41,14 @@ _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
 
 
+class _Scheduled(NamedTuple):
+    """What the kernel counts of a thread: seconds on a core, seconds of waiting for one, and how often it was woken."""
+
+    cpu: float = 0.0
+    queued: float = 0.0
+    slices: int = 0
+
+
 class LoopWatch:
     """Watches the loop of one engine while its sessions run. The engine's placement owns it, and calls `close`."""
 
@@ -50,6 +59,7 @@ class LoopWatch:
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
+        self._at_beat = _Scheduled()
         self._times = Path()  # of the loop's thread: nanoseconds on a core, and waiting for one
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
@@ -88,17 +98,18 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        self.queued_seconds = self._queued()
+        self._at_beat = self._scheduled()
+        self.queued_seconds = self._at_beat.queued
         self.due = time.monotonic() + BEAT
 
-    def _queued(self) -> float:
-        """Seconds for which the loop's thread has waited for a core so far."""
-        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
-            return int(self._times.read_bytes().split()[1]) / 1e9
-        return self.queued_seconds
+    def _scheduled(self) -> _Scheduled:
+        with suppress(OSError, ValueError):  # not Linux, or no descriptor is left
+            cpu, queued, slices = map(int, self._times.read_bytes().split())
+            return _Scheduled(cpu / 1e9, queued / 1e9, slices)
+        return _Scheduled()
 
     def _run(self) -> None:
-        watched, pause, looked, queued = math.inf, None, 0.0, 0.0
+        watched, pause, looked, before = math.inf, None, 0.0, _Scheduled()
         awake = True
         while awake:
             with suppress(queue.Empty):
@@ -106,12 +117,13 @@ class LoopWatch:
             due, now = self.due, time.monotonic()
             if due != watched:
                 self._late.clear()
-                watched, queued = due, self.queued_seconds
+                watched, before = due, self._at_beat
             pause = None if math.isinf(due) else due + GRACE - now
             if pause is not None and pause <= 0:
-                before, queued = queued, self._queued()
-                self._sample(due, max(0.0, min(now - looked, 2 * TICK) - (queued - before)))
-                pause, looked = TICK, now
+                found, seconds = self._scheduled(), min(now - looked, 2 * TICK)
+                if found.slices == before.slices or found.cpu - before.cpu > seconds / 2:
+                    self._sample(due, seconds)
+                pause, looked, before = TICK, now, found
 
     def _sample(self, due: float, seconds: float) -> None:
         """Add the seconds since the last sample to the function in which the loop is."""

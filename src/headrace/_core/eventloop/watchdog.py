@@ -2,9 +2,9 @@
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when a beat is late
 by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A function of user code has
-blocked the loop for the time between samples that find the loop in the function, if the loop's thread has computed for
-half of the time, or was not woken in it: a thread that waits for the GIL wakes every 5 ms. If the process was stopped,
-the watchdog itself wakes late: at most 20 ms count for a sample.
+blocked the loop for the time between samples that find the loop in the function, without the time in which the loop's
+thread waited for a core or for the GIL. If the process was stopped, the watchdog itself wakes late: at most 20 ms count
+for a sample.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
+_FUTEX = (b"202", b"98")  # numbers of the system call on x86-64 and on ARM
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
 
@@ -108,6 +109,14 @@ class LoopWatch:
             return _Scheduled(cpu / 1e9, queued / 1e9, slices)
         return _Scheduled()
 
+    def _waits_for_gil(self, before: _Scheduled, found: _Scheduled, seconds: float) -> bool:
+        """Whether the loop's thread has only waited for the GIL: in a futex, from which it wakes every 5 ms."""
+        if found.cpu - before.cpu > seconds / 2 or found.slices == before.slices:
+            return False
+        with suppress(OSError):
+            return self._times.with_name("syscall").read_bytes().split()[0] in _FUTEX
+        return False
+
     def _run(self) -> None:
         watched, pause, looked, before = math.inf, None, 0.0, _Scheduled()
         awake = True
@@ -121,8 +130,8 @@ class LoopWatch:
             pause = None if math.isinf(due) else due + GRACE - now
             if pause is not None and pause <= 0:
                 found, seconds = self._scheduled(), min(now - looked, 2 * TICK)
-                if found.slices == before.slices or found.cpu - before.cpu > seconds / 2:
-                    self._sample(due, seconds)
+                if not self._waits_for_gil(before, found, seconds):
+                    self._sample(due, max(0.0, seconds - (found.queued - before.queued)))
                 pause, looked, before = TICK, now, found
 
     def _sample(self, due: float, seconds: float) -> None:

@@ -77,12 +77,12 @@ _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
-def collated(collate_fn: CollateFn, samples: Sequence[object]) -> object:
+def collated(collate_fn: CollateFn, samples: Sequence[object], *, of_tables: bool) -> object:
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor.
 
-    Samples that are tables of Arrow arrive as one table, but for ``list`` and ``tuple``.
+    With `of_tables`, samples that are tables of Arrow arrive as one table, but for ``list`` and ``tuple``.
     """
-    if collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
+    if of_tables and collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
         return table if is_default(collate_fn) else collate_fn(table)
     if type(samples) is not Rows:
         return collate_fn(samples)

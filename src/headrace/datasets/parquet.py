@@ -101,6 +101,11 @@ class TableDataset(IndexedShards[Any]):
             self._groups.append(group)
             self._passing.append(rows)
 
+    @property
+    def gives_tables(self) -> bool:
+        """Whether a sample is a table of one row."""
+        return self._format == "arrow"
+
     def __repr__(self) -> str:
         passing = "" if self._filters is None else f", those with {self._filters}"
         return f"{type(self).__name__}({len(self._groups)} {self._parts_name}, {len(self)} rows{passing})"

@@ -8,6 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, StateError
@@ -249,3 +250,23 @@ def test_unconvertible_value_is_an_error_of_its_row(server):
         (record,) = loader.stats().skipped
     assert "read it with format='arrow': OverflowError" in record.message
     assert len(whole(opened(server, "bad.parquet", format="arrow"))) == 25
+
+
+class Tables(torch.utils.data.Dataset):
+    """A dataset of the user's whose samples are tables."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return pa.table({"x": [index, index]})
+
+    async def fetched(self, index):
+        return self[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [Tables, type("AsyncTables", (Tables,), {"aget": Tables.fetched})])
+def test_tables_of_another_dataset_reach_the_collate_function_as_a_list(kind, num_workers):
+    with hr.DataLoader(kind(), 2, num_workers=num_workers, collate_fn=lambda batch: [*map(len, batch)]) as loader:
+        assert list(loader) == [[2, 2], [2, 2]]

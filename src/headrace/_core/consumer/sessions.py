@@ -24,6 +24,7 @@ from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
+from headrace._core.streams.composition import gives_tables
 from headrace._core.streams.kinds import capabilities, walk_datasets
 from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
@@ -137,7 +138,13 @@ class LoaderSessions:
         if options["transform"] is not None:
             transforms = (*transforms, options["transform"])
         tolerance = self.spec.policy.tolerance
-        assembler = Assembler(transforms, destined(collate_fn), loader._auto_collation, tolerance)
+        assembler = Assembler(
+            transforms,
+            destined(collate_fn),
+            loader._auto_collation,
+            tolerance,
+            gives_tables(self.spec.source),
+        )
         in_thread = self.spec.placement in ("auto", "thread") and not loader.num_workers
         if options["seed"] is not None and not self.spec.kind.is_async:
             # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.

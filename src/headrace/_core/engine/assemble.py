@@ -34,6 +34,7 @@ class Assembler:
     collate: Callable[[Any], Any]  # makes a batch of a list of samples; where not `batched`, is given the one sample
     batched: bool  # whether a batch is a list of samples
     tolerance: Tolerance
+    of_tables: bool = False  # whether samples are rows of Arrow tables, of which the batch is one table
     catch: Catch = BaseException  # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
 
     @property
@@ -76,8 +77,10 @@ class Assembler:
             with collating(self.transforms):
                 if not self.batched:
                     data = self.collate(samples[0])
+                elif raw.whole:
+                    data = self.collate(samples)
                 else:
-                    data = self.collate(samples) if raw.whole else collated(self.collate, samples)
+                    data = collated(self.collate, samples, of_tables=self.of_tables)
                 if data is None and is_default(self.collate):
                     raise TypeError("the samples are None: does aget, or a transform, lack a return?")
         except self.catch as error:

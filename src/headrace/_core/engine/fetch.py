@@ -423,7 +423,7 @@ class BlockFetch(FetcherPool):
         """The slots of the samples of each block; each slot by itself if an index is wrong."""
         try:
             places = positions(indices, len(self._dataset))
-        except Exception:
+        except Exception:  # an index is wrong, or of an odd type: fetched by itself, it is the error of its sample
             return [[slot] for slot in range(len(indices))]
         numbers = np.searchsorted(self._dataset.blocks.borders, places, side="right")
         return [np.flatnonzero(numbers == number).tolist() for number in np.unique(numbers)]

@@ -73,6 +73,13 @@ def plan(dataset: object) -> tuple[Any, Functions]:
     return dataset.over([source for source, _ in planned], [functions for _, functions in planned])
 
 
+def gives_tables(dataset: object) -> bool:
+    """Whether a sample of a dataset is a row of an Arrow table, so that a batch is one table."""
+    if isinstance(dataset, Composition):
+        return all(map(gives_tables, dataset.sources))
+    return bool(getattr(dataset, "gives_tables", False))
+
+
 def apply_functions(functions: Functions, sample: object) -> Any:
     for function in functions:
         sample = function(sample)

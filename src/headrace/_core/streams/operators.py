@@ -1,4 +1,4 @@
-"""The operations on streams: take, equal length, concat, repeat; split and shuffle, which hold samples."""
+"""The operations on streams: take, concat, repeat; split and shuffle, which hold samples."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from headrace._core.shards.tables import (
     passing_rows,
     select_columns,
 )
-from headrace._core.shards.unpacked import UNPACKED_BYTES, UnpackedShards
+from headrace._core.shards.unpacked import UNPACKED_BYTES, UnpackedShards, loaded
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import StoreLike
@@ -262,7 +262,7 @@ _Wanted = tuple[int, _Rows]
 
 
 async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
-    table = await group.load()
+    table = await loaded(group.load)
     return await asyncio.to_thread(passing_rows, table, filters)
 
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import gzip
-import lzma
 import random
-import subprocess
 import sys
 
 import pytest
@@ -246,31 +244,6 @@ def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(fold
                 keys = [sample["__key__"] for sample in loader]
             assert keys == [f"{number:03}" for number in range(40) if number != 10]
             assert loader.stats().skipped_samples == 1
-
-
-@pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
-def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_bytes(b"x")
-    subprocess.run(["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True)
-    index = hr.TarDataset.index(tmp_path / "a.tar")
-    for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
-        assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]
-
-
-@pytest.mark.parametrize(
-    ("archive", "why"),
-    [
-        (gzip.compress(tars.shard("ab")), "gzip by its first bytes, but not by its name"),
-        (lzma.compress(tars.shard("ab")), "xz by its first bytes, but not by its name"),
-        (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
-    ],
-)
-def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
-    (tmp_path / "a.tar").write_bytes(archive)
-    for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
-        with pytest.raises(ShardError, match=why):
-            read()
 
 
 def fail_on_the_second(sample):

@@ -120,11 +120,8 @@ class RowGroup:
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     async def load(self) -> Any:
-        """Read and decode the rows, as a `pyarrow.Table`; read once more if they are corrupt, perhaps in transit."""
-        try:
-            return await asyncio.to_thread(self.decode, await self.fetch())
-        except ShardError:
-            return await asyncio.to_thread(self.decode, await self.fetch())
+        """Read and decode the rows, as a `pyarrow.Table`; raises `ShardError` if they are corrupt."""
+        return await asyncio.to_thread(self.decode, await self.fetch())
 
     def decode(self, pieces: Pieces) -> Any:
         """Decode all rows, as a `pyarrow.Table`."""

@@ -87,7 +87,7 @@ class UnpackedShards:
         if key in self._corrupt:
             raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
         here = asyncio.get_running_loop(), key
-        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(_loaded(load)))
+        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(loaded(load)))
         self._waiting[here] += 1
         try:
             await asyncio.wait((task,))
@@ -114,7 +114,8 @@ class UnpackedShards:
         return data
 
 
-async def _loaded(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+async def loaded(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """What `load` gives; called again if the first result is corrupt, perhaps in transit."""
     try:
         return await load()
     except ShardError:

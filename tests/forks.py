@@ -29,6 +29,9 @@ import cloudpickle
 from tests.documents import ROOT
 from tests.fork_server import MOST_DESCRIPTORS, run_file, run_source
 
+# Seconds. A program that takes longer hangs, also on a machine that is busy with other work. Less than a test may take.
+LIMIT = 200.0
+
 
 class Fork:
     """The process of a program, with part of the interface of `subprocess.Popen`.
@@ -42,7 +45,7 @@ class Fork:
         self.pid = int(status.recv(16))
         self._status: int | None = None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = LIMIT) -> int:
         """Wait for its exit status; the number of a signal that killed it, negative.
 
         Raises:
@@ -53,7 +56,7 @@ class Fork:
             try:
                 self._status = int(self._wire.recv(16))
             except TimeoutError:
-                raise subprocess.TimeoutExpired("a fork", timeout or 0.0) from None
+                raise subprocess.TimeoutExpired("a fork", timeout) from None
             self._wire.close()
         return self._status
 
@@ -74,9 +77,9 @@ class Program(Fork):
         self.stdout = stdout
         self._stderr = stderr
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """The rest of its standard output, and all of its standard error; it is killed after `timeout` seconds."""
-        clock = threading.Timer(timeout, self._kill)
+    def communicate(self) -> tuple[str, str]:
+        """The rest of its standard output, and all of its standard error; it is killed after `LIMIT` seconds."""
+        clock = threading.Timer(LIMIT, self._kill)
         clock.start()
         try:
             printed = self.stdout.read()
@@ -142,29 +145,27 @@ class Forks:
         finally:
             os.close(write)
 
-    def run(
-        self, program: Callable[[], object], *, timeout: float, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, as `subprocess.run` does; it is killed after `timeout` seconds."""
+    def run(self, program: Callable[[], object], **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end, as `subprocess.run` does; it is killed after `LIMIT` seconds."""
         with self.start(program, **environment) as running:
-            stdout, stderr = running.communicate(timeout)
+            stdout, stderr = running.communicate()
             return subprocess.CompletedProcess("a fork", running.wait(), stdout, stderr)
 
     def start_source(self, source: str, **environment: str) -> Program:
         """Start a program that is a text, from a page of the documentation for example."""
         return self.start(functools.partial(run_source, source), **environment)
 
-    def run_source(self, source: str, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    def run_source(self, source: str) -> subprocess.CompletedProcess[str]:
         """Run a program that is a text."""
-        return self.run(functools.partial(run_source, source), timeout=timeout)
+        return self.run(functools.partial(run_source, source))
 
     def start_file(self, path: Path, **environment: str) -> Program:
         """Start the program in a file."""
         return self.start(functools.partial(run_file, path), **environment)
 
-    def run_file(self, path: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
+    def run_file(self, path: Path) -> subprocess.CompletedProcess[str]:
         """Run the program in a file, as ``python path`` does."""
-        return self.run(functools.partial(run_file, path), timeout=timeout)
+        return self.run(functools.partial(run_file, path))
 
     def _request(
         self, program: Callable[..., object], descriptors: list[int], environment: dict[str, str]

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.documents import ROOT
+from tests.forks import LIMIT
 
 BENCHMARKS = ROOT / "benchmarks"
 # The engine, an object store, the disk cache and a recorded epoch, in a few seconds of CPU.
@@ -40,7 +41,7 @@ def module(monkeypatch):
 
 def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
     command = [sys.executable, BENCHMARKS / "run_all.py", "--quick", "--results", tmp_path, "--only", *IN_CI]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     results = json.loads(file.read_text())

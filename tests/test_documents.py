@@ -238,7 +238,7 @@ thread.join()
 
 
 def test_progress_program_shows_its_line(forks):
-    done = forks.run_source(PROGRESS, timeout=80)
+    done = forks.run_source(PROGRESS)
     assert done.returncode == 0
     assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
@@ -283,7 +283,7 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
         ranks, source = Rendezvous(2), located(program, "s3://bucket/train", photos)
         with contextlib.ExitStack() as stack:
             begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
-            return [numbers_in(stack.enter_context(each).communicate(80)[0]) for each in begun]
+            return [numbers_in(stack.enter_context(each).communicate()[0]) for each in begun]
 
     ours, theirs = of_each_rank(RANKS)
     assert sorted(ours[:25] + theirs[:25]) == sorted(ours[25:] + theirs[25:]) == list(range(50))

@@ -22,7 +22,6 @@ ON_RANKS = "two_processes"
 TORCH_PROGRAMS = [path for path in EXAMPLES if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)]
 
 
-PATIENCE = 80  # seconds
 # torchrun warns where it has to set the first; plt.show() without a screen, by another backend than the second.
 ALONE = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "template"}
 
@@ -41,7 +40,7 @@ Run = Callable[[Path], str]
 def run() -> Iterator[Run]:
     """Run a program, and give what it prints."""
     with Forks(FORK_SERVER_IMPORTS="torch._dynamo", **ALONE) as forks:  # the first optimizer imports it
-        yield lambda path: said_by(forks.run_file(path, timeout=PATIENCE))
+        yield lambda path: said_by(forks.run_file(path))
 
 
 @pytest.fixture(scope="module")

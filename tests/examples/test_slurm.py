@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import LIMIT
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 SAMPLES, TASKS, CORES = 70, 2, 4
-PATIENCE = 80  # seconds
 
 # As srun does, for one node: without its own options, the command once for each task.
 SRUN = f"""#!/bin/bash
@@ -77,7 +78,7 @@ def test_the_slurm_script_trains_on_all_samples_with_a_rank_for_each_task(tmp_pa
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr

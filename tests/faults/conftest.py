@@ -23,10 +23,8 @@ import cloudpickle
 import pytest
 
 from tests.faults import child
-from tests.forks import Fork, Forks
+from tests.forks import LIMIT, Fork, Forks
 
-SCRIPT_TIMEOUT = 60  # seconds
-CASE_TIMEOUT = max(75.0, float(os.environ.get("HEADRACE_TEST_TIMEOUT", "0")) - 5)  # seconds
 OPTIONS = ("-X", "dev", "-W", "error::ResourceWarning")
 IMPORTS = "tests.faults.programs.caches tests.faults.programs.epochs headrace.datasets.tar headrace.datasets.lines"
 
@@ -64,7 +62,7 @@ def script(forks: Forks) -> Script:
         program: Callable[[], object], *, status: int = 0, quiet: bool = True, engine_loop: str = "uvloop"
     ) -> subprocess.CompletedProcess[str]:
         run_alone = functools.partial(child.run_alone, program)
-        done = forks.run(run_alone, timeout=SCRIPT_TIMEOUT, HEADRACE_EVENT_LOOP=engine_loop)
+        done = forks.run(run_alone, HEADRACE_EVENT_LOOP=engine_loop)
         assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         if quiet:
             _assert_no_leak_phrase(done.stderr)
@@ -110,14 +108,14 @@ class Resident:
 
     def close(self) -> None:
         """Let the child exit; all its descendants must end with it."""
-        status = self._end(clock=SCRIPT_TIMEOUT) if self._process is not None else 0
+        status = self._end(clock=LIMIT) if self._process is not None else 0
         stderr = self.stderr()
         self._stderr.close()
         assert status == 0, f"exit status {status}\n{stderr}"
 
     def _start(self) -> None:
         self._wire, theirs = socket.socketpair()
-        self._wire.settimeout(CASE_TIMEOUT)
+        self._wire.settimeout(LIMIT)
         self._stream = self._wire.makefile("rwb")
         with theirs, open(f"/proc/self/fd/{self._stderr.fileno()}", "ab") as stderr:
             self._process = self._forks.fork(

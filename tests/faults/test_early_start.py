@@ -34,7 +34,7 @@ def helper():
 
 @pytest.fixture
 def run(forks):
-    return functools.partial(forks.run, timeout=60, OWN_ZYGOTE="1")
+    return functools.partial(forks.run, OWN_ZYGOTE="1")
 
 
 def printed(done):

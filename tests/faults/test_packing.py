@@ -64,7 +64,7 @@ def test_killed_packing_continues_to_the_same_shards(format, forks, tmp_path):
     while True:
         last = draw.randint(1, 6) if kills < KILLS else 0
         program = functools.partial(pack, killed, format, last, draw.random() < 0.5)
-        done = forks.run(program, timeout=60)
+        done = forks.run(program)
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL, done.stderr

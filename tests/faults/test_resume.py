@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.conftest import SCRIPT_TIMEOUT, session_of
+from tests.faults.conftest import session_of
 from tests.faults.programs import epochs
 from tests.faults.programs.epochs import KINDS, N
 from tests.forks import Forks
@@ -57,12 +57,12 @@ def test_killed_jobs_continue_with_each_sample_once(
                 programs.append(stack.enter_context(forks.start(program, **variables)))
             for program in programs:
                 saved = program.stdout.readline()
-                assert saved == "saved\n", program.communicate(SCRIPT_TIMEOUT)[1]
+                assert saved == "saved\n", program.communicate()[1]
             for program in programs:
                 with contextlib.suppress(ProcessLookupError):
                     program.send_signal(signal.SIGKILL)
             for program in programs:
-                assert program.wait(SCRIPT_TIMEOUT) in (-signal.SIGKILL, 0), program.communicate(SCRIPT_TIMEOUT)[1]
+                assert program.wait() in (-signal.SIGKILL, 0), program.communicate()[1]
                 for pid in session_of(program.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -305,7 +305,7 @@ def test_array_changed_after_collate_does_not_change_the_batch() -> None:
 
 
 def test_script_without_main_guard_runs_and_its_own_classes_travel(forks: Forks) -> None:
-    done = forks.run_file(SCRIPT, timeout=60)
+    done = forks.run_file(SCRIPT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "imported",

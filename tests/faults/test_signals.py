@@ -53,7 +53,7 @@ def test_ctrl_c_interrupts_the_wait_for_a_batch(forks: Forks, runner: Callable[.
     with forks.start(program) as process:
         assert process.stdout.readline() == "waiting\n"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate()
         assert (process.wait(), out) == (0, "interrupted\n"), err
     assert "Traceback" not in err
 
@@ -80,7 +80,7 @@ def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(forks: Forks, num_worker
         for line in ("reading\n", "cancelled\n"):
             assert process.stdout.readline() == line
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate()
         assert process.wait() != 0
     assert err.count("Traceback") == 1, err  # that of the first one
 
@@ -109,7 +109,7 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placeme
         assert len(pids) == (4 if placement == "process" else 3)
         descriptors = [os.pidfd_open(pid) for pid in pids]
         trainer.send_signal(signal.SIGKILL)
-        _, stderr = trainer.communicate(timeout=30)  # standard output closes when the last process has ended
+        _, stderr = trainer.communicate()  # standard output closes when the last process has ended
         for descriptor in descriptors:
             wait_for_exit(descriptor)
         assert trainer.wait() == -signal.SIGKILL

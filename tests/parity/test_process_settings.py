@@ -99,7 +99,7 @@ def run(forks, tmp_path_factory):
     (folder / "headrace_test_module.py").write_text(MODULE)
 
     def ran(loader):
-        done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}", timeout=80)
+        done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -113,7 +113,7 @@ def test_engine_that_is_started_again_has_the_workers_that_were_found(numbers):
         list(automatic)
         process = automatic._control.sessions._placements._current._engines[0].process
         process.signal(signal.SIGKILL)
-        wait_readable(process.sentinel, timeout=20)
+        wait_readable(process.sentinel, timeout=120)
         assert set(torch.cat(list(automatic)).tolist()) == {0, 1, 2}
 
 

@@ -492,7 +492,7 @@ def test_a_killed_command_continues_to_the_same_bytes(tmp_path, forks):
     arguments = ["index", str(folder / "*.tar"), "--output", str(killed), "--processes", "1"]
     parts = [0]
     for last in (1, 3, 5, 40):
-        done = forks.run(functools.partial(killed_after, last, arguments), timeout=60)
+        done = forks.run(functools.partial(killed_after, last, arguments))
         parts.append(len(list((tmp_path / "killed.index.parts").glob("*.part"))))
         if done.returncode == 0:
             break

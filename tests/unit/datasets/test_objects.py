@@ -174,7 +174,7 @@ def in_a_fork(then):
 in_a_fork(lambda: in_a_fork(lambda: None))
 assert bytes(dataset[0].data) == b"1"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("obstore, which reads object stores, was first used in process") == 4
 

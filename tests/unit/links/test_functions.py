@@ -207,7 +207,7 @@ def test_multiprocessing_primitives_are_shared_with_workers(context):
     with hr.DataLoader(Numbers(4), transform=use, num_workers=2, **options) as loader:
         for epochs in (1, 2):
             assert once(loader) == [0, 1, 2, 3]
-            assert sorted(queue.get(timeout=30) for _ in range(4)) == [0, 1, 2, 3]
+            assert sorted(queue.get(timeout=120) for _ in range(4)) == [0, 1, 2, 3]
             assert sorted(reader.recv() for _ in range(4)) == [0, 1, 2, 3]
             assert counter.value == 4 * epochs
     assert list(array) == [0, 1, 2, 3]

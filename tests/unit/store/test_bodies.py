@@ -8,7 +8,7 @@ import pytest
 
 from headrace._core.store.request_stats import SMALL, BodyReader
 
-TIMEOUT = 30
+TIMEOUT = 120
 
 
 class Result:

@@ -71,7 +71,7 @@ def test_classes_and_functions_of_a_script_are_pickled_in_workers_and_sent_to_po
     script, source = tmp_path / "script.py", SCRIPT.replace("POOL", pool).replace("OPTIONS", options)
     train = "train(0)" if method is None else f"mp.start_processes(train, nprocs=1, start_method={method!r})"
     script.write_text(source.replace("METHOD", train))
-    done = forks.run_file(script, timeout=100)
+    done = forks.run_file(script)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 

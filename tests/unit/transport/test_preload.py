@@ -87,7 +87,7 @@ def fn(x):
     return preloaded.same(x)
 print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=fn))).tolist())
 """
-    printed = forks.run_source(program, timeout=60).stdout.splitlines()
+    printed = forks.run_source(program).stdout.splitlines()
     assert sorted(printed) == ["[0, 1]", "called", "called", "imported", "imported"]  # here, and in the helper process
 
 

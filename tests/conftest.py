@@ -29,8 +29,8 @@ with contextlib.suppress(ModuleNotFoundError):  # of the environment of trainers
     hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
     hypothesis.settings.load_profile("busy")
 
-# Seconds. No test takes nearly as long, also on a busy machine. After TIMEOUT a signal handler raises in the test. A test
-# in C code, where no handler runs, is ended KILL_DELAY later with its process, after a traceback of each thread.
+# Seconds. No test takes nearly as long, also on a busy machine. After TIMEOUT a signal handler raises in the test.
+# A test in C code, where no handler runs, is ended KILL_DELAY later with its process, after a traceback of each thread.
 TIMEOUT = float(os.environ.get("HEADRACE_TEST_TIMEOUT", "240"))
 KILL_DELAY = 30.0
 

@@ -29,6 +29,7 @@ BATCH = 64
 SIZE = 56_000  # bytes of an image
 SHARD = 500  # images of a shard, a file or a row group's multiple
 ROW_GROUP = 100  # images
+BUFFER = 1000  # images from which a reader of streams draws, as their documentations propose
 TORCHVISION_OPERATORS = Path(__file__).parents[1] / "tests/integrations/torchvision_ops.py"
 
 Batches = Iterable[Sequence[Any]]
@@ -41,15 +42,17 @@ class Reader:
 
     Attributes:
         write: writes images of those numbers into a new folder.
-        open: context manager that gives a function that starts an epoch over the folder.
+        open: context manager that gives a function that starts an epoch over the folder, shuffled if asked to.
         packages: required distributions.
-        in_order: whether images come in the order in which they were written.
+        in_order: whether images come in the order in which they were written, if they are not shuffled.
+        shuffles: whether it can shuffle images.
     """
 
     write: Callable[[Path, int], None]
-    open: Callable[[Path, int], contextlib.AbstractContextManager[Callable[[], Batches]]]
+    open: Callable[[Path, int, bool], contextlib.AbstractContextManager[Callable[[], Batches]]]
     packages: tuple[str, ...] = ()
     in_order: bool = True
+    shuffles: bool = False
 
 
 def in_batches(images: Iterable[Any]) -> Iterator[list[Any]]:
@@ -93,28 +96,78 @@ def images_of_tar(samples: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def headrace_tar(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def headrace_tar(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
-    dataset = hr.TarDataset(pattern(folder, count, "tar"))
+    dataset = hr.TarDataset(pattern(folder, count, "tar"), shuffle=shuffle)
+    if shuffle:
+        dataset = dataset.shuffle(BUFFER)
     with hr.DataLoader(dataset, BATCH, collate_fn=images_of_tar) as loader:
         yield lambda: loader
 
 
 @contextlib.contextmanager
-def headrace_parquet(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def headrace_indexed_tar(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+    import headrace as hr
+
+    os.environ["XDG_CACHE_HOME"] = str(folder)  # the index is kept there
+    dataset = hr.TarDataset.index(pattern(folder, count, "tar"))
+    with hr.DataLoader(dataset, BATCH, shuffle=shuffle, collate_fn=images_of_tar) as loader:
+        yield lambda: loader
+
+
+@contextlib.contextmanager
+def headrace_parquet(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
     dataset = hr.ParquetDataset(str(folder), columns=["image"], format="arrow")
-    with hr.DataLoader(dataset, BATCH) as loader:
+    with hr.DataLoader(dataset, BATCH, shuffle=shuffle) as loader:
         yield lambda: ([each.as_buffer() for each in table["image"]] for table in loader)
 
 
 @contextlib.contextmanager
-def webdataset(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def pyarrow_dataset(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+    import pyarrow.dataset
+
+    dataset = pyarrow.dataset.dataset(sorted(map(str, folder.glob("*.parquet"))))
+    yield lambda: (
+        [each.as_buffer() for each in batch["image"]]
+        for batch in dataset.to_batches(columns=["image"], batch_size=BATCH)
+    )
+
+
+def write_lance(folder: Path, count: int) -> None:
+    import lance
+    import pyarrow
+
+    for first in range(0, count, SHARD):
+        images = [content_of(number, SIZE) for number in range(first, min(first + SHARD, count))]
+        table = pyarrow.table({"image": pyarrow.array(images, pyarrow.large_binary())})
+        lance.write_dataset(table, str(folder / "images.lance"), mode="append" if first else "create")
+
+
+@contextlib.contextmanager
+def lance(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+    import lance.torch.data
+    import torch
+
+    place = str(folder / "images.lance")
+    if shuffle:
+        rows = lance.torch.data.SafeLanceDataset(place)
+        yield lambda: torch.utils.data.DataLoader(rows, BATCH, shuffle=True, collate_fn=images_of_dicts)
+    else:
+        dataset = lance.dataset(place)
+        yield lambda: ([each.as_buffer() for each in batch["image"]] for batch in dataset.to_batches(batch_size=BATCH))
+
+
+@contextlib.contextmanager
+def webdataset(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import webdataset as wds
 
-    samples = wds.WebDataset(pattern(folder, count, "tar"), shardshuffle=False, empty_check=False)
+    shards = 100 if shuffle else False  # the most that are shuffled
+    samples = wds.WebDataset(pattern(folder, count, "tar"), shardshuffle=shards, empty_check=False)
+    if shuffle:
+        samples = samples.shuffle(BUFFER)
     yield lambda: in_batches(sample["jpg"] for sample in samples)
 
 
@@ -133,11 +186,13 @@ def images_of_dicts(samples: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def litdata(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def litdata(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import litdata
 
-    dataset = litdata.StreamingDataset(str(folder), shuffle=False)
-    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0, collate_fn=images_of_dicts)
+    dataset = litdata.StreamingDataset(str(folder), shuffle=shuffle)
+    loader = litdata.StreamingDataLoader(
+        dataset, batch_size=BATCH, num_workers=0, shuffle=shuffle, collate_fn=images_of_dicts
+    )
     yield lambda: loader
 
 
@@ -159,26 +214,28 @@ def write_mosaic(folder: Path, count: int) -> None:
 
 
 @contextlib.contextmanager
-def mosaic(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def mosaic(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import torch
 
-    dataset = import_mosaic()[0].StreamingDataset(local=str(folder), shuffle=False, batch_size=BATCH)
+    dataset = import_mosaic()[0].StreamingDataset(local=str(folder), shuffle=shuffle, batch_size=BATCH)
     loader = torch.utils.data.DataLoader(dataset, BATCH, collate_fn=images_of_dicts)
     yield lambda: loader
 
 
 @contextlib.contextmanager
-def huggingface(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def huggingface(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import datasets
 
     datasets.disable_progress_bars()
     files = sorted(map(str, folder.glob("*.parquet")))
     streamed = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    if shuffle:
+        streamed = streamed.shuffle(buffer_size=BUFFER)
     yield lambda: (batch["image"] for batch in streamed.batch(BATCH))
 
 
 @contextlib.contextmanager
-def ray_data(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
+def ray_data(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-") as own:
@@ -196,22 +253,25 @@ def ray_data(folder: Path, count: int) -> Iterator[Callable[[], Batches]]:
 
 
 READERS: dict[str, Reader] = {
-    "headrace, tar": Reader(write_tar, headrace_tar, in_order=False),
-    "headrace, Parquet": Reader(write_parquet, headrace_parquet, ("pyarrow",), in_order=False),
-    "WebDataset, tar": Reader(write_tar, webdataset, ("webdataset",)),
-    "LitData, its chunks": Reader(write_litdata, litdata, ("litdata",)),
-    "Mosaic, MDS": Reader(write_mosaic, mosaic, ("mosaicml-streaming",)),
-    "HF datasets, Parquet": Reader(write_parquet, huggingface, ("datasets",)),
+    "headrace, tar": Reader(write_tar, headrace_tar, in_order=False, shuffles=True),
+    "headrace, indexed tar": Reader(write_tar, headrace_indexed_tar, shuffles=True),
+    "headrace, Parquet": Reader(write_parquet, headrace_parquet, ("pyarrow",), shuffles=True),
+    "WebDataset, tar": Reader(write_tar, webdataset, ("webdataset",), shuffles=True),
+    "LitData, its chunks": Reader(write_litdata, litdata, ("litdata",), shuffles=True),
+    "Mosaic, MDS": Reader(write_mosaic, mosaic, ("mosaicml-streaming",), shuffles=True),
+    "Lance": Reader(write_lance, lance, ("pylance",), shuffles=True),
+    "pyarrow.dataset, Parquet": Reader(write_parquet, pyarrow_dataset, ("pyarrow",)),
+    "HF datasets, Parquet": Reader(write_parquet, huggingface, ("datasets",), shuffles=True),
     "Ray Data, Parquet": Reader(write_parquet, ray_data, ("ray", "pyarrow")),
 }
 
 
-def epoch(reader: Reader, start: Callable[[], Batches], count: int) -> float:
+def epoch(reader: Reader, start: Callable[[], Batches], count: int, *, shuffled: bool) -> float:
     """Images a second of an epoch in which every byte is compared."""
     began = time.perf_counter()
     numbers = [numbers_of(batch, SIZE) for batch in start()]
     elapsed = time.perf_counter() - began
-    (check_order if reader.in_order else check_set)(numbers, count)
+    (check_order if reader.in_order and not shuffled else check_set)(numbers, count)
     return count / elapsed
 
 
@@ -230,13 +290,13 @@ def answer(opened: Callable[[], contextlib.AbstractContextManager[Callable[[], f
 
 
 @contextlib.contextmanager
-def written(name: str, folder: Path, count: int) -> Iterator[Callable[[], float]]:
+def written(name: str, folder: Path, count: int, *, shuffled: bool) -> Iterator[Callable[[], float]]:
     """Write; an epoch is read by each call."""
     reader = READERS[name]
     reader.write(folder, count)
-    with reader.open(folder, count) as start:
-        yield lambda: epoch(reader, start, count)
+    with reader.open(folder, count, shuffled) as start:
+        yield lambda: epoch(reader, start, count, shuffled=shuffled)
 
 
 if __name__ == "__main__":
-    answer(lambda: written(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+    answer(lambda: written(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), shuffled=sys.argv[4:] == ["shuffled"]))

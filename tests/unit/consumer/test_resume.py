@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from headrace import DataLoader, StateError
-from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
 N = 13
@@ -329,7 +328,7 @@ WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
 
 
 @pytest.mark.parametrize("name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"])
-def test_states_with_values_of_other_types_are_refused_or_continue(name):
+def test_edited_states_are_refused(name):
     for count in (0, 2):
         _, state = saved_after(CASES[name](), count)
         (values,) = state["state"]
@@ -338,12 +337,6 @@ def test_states_with_values_of_other_types_are_refused_or_continue(name):
         for edited in (each for each in wrong if each != values):
             with pytest.raises(StateError):
                 CASES[name]().load_state_dict({**state, "state": [edited]})
-            edited.pop("checksum", None)
-            edited["checksum"] = _checksum(edited)
-            loader = CASES[name]()
-            with contextlib.suppress(StateError):
-                loader.load_state_dict({**state, "state": [edited]})
-                assert len(list(loader)) <= 5
 
 
 def test_sampler_with_another_order_than_before_is_refused():

@@ -354,6 +354,7 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             IndexError: the epoch has not so many steps.
             StateError: ranks, batch size or exclusions were others then.
+            TypeError: the dataset is a stream.
             ValueError: the order or the randomness does not follow from a seed.
 
         Example:
@@ -370,7 +371,7 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> list[list[Any]]:
         """The keys of the samples of some steps, without reading them: of a dataset without keys, the indices.
 
-        Arguments and errors are those of `batch_at`; streams are a `TypeError`.
+        Arguments and errors are those of `batch_at`.
         """
         return rewind.samples_at(self, epoch, steps, rank, world_size)
 

@@ -33,6 +33,7 @@ from headrace._core.order.restore import (
     EpochSeeds,
     EpochSpec,
     batches_before,
+    check_batches,
     check_data_parallel,
     check_fit,
     check_rank,
@@ -323,6 +324,7 @@ class LoaderControl:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self.fingerprint(loader, order))
+            check_batches(resumed, loader)
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws one

@@ -159,7 +159,7 @@ def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: in
             continue
         shard = ShardOptions(rank, last.ranks)
         own = _joined(order.computed._dealt(range(size), shard, state.cursor))
-        for _, start, count, *_ in state.delivered:
+        for start, count, *_ in state.delivered:
             first = start - state.samples
             own[max(first, 0) : first + count] = -1
         if state.delivered:

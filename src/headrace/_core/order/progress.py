@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
-from headrace._core.order.order import Scattered
 from headrace._core.order.restore import EpochSpec
 from headrace._core.order.state import LoaderState, Triples, checksum, encoded
 from headrace._core.seeding import batch_seed, random_key
@@ -70,6 +69,9 @@ class EpochProgress(Iterator[BatchPlan]):
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         first = self._samples = spec.order.first_sample
+        # Batches that were given out before the restored state, after others that were not. Numbered as here.
+        self._delivered = [(start - begun.samples + first, *rest) for start, *rest in begun.delivered]
+        self._given = {} if spec.order.is_stream else {start: rest[0] for start, *rest in self._delivered}
         streams = spec.session.streams or begun.streams  # of a restored stream, numbered as by the session
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
@@ -96,22 +98,42 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._points[-1].loaded_streams()
 
     def __next__(self) -> BatchPlan:
-        before = self._samples
+        order, number = self._order, self._number
         try:
-            if self._order.is_stream and self._begun.over:
+            if order.is_stream and self._begun.over:
                 raise StopIteration
             drawn = self._next_drawn()
+            while count := self._given.get(self._samples):
+                self._samples += count
+                drawn = self._next_drawn()
         except StopIteration:
             self._on_exhausted()
             raise
-        if type(drawn) is Scattered:
-            self._samples = max(drawn.samples[0] + (self._order.samples_at_most or 0), drawn.samples[-1] + 1)
-            return self._plan(drawn.indices, [self._position(number) for number in drawn.samples], before)
         indices: Sequence[object] = (drawn,)
         if self._batched:
             indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
-        self._samples += self._order.samples_at_most or len(indices)
-        return self._plan(indices, self._positions(before, len(indices)), before)
+        before = self._samples
+        self._samples += order.samples_at_most or len(indices)
+        # Which of a stream's samples are in the batch is known when the stream is read.
+        count = _SAMPLES_AT_MOST if order.is_stream else len(indices)
+        plan = BatchPlan(
+            number=number,
+            indices=indices,
+            seed=batch_seed(self._spec.base_seed, self._begun.epoch, self._position(before)),
+            epoch=self._begun.epoch,
+            positions=self._positions(0 if order.is_stream else before, count),
+            random_key=self._random_key,
+            planned=time.perf_counter(),
+            taken=self.taken,
+        )
+        self._number = number + 1
+        state = order.sampler_after_draw()
+        self._drawn[number] = plan, before, self._samples, state
+        # The sampler's state says so already, though its end has not been asked for.
+        ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
+        if ended or (order.is_by_arithmetic and not self._drawn_ahead):
+            self._on_exhausted()
+        return plan
 
     def _next_drawn(self) -> Any:
         """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
@@ -135,31 +157,6 @@ class EpochProgress(Iterator[BatchPlan]):
         if first % block + count <= block:
             return range(start, start + count)
         return [self._position(number) for number in range(first, first + count)]
-
-    def _plan(self, indices: Sequence[object], positions: Sequence[int], before: int) -> BatchPlan:
-        """Plan a batch; `before` it so many samples had been drawn."""
-        spec, order, number = self._spec, self._order, self._number
-        seeded_by = positions[0] if positions else self._position(self._samples)
-        if order.is_stream:  # which of its samples are in the batch is known when it is read
-            positions = self._positions(0, _SAMPLES_AT_MOST)
-        plan = BatchPlan(
-            number=number,
-            indices=indices,
-            seed=batch_seed(spec.base_seed, self._begun.epoch, seeded_by),
-            epoch=self._begun.epoch,
-            positions=positions,
-            random_key=self._random_key,
-            planned=time.perf_counter(),
-            taken=self.taken,
-        )
-        self._number = number + 1
-        state = order.sampler_after_draw()
-        self._drawn[number] = plan, before, self._samples, state
-        # The sampler's state says so already, though its end has not been asked for.
-        ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
-        if ended or (order.is_by_arithmetic and not self._drawn_ahead):
-            self._on_exhausted()
-        return plan
 
     def _on_exhausted(self) -> None:
         self._most = self._number
@@ -243,10 +240,14 @@ class EpochProgress(Iterator[BatchPlan]):
         if plan is not None and order.is_walked and order.stateful is None:
             indices = plan.indices if samples - first == len(plan.indices) else ()
             checked = (*checksum(indices), self._rank.rank)
-        earlier: list[Any] = self._delivered_before(point)
+        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
+        earlier: list[Any] = [
+            (first, count, *positions)
+            for first, count, *positions in self._delivered
+            if (positions[1] >= position if positions else first + count > samples)
+        ]
         since: list[Any] = [
-            (self._number_in_epoch(plan.number), before, after - before, *positions)
-            for plan, before, after, _, _, positions in point.delivered
+            (before, after - before, *positions) for _, before, after, _, _, positions in point.delivered
         ]
         of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._rank.world_size > 1)
         streams = point.loaded_streams()
@@ -259,7 +260,8 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._begun._replace(
             cursor=cursor,
             samples=samples,
-            batches=self._number_in_epoch(point.batches - 1) + 1,  # those after it may be in `delivered`
+            # Batches after these may be in `delivered`.
+            batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
             rank=self._rank.rank if of_rank else None,
             ranks=self._rank.world_size,
@@ -273,22 +275,3 @@ class EpochProgress(Iterator[BatchPlan]):
             lost=point.skipped[3],
             found=self._found(point),
         )
-
-    def _delivered_before(self, point: _Point) -> list[tuple[int, ...]]:
-        """Batches that were given out before the state that this epoch was restored from, and after the point.
-
-        Their samples are numbered as in this epoch.
-        """
-        shift = self._begun.samples - self._order.first_sample
-        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
-        return [
-            (number, first - shift, count, *positions)
-            for number, first, count, *positions in self._begun.delivered
-            if (positions[1] >= position if positions else first - shift + count > point.drawn[2])
-        ]
-
-    def _number_in_epoch(self, number: int) -> int:
-        """The number of a batch among all of the epoch: plans are numbered without those that were given out before."""
-        for earlier in sorted(each[0] for each in self._begun.delivered):
-            number += earlier <= number
-        return number

@@ -13,7 +13,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
-from headrace._core.order.state import Fingerprint, LoaderState
+from headrace._core.order.state import Fingerprint, LoaderState, Run
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
@@ -72,6 +72,16 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
             f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
             f"of a headrace.ElasticSampler."
+        )
+
+
+def check_batches(saved: LoaderState, loader: TorchLoader) -> None:
+    """Raise `StateError` where map-style batches that were given out of order have another size now."""
+    size = Run(*saved.run).batch_size if saved.delivered else 0
+    if size and size != loader.batch_size and not _of_stream(saved):
+        raise StateError(
+            f"batches were given out of order, with batch_size={size}, and batch_size is {loader.batch_size} now: "
+            f"change batch_size after the end of epoch {saved.epoch}"
         )
 
 
@@ -217,7 +227,7 @@ def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any]
         streams=streams,
         next_worker=begun.next_worker,
         delivered=tuple(
-            sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
+            sorted((range(batch[2], batch[3] + 1) for batch in begun.delivered if len(batch) > 2), key=min)
         ),
         epoch=begun.epoch,
         concurrency=begun.found.get("concurrency", 0),

@@ -32,7 +32,7 @@ def decoded(text: str) -> torch.Tensor:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
 
 
-VERSION: Final = 3
+VERSION: Final = 4
 LOST_KEPT = 256  # lost batches that a state knows
 
 # Fields that have their defaults in a state before an epoch.
@@ -111,9 +111,9 @@ class LoaderState(NamedTuple):
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
-    # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
-    # the first and last position.
-    delivered: tuple[Triple | tuple[int, int, int, int, int], ...] = ()
+    # Batches given out after others that were not: first sample and number of samples of each, and of a stream the
+    # first and last position.
+    delivered: tuple[tuple[int, int] | tuple[int, int, int, int], ...] = ()
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.

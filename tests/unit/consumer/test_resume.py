@@ -1,6 +1,5 @@
 """A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
 
-import asyncio
 import contextlib
 import copy
 import gc
@@ -167,46 +166,6 @@ def test_state_is_small_whatever_the_length_and_has_always_the_same_keys():
     next(iter(loader))
     assert list(loader.state_dict()) == keys
     assert len(json.dumps(loader.state_dict())) < 1000
-
-
-class Slow(Numbers):
-    """Answers after 50 turns of the loop, and counts the fetches that began before the first one ended."""
-
-    at_first = ended = 0
-
-    async def aget(self, index):
-        self.at_first += not self.ended
-        for _ in range(50):
-            await asyncio.sleep(0)
-        self.ended += 1
-        return await super().aget(index)
-
-
-def test_search_for_the_number_of_fetches_begins_with_what_an_earlier_run_found(monkeypatch):
-    def found(loader):
-        return loader.state_dict()["state"][0]["found"]
-
-    monkeypatch.setattr("headrace._core.engine.engine.AUTO_CONCURRENCY", 5)
-    first = DataLoader(Slow(40), 4)
-    assert found(first) == {}
-    iterator = iter(first)
-    next(iterator)
-    reached = found(first)["concurrency"]
-    assert reached >= 5
-    assert iterator.state_dict(1)["state"][0]["found"] == {}, "what was found later changes no earlier state"
-    state = json.loads(json.dumps(first.state_dict()))
-    assert len([*iterator]) == 9
-    assert found(first)["concurrency"] >= 5, "between epochs"
-    monkeypatch.undo()
-    for given, arguments, fetches in (
-        (state, {}, reached),
-        (state, {"concurrency": 9}, 9),
-        (first.state_dict(), {}, found(first)["concurrency"]),
-    ):
-        other = DataLoader(Slow(40), 4, memory_budget=None, **arguments)  # nothing waits for the first size
-        other.load_state_dict(given)
-        assert len(list(other)) in (9, 10)
-        assert other.dataset.at_first == fetches
 
 
 def test_states_of_several_iterators_are_their_own_and_len_is_that_of_the_whole_epoch():

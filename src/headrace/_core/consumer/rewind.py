@@ -13,7 +13,7 @@ from headrace._core.consumer.control import LoaderControl, copied
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
-from headrace._core.order.restore import EpochSpec
+from headrace._core.order.progress import EpochProgress
 from headrace._core.order.state import LoaderState, Past, Run, Triples
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
@@ -25,10 +25,10 @@ from headrace.errors import StateError
 
 def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
     """The batch of a step; the work of `DataLoader.batch_at`."""
-    with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
-        spec = spec._replace(draws=itertools.islice(spec.draws, 1))
+    with _loader_at(loader, epoch, step, rank, world_size) as (clone, progress):
+        progress.draws = itertools.islice(progress.draws, 1)
         try:
-            return next(clone._control.open(BatchIterator, clone, spec, None))
+            return next(clone._control.open(BatchIterator, clone, progress, None))
         except StopIteration:
             raise _no_step(epoch, step) from None
 
@@ -40,12 +40,11 @@ def samples_at(
     source = loader._control.spec.source
     found = []
     for step in steps:
-        with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
-            drawn = next(spec.draws, None)
-        if drawn is None:
+        with _loader_at(loader, epoch, step, rank, world_size) as (_, progress):
+            plan = next(progress, None)
+        if plan is None:
             raise _no_step(epoch, step)
-        indices = drawn if clone._auto_collation else [drawn]
-        found.append([index if (key := sample_key(source, index)) is None else key for index in indices])
+        found.append([index if (key := sample_key(source, index)) is None else key for index in plan.indices])
     return found
 
 
@@ -113,7 +112,7 @@ def _no_step(epoch: int, step: int) -> IndexError:
 @contextlib.contextmanager
 def _loader_at(
     loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
-) -> Iterator[tuple[Any, EpochSpec]]:
+) -> Iterator[tuple[Any, EpochProgress]]:
     """A copy of the loader whose epoch begins with a step."""
     epoch, step = operator.index(epoch), operator.index(step)
     rank, world_size = (None if given is None else operator.index(given) for given in (rank, world_size))
@@ -141,10 +140,11 @@ def _loader_at(
     clone._control.skip(clone, number - run.batches, reader, run)
     try:
         with provided_rank(reader), contextlib.closing(clone):
-            yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
+            yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
-            control.sessions.set_epoch(control.progress.epoch)
+        if control.epoch_was_set:  # of the dataset, which the copy has too
+            last = control.progress
+            control.sessions.set_epoch(control.next_epoch if last is None else last.begun.epoch)
 
 
 def _check_in_order(loader: Any) -> None:

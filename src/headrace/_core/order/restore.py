@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
-from headrace._core.batches import SessionStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
@@ -17,25 +16,8 @@ from headrace._core.order.state import Fingerprint, LoaderState, Run
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
-from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace.errors import StateError
-
-
-class EpochSpec(NamedTuple):
-    """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress."""
-
-    begun: LoaderState  # at its beginning: of the whole epoch, or the one restored
-    order: EpochOrder
-    draws: Iterator[Any]  # of the loader's sampler, from there on
-    base_seed: int  # that the batches' seeds derive from
-    rank: RankInfo  # of this process
-    session: SessionStart  # where it begins in the engine
-    origin: int  # the cursor before this epoch's sample 0
-    ranks: int  # number of ranks that share the order; 1 where each has its own
-    first: int  # position of this rank's sample 0 among the samples of all ranks
-    stride: int  # the number of ranks
-    block: int  # number of consecutive positions that this rank has before the next rank's turn
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
@@ -206,34 +188,6 @@ class EpochSeeds:
                 return drawn
             self.kept = drawn
         return self.kept
-
-
-def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo) -> EpochSpec:
-    """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
-    origin, ranks, streams = 0, 1, begun.streams
-    place, stride, block = rank.rank, rank.world_size, 1
-    if order.shared:
-        block = order.sampler.dealt_at_once
-        origin, place, stride = begun.cursor, order.sampler.rank, order.sampler.num_replicas
-        ranks = stride
-    elif order.is_stream:
-        origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
-        if order.first_sample != begun.samples:  # other ranks than before number the samples from here on
-            read = max((expect(state, "position", int) for state in streams.values()), default=0)
-            origin = max(begun.cursor, origin + read * begun.ranks)
-            streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
-    session = SessionStart(
-        batch=begun.batches,
-        streams=streams,
-        next_worker=begun.next_worker,
-        delivered=tuple(
-            sorted((range(batch[2], batch[3] + 1) for batch in begun.delivered if len(batch) > 2), key=min)
-        ),
-        epoch=begun.epoch,
-        concurrency=begun.found.get("concurrency", 0),
-    )
-    first = origin + place * block
-    return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
 
 
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:

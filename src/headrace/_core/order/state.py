@@ -118,7 +118,6 @@ class LoaderState(NamedTuple):
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
     lost: Triples = ()
-    found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
     skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
@@ -162,7 +161,6 @@ class LoaderState(NamedTuple):
             "streams": tuple((reader, dict(state)) for reader, state in streams),
             "run": tuple(self.run),
             "excluded": tuple(map(tuple, self.excluded)),
-            "found": dict(self.found),
         }
         return {**values, "checksum": _checksum(values)}
 

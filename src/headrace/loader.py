@@ -21,8 +21,8 @@ from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import (
+    RankSampler,
     SeededRandomSampler,
-    SeededRankSampler,
     check_mixed,
     own_sampler,
 )
@@ -163,7 +163,14 @@ class DataLoader(TorchDataLoader[T_co]):
         elif draws_order and shuffle and seed is not None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
-            sampler = SeededRankSampler(sampler, seed=seed)
+            sampler = RankSampler(
+                sampler.dataset,  # type: ignore[arg-type]
+                shuffle=sampler.shuffle,
+                seed=seed,
+                rank=sampler.rank,
+                world_size=sampler.num_replicas,
+                drop_last=sampler.drop_last,
+            )
         if collate is None and batch_size is not None and kind.is_async:
             collate = default_collate
         if shuffle and kind is DatasetKind.ASYNC_ITERABLE:
@@ -289,7 +296,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if any(trainer.begins(self) for trainer in trainers):
             return iter(())
         with self._control.ranked() as rank:
-            late = bool(trainers) or isinstance(self.sampler, SeededRankSampler)
+            late = bool(trainers) or type(self.sampler) is RankSampler
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:

@@ -21,7 +21,14 @@ from torch.utils.data import (
 )
 
 from headrace._core.order.exclusion import Exclusion
-from headrace._core.order.samplers import CursorSampler, Piece, SeededRankSampler, batches, integers
+from headrace._core.order.samplers import (
+    CursorSampler,
+    Piece,
+    RankSampler,
+    SeededRandomSampler,
+    batches,
+    integers,
+)
 from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
@@ -147,8 +154,11 @@ class EpochOrder:
         if self.is_stream:
             return "stream"
         part = self._decides
-        if isinstance(part, SeededRankSampler):
-            part = part.on_one_rank()
+        # The order of a loader with a seed, on any number of ranks.
+        if type(part) is RankSampler and not part.shuffle:
+            return f"{SequentialSampler.__name__}()"
+        if type(part) in (RankSampler, SeededRandomSampler):
+            return f"{SeededRandomSampler.__name__}(seed={part.seed})"
         names: tuple[str, ...] = ()
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)

@@ -74,10 +74,7 @@ class FailureHandler:
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch of this number."""
-        epoch = self._epoch_number
-        earlier = [each for each in self._lost_batches if each[0] == epoch]
-        before = earlier[-1][1] - earlier[-1][2] + 1 if earlier else 0
-        self._lost_batches = (*self._lost_batches, (epoch, number, number - before))[-LOST_KEPT:]
+        self._lost_batches = (*self._lost_batches, (self._epoch_number, number))[-LOST_KEPT:]
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:

@@ -80,6 +80,7 @@ RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
 
 Triple: TypeAlias = tuple[int, int, int]
 Triples: TypeAlias = tuple[Triple, ...]
+Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Past(NamedTuple):
@@ -87,7 +88,7 @@ class Past(NamedTuple):
 
     run: RunValues = ()
     excluded: Triples = ()  # see `Exclusion`
-    lost: Triples = ()  # see `LoaderState`
+    lost: Pairs = ()  # see `LoaderState`
 
 
 class LoaderState(NamedTuple):
@@ -116,8 +117,7 @@ class LoaderState(NamedTuple):
     delivered: tuple[tuple[int, int] | tuple[int, int, int, int], ...] = ()
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
-    # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
-    lost: Triples = ()
+    lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch
     skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
@@ -140,17 +140,19 @@ class LoaderState(NamedTuple):
     @property
     def steps(self) -> int:
         """The number of steps that were made in the epoch."""
-        lost = sum(epoch == self.epoch for epoch, _, _ in self.lost)
+        lost = sum(epoch == self.epoch for epoch, _ in self.lost)
         return self.batches + len(self.delivered) - lost
 
     def number_of(self, epoch: int, step: int) -> int:
         """The number of the batch that was delivered at a step; `StateError` if the state does not know."""
-        if len(self.lost) == LOST_KEPT and (epoch, step) < (self.lost[0][0], self.lost[0][2]):
+        if len(self.lost) == LOST_KEPT and epoch <= self.lost[0][0]:
             raise StateError(
                 f"step {step} of epoch {epoch} is not known: {LOST_KEPT} batches have lost all their samples since"
             )
-        before = [number - made for of, number, made in self.lost if of == epoch and made <= step]
-        return step + (before[-1] + 1 if before else 0)
+        number = step
+        for of, lost in self.lost:
+            number += of == epoch and lost <= number
+        return number
 
     def _to_values(self) -> State:
         """Always the same keys; lists and tuples of JSON values, and users' own states."""

@@ -31,7 +31,7 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
     EpochSeeds,
-    batches_before,
+    batches_left,
     check_batches,
     check_data_parallel,
     check_fit,
@@ -217,11 +217,9 @@ class LoaderControl:
         return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
-        """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
+        """The number of batches of the restored epoch that are left on this rank; see `restore.batches_left`."""
         order = self.order(loader)
-        state = of_rank(self.resumed, order.rank_of(rank))
-        before = batches_before(loader, order, state, rank)
-        return None if before is None else len(loader) - before
+        return batches_left(loader, order, of_rank(self.resumed, order.rank_of(rank)), rank)
 
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)

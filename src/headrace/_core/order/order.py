@@ -183,11 +183,9 @@ class EpochOrder:
             return None
 
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
-        """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
+        """Leave samples out of the order, from now on, where positions are computed; no other order has exclusions."""
         if self.computed is not None:
             self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
-        elif exclusions:
-            raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""

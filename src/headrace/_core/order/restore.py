@@ -201,24 +201,21 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     return saved
 
 
-def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
-    """The number of an epoch's batches before a position, if they were of as many ranks and samples as they are now.
+def batches_left(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
+    """The number of batches after a position, of an epoch of known length, for the present ranks and batch size.
 
-    None if the epoch's length is unknown, or the order gives no other position to other ranks.
+    None for as many ranks as before, and for an order that gives no other position to other ranks.
     """
-    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
-    try:
-        size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-        batches, size = len(loader), size or len(loader.dataset) * ranks  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a dataset or sampler without a length
-        return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
         return None
+    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
+    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
+    size = size or len(loader.dataset) * ranks  # type: ignore[arg-type]
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
     left = left // ranks if drops else -(-left // ranks)
     of_batch = loader.batch_size or 1
-    return batches - (left // of_batch if loader.drop_last else -(-left // of_batch))
+    return left // of_batch if loader.drop_last else -(-left // of_batch)
 
 
 def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -221,19 +220,17 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
 
 def _checksum(state: Mapping[str, object]) -> str:
     """A checksum that survives JSON; of users' values that JSON does not have, the type counts."""
-    text = json.dumps(_canonical(state))
+    as_saved = json.loads(json.dumps(state, default=_plain, skipkeys=True))
+    text = json.dumps(as_saved, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _canonical(value: object) -> object:
-    """The value as JSON would give it back, with the items of each mapping in order."""
+def _plain(value: object) -> object:
+    """A value for JSON, in place of a value that JSON does not have."""
     if isinstance(value, Mapping):
-        items = [(key if isinstance(key, str) else json.dumps(key, default=repr), each) for key, each in value.items()]
-        return {key: _canonical(each) for key, each in sorted(items, key=operator.itemgetter(0))}
-    if isinstance(value, list | tuple):
-        return [*map(_canonical, value)]
+        return dict(value)
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return value.tolist()
     if isinstance(value, bytes | bytearray):
         return value.hex()
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    return type(value).__name__

@@ -21,8 +21,8 @@ from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.links.select import check_automatic, check_engines
 from headrace._core.order.samplers import (
+    RankSampler,
     SeededRandomSampler,
-    SeededRankSampler,
     check_mixed,
     own_sampler,
 )
@@ -163,7 +163,14 @@ class DataLoader(TorchDataLoader[T_co]):
         elif draws_order and shuffle and seed is not None:
             sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
         elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
-            sampler = SeededRankSampler(sampler, seed=seed)
+            sampler = RankSampler(
+                sampler.dataset,  # type: ignore[arg-type]
+                shuffle=sampler.shuffle,
+                seed=seed,
+                rank=sampler.rank,
+                world_size=sampler.num_replicas,
+                drop_last=sampler.drop_last,
+            )
         if collate is None and batch_size is not None and kind.is_async:
             collate = default_collate
         if shuffle and kind is DatasetKind.ASYNC_ITERABLE:
@@ -289,7 +296,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if any(trainer.begins(self) for trainer in trainers):
             return iter(())
         with self._control.ranked() as rank:
-            late = bool(trainers) or isinstance(self.sampler, SeededRankSampler)
+            late = bool(trainers) or type(self.sampler) is RankSampler
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
@@ -354,6 +361,7 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             IndexError: the epoch has not so many steps.
             StateError: ranks, batch size or exclusions were others then.
+            TypeError: the dataset is a stream.
             ValueError: the order or the randomness does not follow from a seed.
 
         Example:
@@ -370,7 +378,7 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> list[list[Any]]:
         """The keys of the samples of some steps, without reading them: of a dataset without keys, the indices.
 
-        Arguments and errors are those of `batch_at`; streams are a `TypeError`.
+        Arguments and errors are those of `batch_at`.
         """
         return rewind.samples_at(self, epoch, steps, rank, world_size)
 

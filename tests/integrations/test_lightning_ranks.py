@@ -125,7 +125,7 @@ def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
         assert all(sorted(order) == TENFOLD for order in orders)
         assert orders[0] != orders[1] != orders[2]
     assert all(run["most"] == 3 for run in whole)
-    assert whole[0]["sampler"] == "SeededRankSampler"
+    assert whole[0]["sampler"] == "RankSampler"
 
 
 @pytest.mark.proves(FABRIC, "exact resume in mid-epoch", "resume at the end of an epoch")

@@ -267,7 +267,7 @@ def source_of(case):
             if case.on_error == "skip":
                 lines.append("record(loader.stats().skipped_samples)")
             lines += [f"record(attempt(loader.batch_at, {epoch}, {step}))" for epoch, step in case.rewinds]
-            if case.rewinds and not case.is_stream:
+            if case.rewinds:
                 lines.append("record(attempt(loader.samples_at, 1, [0, 1]))")
             if case.excluded and not number:
                 lines.append("record(attempt(loader.exclude, steps={0: [1], 1: [0]}, keys=[2]))")
@@ -567,7 +567,7 @@ def _errors(case):
 def _looking_back(case):
     changes = {}
     same = len({(life.ranks, life.batch_size) for life in case.lives}) == 1
-    if not (same and case.in_order and (case.order in COMPUTED or case.is_stream)) or case.excluded:
+    if not (same and case.in_order and case.order in COMPUTED and not case.is_stream) or case.excluded:
         changes["rewinds"] = ()
     elif case.failing and case.on_error == "skip":  # lost batches are known of epochs that were read
         first = case.set_epoch or 0

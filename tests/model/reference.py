@@ -431,7 +431,7 @@ class DataLoader:
         return [planned[step] for step in steps]
 
     def _check_rewind(self):
-        if self.seed is None or not (self.is_stream or self.order):
+        if self.seed is None or not self.order:
             raise ValueError("the order or the randomness does not follow from the seed")
 
     def exclude(self, *, steps=(), keys=()):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
+from headrace._core.order.exclusion import taken
 from headrace._core.order.mixes import MixOrder, MixPlan, Source
 from headrace.cli.main import main
 from headrace.errors import StateError
@@ -28,8 +29,8 @@ def order_of(lengths, weights, *, stop="first", lanes=1, seed=0, shuffle=True):
     return MixOrder(MixPlan(sources, schedule, stop), seed, 0, shuffle)
 
 
-def joined(arrays):
-    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])
+def joined(order, part=slice(None)):
+    return np.concatenate([np.empty(0, dtype=np.int64), *taken(order, range(len(order))[part])])
 
 
 def sources_of(indices, lengths):
@@ -67,7 +68,7 @@ def test_every_prefix_has_its_share_of_each_source(weights, lanes, windows):
 def test_each_pass_of_a_source_has_each_sample_once(sources, stop, lanes, shuffle):
     lengths, weights = zip(*sources, strict=True)
     order = order_of(lengths, weights, stop=stop, lanes=lanes, shuffle=shuffle)
-    indices, lanes = joined(order.blocks()), order.plan.lanes
+    indices, lanes = joined(order), order.plan.lanes
     assert len(indices) == len(order)
     counts = np.split(np.bincount(indices, minlength=sum(lengths)), np.cumsum(lengths)[:-1])
     for each in counts:
@@ -81,7 +82,7 @@ def test_each_pass_of_a_source_has_each_sample_once(sources, stop, lanes, shuffl
 
 def test_the_samples_of_each_source_are_in_order_without_shuffle():
     lengths = [300, 200, 100]
-    indices = joined(order_of(lengths, [3, 2, 1], shuffle=False).blocks())
+    indices = joined(order_of(lengths, [3, 2, 1], shuffle=False))
     for source, first in enumerate([0, 300, 500]):
         own = indices[sources_of(indices, lengths) == source]
         assert own.tolist() == list(range(first, first + len(own)))
@@ -105,7 +106,7 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
 @pytest.mark.parametrize("lanes", LANES)
 def test_every_global_batch_has_samples_of_a_rare_source(lanes):
     lengths = [10**9] * 3
-    samples = joined(order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes).blocks(10**7, 10**7 + 2048 * 100))
+    samples = joined(order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes), slice(10**7, 10**7 + 2048 * 100))
     rare = (sources_of(samples, lengths) == 2).reshape(100, 2048).sum(axis=1)
     assert rare.min() > 0
     assert rare.max() < 45
@@ -115,7 +116,7 @@ def test_every_global_batch_has_samples_of_a_rare_source(lanes):
 def test_a_rank_reads_blocks_of_its_own(ranks):
     readers = collections.defaultdict(set)
     order = order_of([4 * 12 * 100, 4 * 12 * 60], [5, 3], lanes=12)
-    for position, index in enumerate(joined(order.blocks()).tolist()):
+    for position, index in enumerate(joined(order).tolist()):
         readers[index // 4].add(position % ranks)
     assert len(readers) > 1850
     assert {len(each) for each in readers.values()} == {1}
@@ -129,9 +130,9 @@ def test_any_positions_are_those_of_the_whole_order(seed, lanes, shuffle):
     schedule = [(0, [draw.randint(1, 9) for _ in lengths]), (draw.randint(1, 2000), [1] * len(lengths))]
     stop = draw.choice(["first", "all"])
     order = order_of(lengths, schedule, stop=stop, lanes=lanes, seed=seed, shuffle=shuffle)
-    whole = joined(order.blocks())
+    whole = joined(order)
     start, step = draw.randrange(len(order)), draw.randint(1, 700)
-    assert joined(order.blocks(start, None, step)).tolist() == whole[start::step].tolist()
+    assert joined(order, slice(start, None, step)).tolist() == whole[start::step].tolist()
     chosen = np.array([draw.randrange(len(order)) for _ in range(50)])
     assert order[chosen].tolist() == whole[chosen].tolist()
 
@@ -139,7 +140,7 @@ def test_any_positions_are_those_of_the_whole_order(seed, lanes, shuffle):
 @pytest.mark.parametrize("lanes", [1, 12])
 def test_schedule_changes_the_weights_at_its_steps(lanes):
     schedule = [(0, [1, 0]), (996, [0, 1]), (2996, [1, 1]), (3000, [1, 3])]
-    sources = sources_of(joined(order_of([20_000] * 2, schedule, lanes=lanes).blocks()), [20_000] * 2)
+    sources = sources_of(joined(order_of([20_000] * 2, schedule, lanes=lanes)), [20_000] * 2)
     assert not sources[:996].any()
     assert sources[996:2996].all()
     assert abs(sources[3000:7000].mean() - 0.75) < 0.01
@@ -155,14 +156,14 @@ def test_schedule_changes_the_weights_at_its_steps(lanes):
     ],
 )
 def test_an_epoch_ends_with_the_first_source_or_with_the_last(schedule, stop, counts):
-    sources = sources_of(joined(order_of([30, 40], schedule, stop=stop).blocks()), [30, 40])
+    sources = sources_of(joined(order_of([30, 40], schedule, stop=stop)), [30, 40])
     assert np.abs(np.bincount(sources, minlength=2) - counts).max() <= 1
 
 
 def test_mixes_with_a_short_source_have_fewer_lanes_and_other_sources_as_many_blocks_side_by_side():
     order = order_of([96_000, 4000], [0.99, 0.01], lanes=192)
     assert order.plan.lanes == 48
-    blocks = [index // 4 for index in next(order.blocks(0, 400)).tolist() if index < 96_000]
+    blocks = [index // 4 for index in joined(order, slice(400)).tolist() if index < 96_000]
     assert len({*blocks}) == 192
 
 

@@ -183,7 +183,7 @@ def test_exact_sampler_cannot_leave_out_samples():
 def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(sizes, lanes, seed, shuffle):
     borders = np.cumsum(sizes) - sizes
     order = BlockOrder(sum(sizes), 1, lanes, seed, 3, shuffle=shuffle, borders=borders)
-    whole = np.concatenate([*order.blocks()])
+    whole = np.concatenate([*order.at(range(len(order)))])
     assert sorted(whole.tolist()) == [*range(sum(sizes))]
     some = np.arange(0, sum(sizes), 3)
     assert np.concatenate([*order.at(some)]).tolist() == whole[some].tolist()

@@ -133,7 +133,6 @@ class SessionStart(NamedTuple):
     next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
     delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     epoch: int = 0
-    concurrency: int = 0  # fetches in flight with which a search of their number begins; 0 if none was found before
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property

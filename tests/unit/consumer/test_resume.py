@@ -1,6 +1,5 @@
 """A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
 
-import asyncio
 import contextlib
 import copy
 import gc
@@ -19,7 +18,6 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from headrace import DataLoader, StateError
-from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
 N = 13
@@ -170,46 +168,6 @@ def test_state_is_small_whatever_the_length_and_has_always_the_same_keys():
     assert len(json.dumps(loader.state_dict())) < 1000
 
 
-class Slow(Numbers):
-    """Answers after 50 turns of the loop, and counts the fetches that began before the first one ended."""
-
-    at_first = ended = 0
-
-    async def aget(self, index):
-        self.at_first += not self.ended
-        for _ in range(50):
-            await asyncio.sleep(0)
-        self.ended += 1
-        return await super().aget(index)
-
-
-def test_search_for_the_number_of_fetches_begins_with_what_an_earlier_run_found(monkeypatch):
-    def found(loader):
-        return loader.state_dict()["state"][0]["found"]
-
-    monkeypatch.setattr("headrace._core.engine.engine.AUTO_CONCURRENCY", 5)
-    first = DataLoader(Slow(40), 4)
-    assert found(first) == {}
-    iterator = iter(first)
-    next(iterator)
-    reached = found(first)["concurrency"]
-    assert reached >= 5
-    assert iterator.state_dict(1)["state"][0]["found"] == {}, "what was found later changes no earlier state"
-    state = json.loads(json.dumps(first.state_dict()))
-    assert len([*iterator]) == 9
-    assert found(first)["concurrency"] >= 5, "between epochs"
-    monkeypatch.undo()
-    for given, arguments, fetches in (
-        (state, {}, reached),
-        (state, {"concurrency": 9}, 9),
-        (first.state_dict(), {}, found(first)["concurrency"]),
-    ):
-        other = DataLoader(Slow(40), 4, memory_budget=None, **arguments)  # nothing waits for the first size
-        other.load_state_dict(given)
-        assert len(list(other)) in (9, 10)
-        assert other.dataset.at_first == fetches
-
-
 def test_states_of_several_iterators_are_their_own_and_len_is_that_of_the_whole_epoch():
     loader = CASES["sequential"]()
     first, second = iter(loader), iter(loader)
@@ -313,12 +271,12 @@ def test_damaged_states_are_refused():
         ({}, "no state of a headrace.DataLoader"),
         ({"_snapshot": 1}, r"no state of a headrace\.DataLoader: \['_snapshot'\]"),
         ({**state, "version": 1}, "format version 1"),
-        ({"version": 3}, "damaged: None is not a list of states"),
+        ({"version": 4}, "damaged: None is not a list of states"),
         ({**state, "state": []}, "damaged: .* is not a list of states"),
         ({**state, "state": [3]}, "damaged: .3. is not a list of states"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
         (damaged(state, more=9), "edited: its checksum does not match"),
-        ({**state, "version": 2}, "format version 2, but this release of headrace reads 3"),
+        ({**state, "version": 3}, "format version 3, but this release of headrace reads 4"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)
@@ -329,7 +287,7 @@ WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
 
 
 @pytest.mark.parametrize("name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"])
-def test_states_with_values_of_other_types_are_refused_or_continue(name):
+def test_edited_states_are_refused(name):
     for count in (0, 2):
         _, state = saved_after(CASES[name](), count)
         (values,) = state["state"]
@@ -338,12 +296,6 @@ def test_states_with_values_of_other_types_are_refused_or_continue(name):
         for edited in (each for each in wrong if each != values):
             with pytest.raises(StateError):
                 CASES[name]().load_state_dict({**state, "state": [edited]})
-            edited.pop("checksum", None)
-            edited["checksum"] = _checksum(edited)
-            loader = CASES[name]()
-            with contextlib.suppress(StateError):
-                loader.load_state_dict({**state, "state": [edited]})
-                assert len(list(loader)) <= 5
 
 
 def test_sampler_with_another_order_than_before_is_refused():

@@ -189,10 +189,3 @@ def test_a_consumer_that_is_slow_says_nothing_of_the_store():
     for tick in range(1000):
         control.update(tick * TICK, completed=tick * 10, throttle_events=0, full=False)
     assert control.limit == 64
-
-
-def test_no_other_number_is_tried_before_the_time_of_the_first_trial():
-    control = AdaptiveLimit(100, 512, first=5.0)
-    limits = [control.update(tick * TICK, completed=tick * 100, throttle_events=0, full=True) for tick in range(1000)]
-    assert {limit for tick, limit in enumerate(limits) if tick * TICK < 5.0} == {100}
-    assert max(limits) > 100

@@ -129,18 +129,6 @@ async def test_state_continues_the_draws_of_its_rank(monkeypatch):
     assert list(mix([2, 1]).take(300)) == begun + rest
 
 
-@pytest.mark.filterwarnings("ignore:each of 2 ranks reads all")
-def test_a_step_of_another_rank_is_computed(monkeypatch):
-    batches = []
-    for rank in range(2):
-        on_rank(monkeypatch, rank, 2)
-        with hr.DataLoader(mix([1, 1]).take(60), batch_size=10, seed=1, collate_fn=list) as loader:
-            batches.append(list(loader))
-    assert batches[0] != batches[1]
-    with hr.DataLoader(mix([1, 1]).take(60), batch_size=10, seed=1, collate_fn=list) as loader:
-        assert loader.batch_at(0, 4, rank=0) == batches[0][4]
-
-
 def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
     endless = Count(9).map(abs).repeat()
     for stop, parts, differ in (

@@ -31,13 +31,12 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
     EpochSeeds,
-    EpochSpec,
-    batches_before,
+    batches_left,
+    check_batches,
     check_data_parallel,
     check_fit,
     check_rank,
     check_reading,
-    epoch_spec,
     of_rank,
 )
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
@@ -91,7 +90,6 @@ class LoaderControl:
         self._next_epoch = 0
         self.past = Past()
         self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
-        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset()
@@ -170,8 +168,7 @@ class LoaderControl:
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from states that fit, at the next `iter()`."""
-        self.resumed = states
-        self.sessions.begin_with(loader, states[0].found)
+        self.resumed, self.progress = states, None
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
@@ -184,13 +181,12 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 
-    def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
-        """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
+    def begin_at(self, loader: TorchLoader, epoch: int) -> None:
+        """Let the next `iter()` begin an epoch."""
         self.resumed, self._next_epoch = (), epoch
+        propagate_epoch(loader._index_sampler, epoch)
         if self.epoch_was_set:
             self.set_epoch(loader, epoch)
-        else:
-            propagate_epoch(loader._index_sampler, sampler_epoch)
 
     def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
@@ -203,7 +199,7 @@ class LoaderControl:
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # The batches before are drawn again, also by a sampler with a state.
-        fresh = self._next_state(loader)._replace(sampler=None, ranks=order.rank_of(rank).world_size)
+        fresh = self._next_state(loader)._replace(sampler=None, streams={}, ranks=order.rank_of(rank).world_size)
         self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
 
     def skip_rest(self) -> None:
@@ -221,11 +217,9 @@ class LoaderControl:
         return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
-        """The number of batches of the restored epoch that are left on this rank; None if it is unknown."""
+        """The number of batches of the restored epoch that are left on this rank; see `restore.batches_left`."""
         order = self.order(loader)
-        state = of_rank(self.resumed, order.rank_of(rank))
-        before = batches_before(loader, order, state, rank)
-        return None if before is None else len(loader) - before
+        return batches_left(loader, order, of_rank(self.resumed, order.rank_of(rank)), rank)
 
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
@@ -233,29 +227,24 @@ class LoaderControl:
     def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         if progress is not None and not (progress.over and lag == 0):
-            state = progress.state(lag)
-        elif lag:
+            return progress.state(lag)
+        if lag:
             raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
-        else:
-            fresh = self._next_state(loader)
-            state = fresh if progress is None else progress.next_state(fresh)
-        return state._replace(found={**state.found, **self.sessions.found(loader)})
+        return self._next_state(loader)
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self.order(loader)
-        return self._fresh(
-            loader,
-            order,
-            self._next_epoch,
-            generator=encoded(order.generator),
-            sampler=order.sampler_between_epochs(),
-            kept_seed=self._seeds.kept,
-        )
+        sampler = order.sampler_between_epochs()
+        generator = encoded(order.generator)
+        fresh = self._fresh(loader, order, self._next_epoch)
+        return fresh._replace(generator=generator, sampler=sampler, kept_seed=self._seeds.kept)
 
-    def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int, **drawn: Any) -> LoaderState:
-        drawn |= {"sampler_epoch": order.sampler_epoch, **self.past._asdict()}
-        return LoaderState(epoch, self.fingerprint(loader, order), **drawn)
+    def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int) -> LoaderState:
+        """The state before an epoch, with what remains of the epoch before."""
+        fingerprint = self.fingerprint(loader, order)
+        fresh = LoaderState(epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict())
+        return fresh if self.progress is None else self.progress.next_state(fresh)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -294,8 +283,8 @@ class LoaderControl:
         if self.spec.options["coordinated"] and rank.world_size > 1:
             agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
         try:
-            spec = self.next_spec(loader, rank, late_epoch=late_epoch)
-            epoch = self.open(kind, loader, spec, agreement)
+            progress = self.next_progress(loader, rank, late_epoch=late_epoch)
+            epoch = self.open(kind, loader, progress, agreement)
         except Exception as error:
             if agreement is not None:  # the other ranks would wait for it
                 agreement.leave(error)
@@ -307,8 +296,9 @@ class LoaderControl:
             raise LoaderClosedError
         return epoch
 
-    def next_spec(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochSpec:
-        seed, stream = self.spec.options["seed"], self.spec.kind.is_iterable
+    def next_progress(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochProgress:
+        """The next epoch, or the rest of the restored epoch, of which nothing is planned yet."""
+        kind, seed = self.spec.kind, self.spec.options["seed"]
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
@@ -319,52 +309,49 @@ class LoaderControl:
         keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        renumbered = stream and resumed is not None and resumed.ranks != rank.world_size
-        order = EpochOrder(loader, stream=stream, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
+        renumbered = kind.is_iterable and resumed is not None and resumed.ranks != rank.world_size
+        order = EpochOrder(loader, stream=kind.is_iterable, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
         if resumed is not None:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self.fingerprint(loader, order))
+            check_batches(resumed, loader)
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws one
-        drawn = self._seeds.draw(loader, order, resumed)
-        base_seed = drawn[1] if seed is None else None
+        draws, base_seed = self._seeds.draw(loader, order, resumed)
+        drawn_seed = base_seed if seed is None else None
         if continued is None:
-            sampler = order.sampler_at_start
-            begun = self._fresh(loader, order, epoch, base_seed=base_seed, kept_seed=kept_seed, sampler=sampler)
+            fresh = self._fresh(loader, order, epoch)
+            begun = fresh._replace(base_seed=drawn_seed, kept_seed=kept_seed, sampler=order.sampler_at_start)
             if resumed is not None:
-                begun = begun._replace(streams=resumed.streams, found=resumed.found)
+                begun = begun._replace(streams=resumed.streams)
         else:
-            begun = continued if continued.base_seed is not None else continued._replace(base_seed=base_seed)
+            begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
-        self.sampler_epochs[epoch] = begun.sampler_epoch
-        spec = epoch_spec(begun, order, drawn, rank)
-        if resumed is None and self.progress is not None:  # what the dataset has already
-            lost = self.progress.lost
-            kept = begun._replace(streams=self.progress.kept_streams, found=self.progress.found, lost=lost)
-            spec = spec._replace(begun=kept)
-        return spec
-
-    def open(self, iterator: type[E], loader: TorchLoader, spec: EpochSpec, agreement: StepGroup | None) -> E:
-        rank = spec.rank
-        self.counters.begin()
-        self.epoch_was_set, self._epoch_set = self._epoch_set, False
-        session = self.sessions.open(loader, spec, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
-        text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
-        begun = spec.begun.epoch, spec.begun.batches, rank.rank, rank.world_size
-        _log.debug(text, *begun, self.counters.placement, loader.num_workers, self.spec.look_ahead(loader)[0])
-        kind = self.spec.kind
-        progress = EpochProgress(
-            spec,
+        return EpochProgress(
+            begun,
+            order,
+            draws,
+            base_seed,
+            rank,
+            restored=resumed is not None,
             batched=loader._auto_collation,
             readers=(0 if kind.is_async else loader.num_workers) or 1,
             of_rank=kind.is_iterable and self.is_of_rank(loader),
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-            before_first=session.inline_state,
-            searches=kind is DatasetKind.ASYNC_MAP and self.spec.options["concurrency"] == "auto",
         )
+
+    def open(self, iterator: type[E], loader: TorchLoader, progress: EpochProgress, agreement: StepGroup | None) -> E:
+        begun, rank = progress.begun, progress.rank
+        self.counters.begin()
+        self.epoch_was_set, self._epoch_set = self._epoch_set, False
+        session = self.sessions.open(loader, progress, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
+        progress.before_first = session.inline_state
+        text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
+        place = rank.rank, rank.world_size, self.counters.placement
+        _log.debug(text, begun.epoch, begun.batches, *place, loader.num_workers, self.spec.look_ahead(loader)[0])
         delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
@@ -377,22 +364,19 @@ class LoaderControl:
         if asked is not None:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
-        self.resumed, self._next_epoch, self.progress = (), spec.begun.epoch + 1, progress
+        self.resumed, self._next_epoch, self.progress = (), begun.epoch + 1, progress
         size = self.sessions.size_ahead(loader)
         epoch = iterator(
             loader,
-            self.spec,
-            spec,
+            self.sessions,
+            progress,
             delivers,
             look_ahead=None if session.inline_state is not None else size,
             finish=finalize,
-            counters=self.counters,
-            progress=progress,
             state=functools.partial(self._state_of, progress, loader),
             agreement=agreement,
-            tune=functools.partial(self.sessions.tune, loader, session),
         )
-        self._open_epochs[epoch] = spec.begun.epoch
+        self._open_epochs[epoch] = begun.epoch
         return epoch
 
     @property

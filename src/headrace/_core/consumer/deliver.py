@@ -11,7 +11,7 @@ import torch
 from headrace._core.batches import HostBatch
 from headrace._core.error_policy import EpochFailures
 from headrace._core.failure import Failure, Stage
-from headrace._core.order.restore import EpochSpec
+from headrace._core.order.progress import EpochProgress
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import LOST_KEPT
 from headrace._core.text import shorten, warn_user
@@ -33,16 +33,18 @@ class FailureHandler:
         counts: of the epoch, as in its state: `LoaderState.skipped` and `LoaderState.lost`.
     """
 
-    def __init__(self, arguments: LoaderSpec, spec: EpochSpec, counters: Counters, *, coordinated: bool) -> None:
+    def __init__(
+        self, arguments: LoaderSpec, progress: EpochProgress, counters: Counters, *, coordinated: bool
+    ) -> None:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
         self._counters = counters
         self._stream = arguments.kind.is_iterable
         self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
-        self._uncoordinated = spec.rank.world_size > 1 and not coordinated  # whether ranks would make unequal steps
-        self._epoch_number = spec.begun.epoch
-        self._epoch = EpochFailures(*spec.begun.skipped)
-        self._lost_batches = spec.begun.lost
-        self.counts: tuple[Any, ...] = *spec.begun.skipped, self._lost_batches
+        self._uncoordinated = progress.rank.world_size > 1 and not coordinated  # whether ranks would make unequal steps
+        self._epoch_number = progress.begun.epoch
+        self._epoch = EpochFailures(*progress.begun.skipped)
+        self._lost_batches = progress.begun.lost
+        self.counts: tuple[Any, ...] = *progress.begun.skipped, self._lost_batches
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
@@ -72,10 +74,7 @@ class FailureHandler:
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch of this number."""
-        epoch = self._epoch_number
-        earlier = [each for each in self._lost_batches if each[0] == epoch]
-        before = earlier[-1][1] - earlier[-1][2] + 1 if earlier else 0
-        self._lost_batches = (*self._lost_batches, (epoch, number, number - before))[-LOST_KEPT:]
+        self._lost_batches = (*self._lost_batches, (self._epoch_number, number))[-LOST_KEPT:]
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:

@@ -13,7 +13,7 @@ from headrace._core.consumer.control import copied
 from headrace._core.consumer.rewind import with_exclusions
 from headrace._core.order.order import COMPUTED
 from headrace._core.order.samplers import RankSampler
-from headrace._core.order.state import LoaderState, Run, states_from_dict
+from headrace._core.order.state import LoaderState, Run
 from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.streams.kinds import sample_key
 from headrace.errors import StateError
@@ -61,8 +61,8 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         What was delivered in each epoch, from epoch 0 on.
 
     Raises:
-        StateError: the order is not computed; or a part has a state of another loader or of one
-            rank alone, or its states are not in order.
+        StateError: the order is not computed; or a part has a state of another loader, or of
+            batches out of order, or its states are not in order.
         ValueError: a part has not two states.
 
     Example:
@@ -81,52 +81,48 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     coordinated = control.spec.options["coordinated"]
     if sampler is None or sampler.dealt_at_once > 1 or (sampler.exact and coordinated):
         raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
-    start = (LoaderState(0, own),)
     spans, stop = [], 0
     for number, part in enumerate(parts):
-        begin, end = (start if state is None else states_from_dict(state) for state in part)
-        last = end[0]
+        begin, last = (LoaderState(0, own) if state is None else LoaderState.from_dict(state) for state in part)
         if not last.run:  # no epoch has begun
             continue
-        problems = own.differences(begin[0].fingerprint) or own.differences(last.fingerprint)
-        if any(each[0].rank is not None and len(each) < each[0].ranks for each in (begin, end)):
-            problems.append("a state is of one rank alone: use headrace.merge_states")
+        problems = own.differences(begin.fingerprint) or own.differences(last.fingerprint)
+        if begin.delivered or last.delivered:
+            problems.append("batches were given out of order")
         if last.ranks > 1 and not order.shared:
             problems.append(
                 f"it is of {last.ranks} ranks, and {order.sampler_name} does not divide the order "
                 f"among ranks: give the loader of a rank, with its sampler"
             )
         run = Run(*last.run)
-        begin = tuple(with_exclusions(order, state, last.excluded) for state in begin)
-        first = begin[0]
-        position = first.epoch, first.cursor
-        later = (first.epoch + first.over, 0)  # of an epoch that is over, the next epoch
+        begin = with_exclusions(order, begin, last.excluded)
+        position = begin.epoch, begin.cursor
+        later = (begin.epoch + begin.over, 0)  # of an epoch that is over, the next epoch
         unchanged = (run.epoch, run.cursor) <= max(position, later)
-        if not unchanged or (last.epoch, last.cursor) < position or len(begin) not in (1, last.ranks):
+        if not unchanged or (last.epoch, last.cursor) < position:
             problems.append(
                 "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
                 "between them: give two parts"
             )
         if problems:
             raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
-        spans.append((begin, end))
+        spans.append((begin, last))
         stop = max(stop, last.epoch + 1)
     found = []
     for epoch in range(stop):
         counts = np.zeros(sampler.epoch_size, np.int64)
         excluded = counts > 0
         ended = False
-        for begin, end in spans:
-            first, last = begin[0], end[0]
-            if not first.epoch <= epoch <= last.epoch:
+        for begin, last in spans:
+            if not begin.epoch <= epoch <= last.epoch:
                 continue
             order.leave_out(last.excluded)
             samples = sampler.order_in(epoch)
             indices = _joined(sampler._dealt(samples, ShardOptions(0, 1), 0))
-            states = begin if first.epoch == epoch else (LoaderState(epoch, own),)
-            delivered = _left(order, states, last, len(indices))
+            first = begin if begin.epoch == epoch else LoaderState(epoch, own)
+            delivered = _left(order, first, last, len(indices))
             if last.epoch == epoch:
-                delivered -= _left(order, end, last, len(indices))
+                delivered -= _left(order, last, last, len(indices))
             counts[indices] += delivered
             ended |= last.epoch > epoch or last.over
             if last.excluded:
@@ -149,21 +145,12 @@ def _joined(pieces: Iterable[range | IntArray]) -> IntArray:
     return np.concatenate([np.empty(0, np.int64), *map(np.asarray, pieces)])
 
 
-def _left(order: Any, states: Sequence[LoaderState], last: LoaderState, size: int) -> IntArray:
-    """How often a part that ends with `last` has each position of an order after `states`."""
+def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntArray:
+    """How often a part that ends with `last` has each position of an order after `state`."""
     batch_size = Run(*last.run).batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
-    for rank in range(last.ranks):
-        state = states[rank % len(states)]
-        if state.over:
-            continue
-        shard = ShardOptions(rank, last.ranks)
-        own = _joined(order.computed._dealt(range(size), shard, state.cursor))
-        for _, start, count, *_ in state.delivered:
-            first = start - state.samples
-            own[max(first, 0) : first + count] = -1
-        if state.delivered:
-            own = own[own >= 0]
+    for rank in range(0 if state.over else last.ranks):
+        own = _joined(order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor))
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
         left.append(own)

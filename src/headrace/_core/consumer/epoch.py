@@ -16,6 +16,7 @@ from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
+from headrace._core.consumer.sessions import LoaderSessions
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
@@ -23,8 +24,7 @@ from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
-from headrace._core.order.restore import EpochSpec
-from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
+from headrace._core.order.spec import TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, joined_part
@@ -40,7 +40,7 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
 )
-from headrace.telemetry.counters import BatchRecord, Counters
+from headrace.telemetry.counters import BatchRecord
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -72,32 +72,29 @@ class Epoch:
     def __init__(
         self,
         loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
-        arguments: LoaderSpec,
-        spec: EpochSpec,
+        sessions: LoaderSessions,
+        progress: EpochProgress,
         session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
-        counters: Counters,
-        progress: EpochProgress,
         state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
         agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
-        # May change the number of workers between two batches; returns when to be called again.
-        tune: Callable[[], float],
     ) -> None:
+        arguments, counters = sessions.spec, sessions.counters
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
-        self._num_workers, self._base_seed = loader.num_workers, spec.begun.base_seed
+        self._num_workers, self._base_seed = loader.num_workers, progress.begun.base_seed
         self._session = session
-        self._failures = FailureHandler(arguments, spec, counters, coordinated=agreement is not None)
+        self._failures = FailureHandler(arguments, progress, counters, coordinated=agreement is not None)
         self._in_workers = arguments.kind is DatasetKind.MAP
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
             group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source),
-            free=drawn_freely(loader) - spec.begun.batches,
+            free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,
         )
@@ -106,7 +103,7 @@ class Epoch:
         self._counters = counters
         self._progress = progress
         self._state = state
-        self._rank = spec.rank  # the result of `get_rank_info` in user code that is called here
+        self._rank = progress.rank  # the result of `get_rank_info` in user code that is called here
         # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
         bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
         self._bounded_engines = arguments.engines if bounded else 0
@@ -117,7 +114,7 @@ class Epoch:
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._skipped = counters.skipped_samples  # at the batch before
-        self._tune = tune
+        self._sessions = sessions
         self._tune_at = 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
@@ -160,7 +157,7 @@ class Epoch:
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
         if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
-            self._tune_at = self._tune()
+            self._tune_at = self._sessions.tune(self._loader, self._session)
         agreement = self._agreement
         if agreement is not None and not self._agree(agreement):
             return WAIT

@@ -9,39 +9,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
-from torch.utils.data import DistributedSampler
-
 from headrace._core.consumer.control import LoaderControl, copied
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
-from headrace._core.order.restore import EpochSpec
+from headrace._core.order.progress import EpochProgress
 from headrace._core.order.state import LoaderState, Past, Run, Triples
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
 from headrace._core.streams.map_style import positions
 from headrace._core.streams.resumable import is_stateful
-from headrace.errors import StateError, TooManySkippedError
+from headrace.errors import StateError
 
 
 def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
     """The batch of a step; the work of `DataLoader.batch_at`."""
-    with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
-        before = step if spec.order.is_stream else 0  # a stream is read from its start
-        spec = spec._replace(draws=itertools.islice(spec.draws, before + 1))
-        batches = clone._control.open(BatchIterator, clone, spec, None)
-        for number in range(before + 1):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                raise _no_step(epoch, step) from None
-            except Exception as error:  # of an earlier step, which is a step too: the stream goes on after the error
-                if batches.closed and isinstance(error, TooManySkippedError):  # at the end of the epoch
-                    raise _no_step(epoch, step) from error
-                if number == before or batches.closed:
-                    raise
-        return batch
+    with _loader_at(loader, epoch, step, rank, world_size) as (clone, progress):
+        progress.draws = itertools.islice(progress.draws, 1)
+        try:
+            return next(clone._control.open(BatchIterator, clone, progress, None))
+        except StopIteration:
+            raise _no_step(epoch, step) from None
 
 
 def samples_at(
@@ -49,16 +38,13 @@ def samples_at(
 ) -> list[list[Any]]:
     """The keys of the samples of steps; the work of `DataLoader.samples_at`."""
     source = loader._control.spec.source
-    if loader._control.spec.kind.is_iterable:
-        raise TypeError("the samples of a stream are known only when it is read: use batch_at()")
     found = []
     for step in steps:
-        with _loader_at(loader, epoch, step, rank, world_size) as (clone, spec):
-            drawn = next(spec.draws, None)
-        if drawn is None:
+        with _loader_at(loader, epoch, step, rank, world_size) as (_, progress):
+            plan = next(progress, None)
+        if plan is None:
             raise _no_step(epoch, step)
-        indices = drawn if clone._auto_collation else [drawn]
-        found.append([index if (key := sample_key(source, index)) is None else key for index in indices])
+        found.append([index if (key := sample_key(source, index)) is None else key for index in plan.indices])
     return found
 
 
@@ -126,8 +112,8 @@ def _no_step(epoch: int, step: int) -> IndexError:
 @contextlib.contextmanager
 def _loader_at(
     loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
-) -> Iterator[tuple[Any, EpochSpec]]:
-    """A copy of the loader whose epoch begins with a step; a stream's with the epoch."""
+) -> Iterator[tuple[Any, EpochProgress]]:
+    """A copy of the loader whose epoch begins with a step."""
     epoch, step = operator.index(epoch), operator.index(step)
     rank, world_size = (None if given is None else operator.index(given) for given in (rank, world_size))
     if epoch < 0 or step < 0:
@@ -144,51 +130,21 @@ def _loader_at(
         raise ValueError(f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks")
     clone = _copy(loader, place)
     order = clone._control.order(clone)
-    if run.batches and order.is_stream:
-        raise StateError(
-            f"epoch {epoch} was read by other ranks up to batch {run.batches}, and a stream from its start"
-        )
     if run.batches and not order.is_by_arithmetic:
         raise StateError(
             f"the ranks or the batch size changed at batch {run.batches}, and {order.sampler_name} is drawn"
         )
     reader = here if place == own else place
     clone._control.past = Past(excluded=present.excluded[: run.exclusions])
-    order.restart(_sampler_at_start(control, order))
-    clone._control.begin_at(clone, epoch, _sampler_epoch(control, order, present, epoch))
-    if not order.is_stream:
-        clone._control.skip(clone, number - run.batches, reader, run)
+    clone._control.begin_at(clone, epoch)
+    clone._control.skip(clone, number - run.batches, reader, run)
     try:
         with provided_rank(reader), contextlib.closing(clone):
-            yield clone, clone._control.next_spec(clone, reader, late_epoch=False)
+            yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
-            control.sessions.set_epoch(control.progress.epoch)
-
-
-def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
-    """The state of a user's sampler at the beginning of an epoch; None if the sampler is there, or has no state."""
-    progress = control.progress
-    if progress is None or progress.over or order.sampler_between_epochs() is None or order.samples_at_most:
-        return None
-    if (state := progress.sampler_at_start) is None:
-        raise ValueError(f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch")
-    return state
-
-
-def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int) -> int:
-    """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
-    if order.sampler_epoch is None or order.wants_epoch:
-        return epoch
-    known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
-    if (found := known.get(epoch)) is not None:
-        return found
-    if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
-        return epoch
-    raise ValueError(
-        f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number for epoch {epoch} "
-        f"is not known: call loader.set_epoch(epoch) before each epoch, or use a headrace.ElasticSampler"
-    )
+        if control.epoch_was_set:  # of the dataset, which the copy has too
+            last = control.progress
+            control.sessions.set_epoch(control.next_epoch if last is None else last.begun.epoch)
 
 
 def _check_in_order(loader: Any) -> None:
@@ -197,14 +153,15 @@ def _check_in_order(loader: Any) -> None:
 
 
 def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
-    """Raise `ValueError` where the order or the randomness of a step does not follow from the seed."""
+    """Raise an error where the order or the randomness of a step does not follow from the seed."""
     control: LoaderControl = loader._control
+    if order.is_stream:
+        raise TypeError("the samples of a stream are known only when it is read: index the shards")
     if control.spec.options["seed"] is None:
         raise ValueError("a batch can be computed again only if all its randomness has a seed: give the loader seed=")
     _check_in_order(loader)
-    if order.is_drawn_anew:
-        name = order.sampler_name
-        raise ValueError(f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler")
+    if not (order.is_by_arithmetic or order.samples_at_most):
+        raise ValueError(f"the order of {order.sampler_name} does not follow from the seed: {COMPUTED}")
     if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
         raise ValueError(f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with")
     under_way = {number for open, number in control.open_epochs if not open.closed}
@@ -248,9 +205,4 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
     for part in (clone.sampler, clone.batch_sampler):
         if isinstance(getattr(part, "_ranks", None), RankChoice):  # headrace's, from the beginning of an epoch
             vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
-        elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):
-            made = f"rank {part.rank} of {part.num_replicas}"
-            raise ValueError(
-                f"{type(part).__name__} was made for {made}: make one for {rank.rank} of {rank.world_size}"
-            )
     return clone

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
 from headrace._core.descriptors import explained
+from headrace._core.device.stage import DeviceStage
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.inline import InlineLink
@@ -18,7 +18,7 @@ from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, most_concurrency
 from headrace._core.messages import WorkersRequest
-from headrace._core.order.restore import EpochSpec
+from headrace._core.order.progress import EpochProgress
 from headrace._core.order.spec import LoaderSpec, TorchLoader, is_automatic
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.rankinfo import ranks_on_host
@@ -55,15 +55,6 @@ class LoaderSessions:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderSessions, (self.spec, copy.copy(self.counters), self.search.number)
-
-    def begin_with(self, loader: TorchLoader, found: Mapping[str, int]) -> None:
-        """Begin with the number of workers that an earlier run has found, as far as there are cores for them."""
-        if is_automatic(loader):
-            self.search.number = max(self.search.number, min(found.get("num_workers", 0), self._cores(loader)))
-
-    def found(self, loader: TorchLoader) -> dict[str, int]:
-        """The number of workers that the search has found, for a state."""
-        return {"num_workers": self.search.number} if is_automatic(loader) else {}
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch`."""
@@ -122,12 +113,12 @@ class LoaderSessions:
             return max(1, int(self.spec.engines * placement.cpus_per_engine))
         return max(1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1)))
 
-    def open(self, loader: TorchLoader, spec: EpochSpec, *, epoch_set: bool, resumed: bool) -> Session:
+    def open(self, loader: TorchLoader, progress: EpochProgress, *, epoch_set: bool, resumed: bool) -> Session:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there.
 
         `epoch_set` says whether the epoch's number was set since the last one.
         """
-        rank, start, base_seed = spec.rank, spec.session, spec.base_seed
+        rank, start, base_seed = progress.rank, progress.session_start, progress.base_seed
         # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
         set_epoch = self.spec.kind.is_async or epoch_set
         only_wanted = not (self.spec.kind.is_async or (set_epoch and start.batch))
@@ -180,7 +171,7 @@ class LoaderSessions:
             session.send(WorkersRequest(self.search.number))
         return session
 
-    def tune(self, loader: TorchLoader, session: Session) -> float:
+    def tune(self, loader: TorchLoader, session: Session | DeviceStage) -> float:
         """Change the number of workers, if the last batches say so; returns when to look again."""
         if not is_automatic(loader):
             return math.inf

@@ -22,7 +22,6 @@ STEP = 1.5  # by which the limit is changed for a trial after slow start
 MIN_GAIN = 0.1  # of what a trial could win beyond a larger share of a store that is used fully; below it, noise
 MAX_LOSS = 0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
 HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial after a decrease or a failed trial; doubled each time
-TRUST = 5.0  # seconds at the start without a trial, from a number that an earlier run found
 GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
 MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
@@ -41,9 +40,7 @@ class AdaptiveLimit:
     about the store and do not count.
     """
 
-    def __init__(
-        self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random, first: float = 0.0
-    ) -> None:
+    def __init__(self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random) -> None:
         self.limit = min(start, most)  # fetches that may be in flight now; at least 1
         self._most = most
         self._peers = min(peers, MOST_PEERS)  # the engines that read the same store, with this one
@@ -53,7 +50,7 @@ class AdaptiveLimit:
         self._throttled = False
         self._up_next = True
         self._hold = HOLD
-        self._next_probe_at = first  # the time before which no other number is tried
+        self._next_probe_at = 0.0  # the time before which no other number is tried
         self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0

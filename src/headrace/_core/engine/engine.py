@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
 from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.concurrency import TRUST, AdaptiveLimit
+from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
 from headrace._core.engine.fetch import BatchFetch, BlockFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
@@ -140,10 +140,8 @@ class Engine:
                 least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
                 most = min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
-            found = self._control  # what the last epoch found, or an earlier run, is where this one begins
-            least = start.concurrency // config.engines or least
-            first = time.monotonic() + TRUST if start.concurrency else 0.0
-            limit = AdaptiveLimit(least, most, peers, first=first) if found is None else found.successor()
+            found = self._control  # what the last epoch found is where this epoch begins
+            limit = AdaptiveLimit(least, most, peers) if found is None else found.successor()
             concurrency = self._control = limit
         if by_batches:
             return BatchFetch(context, dataset, concurrency)

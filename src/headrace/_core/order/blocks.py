@@ -67,10 +67,6 @@ class BlockOrder:
     def __len__(self) -> int:
         return self._n
 
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[IntArray]:
-        """The indices at the positions ``range(start, stop, step)``, as an array for each group."""
-        return self.at(range(self._n)[start:stop:step])
-
     def at(self, positions: range | IntArray) -> Iterator[IntArray]:
         """The indices at some positions, ascending, as an array for each group."""
         while len(positions):

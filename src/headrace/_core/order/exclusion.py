@@ -55,13 +55,9 @@ class OrderWithout:
     def __len__(self) -> int:
         return len(self._order) - len(self._left_out)
 
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[IntArray]:
-        """The indices at the positions ``range(start, stop, step)`` of what is left."""
-        wanted = range(len(self))[start:stop:step]
-        for first in range(0, len(wanted), BLOCK):
-            part = wanted[first : first + BLOCK]
-            positions = np.arange(part.start, part.stop, part.step)
-            yield from taken(self._order, positions + np.searchsorted(self._before, positions, side="right"))
+    def at(self, positions: IntArray) -> Iterator[IntArray]:
+        """The indices at ascending positions of what is left."""
+        return taken(self._order, positions + np.searchsorted(self._before, positions, side="right"))
 
     def whole(self, position: int) -> int:
         """The position in the whole order, of one in what is left."""
@@ -72,14 +68,19 @@ class OrderWithout:
         return position - int(np.searchsorted(self._left_out, position))
 
 
-def taken(order: BaseOrder, positions: range | IntArray) -> Iterator[IntArray]:
+def taken(order: Order, positions: range | IntArray) -> Iterator[IntArray]:
     """The indices at ascending positions of an order, in blocks."""
     if isinstance(order, BlockOrder):
         yield from order.at(positions)
         return
     for first in range(0, len(positions), BLOCK):
-        part = np.asarray(positions[first : first + BLOCK])
-        yield part if isinstance(order, range) else order[part]
+        part = positions[first : first + BLOCK]
+        if isinstance(part, range):
+            part = np.arange(part.start, part.stop, part.step)
+        if isinstance(order, OrderWithout):
+            yield from order.at(part)
+        else:
+            yield part if isinstance(order, range) else order[part]
 
 
 BaseOrder: TypeAlias = Permutation | BlockOrder | MixOrder | range

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.order.blocks import BlockOrder
-from headrace._core.permutation import BLOCK, LARGEST, Permutation
+from headrace._core.permutation import LARGEST, Permutation
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import Blocks
 
@@ -162,13 +162,6 @@ class MixOrder:
 
     def __len__(self) -> int:
         return self.plan.length
-
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[IntArray]:
-        """The indices at the positions ``range(start, stop, step)``, as arrays."""
-        wanted = range(len(self))[start:stop:step]
-        for first in range(0, len(wanted), BLOCK):
-            part = wanted[first : first + BLOCK]
-            yield self[np.arange(part.start, part.stop, part.step)]
 
     def __getitem__(self, positions: IntArray) -> IntArray:
         """The indices at some positions."""

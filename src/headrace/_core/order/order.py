@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,14 @@ from torch.utils.data import (
 )
 
 from headrace._core.order.exclusion import Exclusion
-from headrace._core.order.samplers import CursorSampler, Piece, SeededRankSampler, batches, integers
+from headrace._core.order.samplers import (
+    CursorSampler,
+    Piece,
+    RankSampler,
+    SeededRandomSampler,
+    batches,
+    integers,
+)
 from headrace._core.order.spec import TorchLoader, deciding_sampler
 from headrace._core.order.state import LoaderState, checksum, decoded
 from headrace._core.ranks.rankinfo import RankInfo
@@ -41,35 +48,6 @@ class _Watched(Iterator[object]):
             return next(self._draws)
         order, self._order = self._order, None
         return order.first_of(self._draws)
-
-
-class Scattered(NamedTuple):
-    """A batch whose samples do not follow each other, since those between them were delivered before."""
-
-    indices: tuple[object, ...]  # the sampler's
-    samples: tuple[int, ...]  # for each, its number among this rank's samples
-
-
-def scattered(
-    indices: Iterator[Any], first: int, holes: Sequence[range], *, batch_size: int | None, drop_last: bool
-) -> Iterator[Scattered]:
-    """Batches of the indices that are not in `holes`; `first` is the number of the first index."""
-    done = deque(holes)
-
-    def rest() -> Iterator[tuple[int, Any]]:
-        for number, index in enumerate(indices, first):
-            while done and number >= done[0].stop:
-                done.popleft()
-            if not done or number not in done[0]:
-                yield number, index
-
-    left = rest()
-    size = 1 if batch_size is None else batch_size
-    while batch := list(itertools.islice(left, size)):
-        if drop_last and len(batch) < size:
-            return
-        numbers, drawn = zip(*batch, strict=True)
-        yield Scattered(drawn, numbers)
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
@@ -135,12 +113,6 @@ class EpochOrder:
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
-    @property
-    def is_drawn_anew(self) -> bool:
-        """Whether an epoch's order depends on a generator, or on a sampler's own state, and not on its number alone."""
-        has_state = self._own_state is not None and not getattr(self._own_state, "wants_epoch", False)
-        return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
-
     def rank_of(self, process: RankInfo) -> RankInfo:
         """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
         part = self._decides
@@ -156,11 +128,6 @@ class EpochOrder:
         """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
         epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
         return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
-
-    @property
-    def wants_epoch(self) -> bool:
-        """Whether the loader sets the sampler's epoch."""
-        return any(getattr(part, "wants_epoch", False) for part in self._parts)
 
     def restart(self, state: object) -> None:
         """Restore the user's sampler to a state of `sampler_at_start`."""
@@ -187,8 +154,11 @@ class EpochOrder:
         if self.is_stream:
             return "stream"
         part = self._decides
-        if isinstance(part, SeededRankSampler):
-            part = part.on_one_rank()
+        # The order of a loader with a seed, on any number of ranks.
+        if type(part) is RankSampler and not part.shuffle:
+            return f"{SequentialSampler.__name__}()"
+        if type(part) in (RankSampler, SeededRandomSampler):
+            return f"{SeededRandomSampler.__name__}(seed={part.seed})"
         names: tuple[str, ...] = ()
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
             of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
@@ -213,11 +183,9 @@ class EpochOrder:
             return None
 
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
-        """Leave samples out of the order, from now on; a `StateError` where positions are not computed."""
+        """Leave samples out of the order, from now on, where positions are computed; no other order has exclusions."""
         if self.computed is not None:
             self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
-        elif exclusions:
-            raise StateError(f"samples were left out of the order, which {self.sampler_name} cannot: {COMPUTED}")
 
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""
@@ -274,35 +242,25 @@ class EpochOrder:
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
         if self.sampler is None:
             if resumed.sampler is not None:
-                batches = self._continued(self._batch_sampler, resumed.sampler)
-            else:
-                batches = self._walked(iter(self._batch_sampler), resumed, resumed.batches)
-            return self._not_delivered(batches, resumed) if resumed.delivered else batches
-        over = resumed.samples - self.first_sample
-        holes = (range(batch[1] - over, batch[1] - over + batch[2]) for batch in resumed.delivered)
-        ordered = sorted(holes, key=lambda hole: hole.start)
+                return self._continued(self._batch_sampler, resumed.sampler)
+            return self._walked(iter(self._batch_sampler), resumed, resumed.batches)
         if self.is_by_arithmetic and not self.is_stream:
-            return self._computed_from(resumed.cursor if self.shared else resumed.samples, ordered)
-        return self._batched(self._resumed_indices(resumed), ordered)
+            return self._computed_from(resumed.cursor if self.shared else resumed.samples)
+        indices = self._resumed_indices(resumed)
+        if self.batch_size is None:
+            return indices
+        return iter(BatchSampler(cast(Any, indices), self.batch_size, self.drop_last))
 
-    def _batched(self, indices: Iterator[object], holes: Sequence[range] = ()) -> Iterator[object]:
-        """The loader's draws of these indices, without those whose numbers are in `holes`."""
-        size = self.batch_size
-        if holes:
-            return scattered(indices, self.first_sample, holes, batch_size=size, drop_last=self.drop_last)
-        return indices if size is None else iter(BatchSampler(cast(Any, indices), size, self.drop_last))
-
-    def _computed_from(self, cursor: int, holes: Sequence[range] = ()) -> Iterator[object]:
+    def _computed_from(self, cursor: int) -> Iterator[object]:
         """The loader's draws in an order by arithmetic, from a position on."""
         pieces: Iterator[Piece]
         if self.computed is not None:
             pieces = self.computed.pieces_from(cursor)
         else:
             pieces = iter((range(cursor, len(self.sampler.data_source)),))
-        size = self.batch_size
-        if holes or size is None:
-            return self._batched(integers(pieces), holes)
-        return batches(pieces, size, getattr(self._batch_sampler, "drop_last", False))
+        if self.batch_size is None:
+            return integers(pieces)
+        return batches(pieces, self.batch_size, self.drop_last)
 
     def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
         sampler = self.sampler
@@ -311,14 +269,6 @@ class EpochOrder:
         if resumed.sampler is not None:
             return self._continued(sampler, resumed.sampler)
         return self._walked(iter(sampler), resumed, resumed.samples)
-
-    def _not_delivered(self, batches: Iterator[Any], resumed: LoaderState) -> Iterator[Scattered]:
-        first, delivered = resumed.samples, {batch[0] for batch in resumed.delivered}
-        for number, batch in enumerate(batches, resumed.batches):
-            indices = tuple(batch)
-            if number not in delivered:
-                yield Scattered(indices, tuple(range(first, first + len(indices))))
-            first += self.samples_at_most or len(indices)
 
     def _continued(self, part: Any, state: object) -> Iterator[object]:
         """The draws of the user's sampler or batch sampler, from a state within an epoch on."""

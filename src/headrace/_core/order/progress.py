@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace._core.array_types import COMPUTED_INDICES
-from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, StageTimes, StreamState, load_state
-from headrace._core.order.order import Scattered
-from headrace._core.order.restore import EpochSpec
-from headrace._core.order.state import LoaderState, Triples, checksum, encoded
+from headrace._core.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
+from headrace._core.order.order import EpochOrder
+from headrace._core.order.state import LoaderState, checksum, encoded
+from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed, random_key
-from headrace._core.streams.resumable import State, state_of_dataset
+from headrace._core.streams.resumable import State, expect, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch
@@ -35,55 +35,82 @@ class _Point(NamedTuple):
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
     skipped: tuple[Any, ...]  # counts of `on_error`, and the lost batches
-    times: StageTimes  # of the last batch, with the number of fetches in flight
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
 
 
 class EpochProgress(Iterator[BatchPlan]):
-    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer."""
+    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer.
+
+    Attributes:
+        begun: the state at the beginning: of the whole epoch, or the state that was restored.
+        rank: the rank of this process.
+        base_seed: the seed that the seeds of the batches derive from.
+        draws: what the sampler draws.
+        session_start: where the epoch begins in the engine.
+        before_first: the dataset's state before the first batch, where torch reads in the caller's thread.
+    """
 
     def __init__(
         self,
-        spec: EpochSpec,
+        begun: LoaderState,
+        order: EpochOrder,
+        draws: Iterator[Any],  # of the loader's sampler, from `begun` on
+        base_seed: int,
+        rank: RankInfo,
         *,
+        restored: bool,  # whether the dataset has to be restored to `begun`
         batched: bool,  # whether the sampler gives sequences of indices, and not one at a time
         readers: int,  # workers that each read a copy of the dataset; 1 where there are none
         of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
         keeps_dataset: bool,  # whether a dataset with a state of its own is used for the next epoch too
-        before_first: Callable[[], State | None] | None,  # the dataset's state before the first batch
-        searches: bool,  # whether the number of fetches in flight is searched
     ) -> None:
-        begun = self._begun = spec.begun
-        self._spec, self._order, self._rank = spec, spec.order, spec.order.rank_of(spec.rank)
+        self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
+        self._order = order
         self._batched = batched
         self._readers = readers
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
-        self._before_first = before_first
-        self._searches = searches
+        self.before_first: Callable[[], State | None] | None = None
         # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
-        self._random_key = random_key(spec.base_seed, begun.epoch)
+        streams, first = begun.streams, order.first_sample
+        self._part = part = order.rank_of(rank)
+        self._origin, self._ranks = 0, 1  # the cursor before sample 0, and the number of ranks that share the order
+        self._block = 1  # number of consecutive positions that this rank has before the next rank's turn
+        if order.shared:
+            self._origin, self._ranks, self._block = begun.cursor, part.world_size, order.sampler.dealt_at_once
+        elif order.is_stream:
+            self._origin, self._ranks = begun.cursor - begun.samples * begun.ranks, part.world_size
+            if first != begun.samples:  # other ranks than before number the samples from here on
+                read = max((expect(state, "position", int) for state in streams.values()), default=0)
+                self._origin = max(begun.cursor, self._origin + read * begun.ranks)
+                streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
+        out_of_order = (range(each[2], each[3] + 1) for each in begun.delivered if len(each) > 2)
+        self.session_start = SessionStart(
+            batch=begun.batches,
+            streams=streams if restored else {},
+            next_worker=begun.next_worker,
+            delivered=tuple(sorted(out_of_order, key=min)),
+            epoch=begun.epoch,
+        )
+        self._random_key = random_key(base_seed, begun.epoch)
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
-        first = self._samples = spec.order.first_sample
-        streams = spec.session.streams or begun.streams  # of a restored stream, numbered as by the session
+        self._samples = first
+        # Batches that were given out before the restored state, after others that were not. Numbered as here.
+        self._delivered = [(start - begun.samples + first, *rest) for start, *rest in begun.delivered]
+        self._given = {} if order.is_stream else {start: rest[0] for start, *rest in self._delivered}
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
-        self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped, NO_TIMES)
+        self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
         self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
-
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch."""
-        return self._begun.epoch
 
     @property
     def last_point(self) -> object:
@@ -96,58 +123,30 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._points[-1].loaded_streams()
 
     def __next__(self) -> BatchPlan:
-        before = self._samples
+        order, number = self._order, self._number
         try:
-            if self._order.is_stream and self._begun.over:
+            if order.is_stream and self.begun.over:
                 raise StopIteration
             drawn = self._next_drawn()
+            while count := self._given.get(self._samples):
+                self._samples += count
+                drawn = self._next_drawn()
         except StopIteration:
             self._on_exhausted()
             raise
-        if type(drawn) is Scattered:
-            self._samples = max(drawn.samples[0] + (self._order.samples_at_most or 0), drawn.samples[-1] + 1)
-            return self._plan(drawn.indices, [self._position(number) for number in drawn.samples], before)
         indices: Sequence[object] = (drawn,)
         if self._batched:
             indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
-        self._samples += self._order.samples_at_most or len(indices)
-        return self._plan(indices, self._positions(before, len(indices)), before)
-
-    def _next_drawn(self) -> Any:
-        """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
-        draws, ahead = self._spec.draws, self._drawn_ahead
-        if not self._order.is_by_arithmetic:
-            return next(draws)
-        if not ahead:
-            ahead.append(next(draws))
-        ahead.extend(itertools.islice(draws, 1))
-        return ahead.popleft()
-
-    def _position(self, number: int) -> int:
-        spec = self._spec
-        block, inside = divmod(number, spec.block)
-        return spec.first + block * spec.block * spec.stride + inside
-
-    def _positions(self, first: int, count: int) -> Sequence[int]:
-        start, block, stride = self._position(first), self._spec.block, self._spec.stride
-        if block == 1:
-            return range(start, start + count * stride, stride)
-        if first % block + count <= block:
-            return range(start, start + count)
-        return [self._position(number) for number in range(first, first + count)]
-
-    def _plan(self, indices: Sequence[object], positions: Sequence[int], before: int) -> BatchPlan:
-        """Plan a batch; `before` it so many samples had been drawn."""
-        spec, order, number = self._spec, self._order, self._number
-        seeded_by = positions[0] if positions else self._position(self._samples)
-        if order.is_stream:  # which of its samples are in the batch is known when it is read
-            positions = self._positions(0, _SAMPLES_AT_MOST)
+        before = self._samples
+        self._samples += order.samples_at_most or len(indices)
+        # Which of a stream's samples are in the batch is known when the stream is read.
+        count = _SAMPLES_AT_MOST if order.is_stream else len(indices)
         plan = BatchPlan(
             number=number,
             indices=indices,
-            seed=batch_seed(spec.base_seed, self._begun.epoch, seeded_by),
-            epoch=self._begun.epoch,
-            positions=positions,
+            seed=batch_seed(self.base_seed, self.begun.epoch, self._position(before)),
+            epoch=self.begun.epoch,
+            positions=self._positions(0 if order.is_stream else before, count),
             random_key=self._random_key,
             planned=time.perf_counter(),
             taken=self.taken,
@@ -161,13 +160,35 @@ class EpochProgress(Iterator[BatchPlan]):
             self._on_exhausted()
         return plan
 
+    def _next_drawn(self) -> Any:
+        """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
+        draws, ahead = self.draws, self._drawn_ahead
+        if not self._order.is_by_arithmetic:
+            return next(draws)
+        if not ahead:
+            ahead.append(next(draws))
+        ahead.extend(itertools.islice(draws, 1))
+        return ahead.popleft()
+
+    def _position(self, number: int) -> int:
+        """The position of this rank's sample among the samples of all ranks."""
+        rounds, inside = divmod(number, self._block)
+        part = self._part
+        return self._origin + (rounds * part.world_size + part.rank) * self._block + inside
+
+    def _positions(self, first: int, count: int) -> Sequence[int]:
+        start, stride = self._position(first), self._part.world_size
+        if self._block == 1:
+            return range(start, start + count * stride, stride)
+        return [self._position(number) for number in range(first, first + count)]
+
     def _on_exhausted(self) -> None:
         self._most = self._number
         self._sampler_at_end = self._order.sampler_after_draw()
 
     def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
         """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
-        self._before_first = None
+        self.before_first = None
         number = host.plan.number
         drawn = self._drawn.get(number)
         if drawn is None:  # recorded already, by a call of `next()` that Ctrl-C has interrupted
@@ -198,41 +219,18 @@ class EpochProgress(Iterator[BatchPlan]):
                 drawn = self._beyond.pop(batches)
                 state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        return _Point(batches, last_drawn, streams, last_worker, delivered, skipped, host.times)
-
-    @property
-    def kept_streams(self) -> dict[int | None, Mapping[str, object]]:
-        """The states of a user's dataset, by its reader, for the next epoch; none while this one is not over."""
-        if not (self.over and self._keeps_dataset):
-            return {}
-        kept = {reader: state_of_dataset(state) for reader, state in self._last.loaded_streams().items()}
-        return {reader: state for reader, state in kept.items() if state is not None}
-
-    @property
-    def sampler_at_start(self) -> object:
-        """The state of the user's sampler at the beginning of this epoch; None if that is unknown."""
-        return None if self._begun.batches else self._begun.sampler
-
-    @property
-    def lost(self) -> Triples:
-        """The lost batches up to the last batch, also of earlier epochs; see `LoaderState.lost`."""
-        lost: Triples = self._last.skipped[3]
-        return lost
-
-    @property
-    def found(self) -> Mapping[str, int]:
-        """What the loader has found for arguments with "auto", up to the last batch."""
-        return self._found(self._last)
-
-    def _found(self, point: _Point) -> Mapping[str, int]:
-        limit, found = point.times.load.limit, self._begun.found
-        return {**found, "concurrency": limit} if self._searches and limit else found
+        return _Point(batches, last_drawn, streams, last_worker, delivered, skipped)
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
-        """The state before the next epoch: `fresh`, with the states of a user's dataset."""
-        kept = self.kept_streams
-        rank = self._rank.rank if kept and self._of_rank else None
-        return fresh._replace(streams=kept, rank=rank, ranks=self._rank.world_size, found=self.found, lost=self.lost)
+        """The state before the next epoch: `fresh`, with the lost batches and the states of a user's dataset."""
+        kept: dict[int | None, Mapping[str, object]] = {}
+        if self.over and self._keeps_dataset:
+            for reader, stream in self._last.loaded_streams().items():
+                if (state := state_of_dataset(stream)) is not None:
+                    kept[reader] = state
+        part = self._part
+        rank = part.rank if kept and self._of_rank else None
+        return fresh._replace(streams=kept, rank=rank, ranks=part.world_size, lost=self._last.skipped[3])
 
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
@@ -241,59 +239,44 @@ class EpochProgress(Iterator[BatchPlan]):
             most = len(self._points) - 1 + self.over
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
         point, order = self._points[-1 - back], self._order
-        size = self._begun.fingerprint.length
+        size = self.begun.fingerprint.length
         plan, first, samples, sampler = point.drawn
-        cursor = self._spec.origin + samples * self._spec.ranks
+        cursor = self._origin + samples * self._ranks
         checked = None
         if plan is not None and order.is_walked and order.stateful is None:
             indices = plan.indices if samples - first == len(plan.indices) else ()
-            checked = (*checksum(indices), self._rank.rank)
-        earlier: list[Any] = self._delivered_before(point)
-        since: list[Any] = [
-            (self._number_in_epoch(plan.number), before, after - before, *positions)
-            for plan, before, after, _, _, positions in point.delivered
+            checked = (*checksum(indices), self._part.rank)
+        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
+        earlier: list[Any] = [
+            (first, count, *positions)
+            for first, count, *positions in self._delivered
+            if (positions[1] >= position if positions else first + count > samples)
         ]
-        of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._rank.world_size > 1)
+        since: list[Any] = [
+            (before, after - before, *positions) for _, before, after, _, _, positions in point.delivered
+        ]
+        of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._part.world_size > 1)
         streams = point.loaded_streams()
-        if self._before_first is not None and (unread := self._before_first()) is not None:
+        if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread
         # An epoch without a batch ends with the call of `next()` that finds no batch.
-        over = self._begun.over or (self._most is not None and point.batches >= self._most > 0)
-        if size is not None and self._spec.ranks > 1:
+        over = self.begun.over or (self._most is not None and point.batches >= self._most > 0)
+        if size is not None and self._ranks > 1:
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
-        return self._begun._replace(
+        return self.begun._replace(
             cursor=cursor,
             samples=samples,
-            batches=self._number_in_epoch(point.batches - 1) + 1,  # those after it may be in `delivered`
+            # Batches after these may be in `delivered`.
+            batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
-            rank=self._rank.rank if of_rank else None,
-            ranks=self._rank.world_size,
+            rank=self._part.rank if of_rank else None,
+            ranks=self._part.world_size,
             generator=encoded(order.generator),
-            sampler=self._sampler_at_end if over and not self._begun.over else sampler,
-            last_indices=self._begun.last_indices if checked is None else checked,
+            sampler=self._sampler_at_end if over and not self.begun.over else sampler,
+            last_indices=self.begun.last_indices if checked is None else checked,
             streams=streams,
             next_worker=(point.last_worker + 1) % self._readers,
             delivered=(*earlier, *since),
             skipped=point.skipped[:3],
             lost=point.skipped[3],
-            found=self._found(point),
         )
-
-    def _delivered_before(self, point: _Point) -> list[tuple[int, ...]]:
-        """Batches that were given out before the state that this epoch was restored from, and after the point.
-
-        Their samples are numbered as in this epoch.
-        """
-        shift = self._begun.samples - self._order.first_sample
-        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
-        return [
-            (number, first - shift, count, *positions)
-            for number, first, count, *positions in self._begun.delivered
-            if (positions[1] >= position if positions else first - shift + count > point.drawn[2])
-        ]
-
-    def _number_in_epoch(self, number: int) -> int:
-        """The number of a batch among all of the epoch: plans are numbered without those that were given out before."""
-        for earlier in sorted(each[0] for each in self._begun.delivered):
-            number += earlier <= number
-        return number

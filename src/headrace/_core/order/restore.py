@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
-from headrace._core.batches import SessionStart
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
-from headrace._core.order.state import Fingerprint, LoaderState
+from headrace._core.order.state import Fingerprint, LoaderState, Run
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
-from headrace._core.streams.resumable import expect
 from headrace._core.text import warn_user
 from headrace.errors import StateError
-
-
-class EpochSpec(NamedTuple):
-    """An epoch that begins on this rank, anew or from a resume point: for its plans, its session and its progress."""
-
-    begun: LoaderState  # at its beginning: of the whole epoch, or the one restored
-    order: EpochOrder
-    draws: Iterator[Any]  # of the loader's sampler, from there on
-    base_seed: int  # that the batches' seeds derive from
-    rank: RankInfo  # of this process
-    session: SessionStart  # where it begins in the engine
-    origin: int  # the cursor before this epoch's sample 0
-    ranks: int  # number of ranks that share the order; 1 where each has its own
-    first: int  # position of this rank's sample 0 among the samples of all ranks
-    stride: int  # the number of ranks
-    block: int  # number of consecutive positions that this rank has before the next rank's turn
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
@@ -72,6 +54,16 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
             f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
             f"of a headrace.ElasticSampler."
+        )
+
+
+def check_batches(saved: LoaderState, loader: TorchLoader) -> None:
+    """Raise `StateError` where map-style batches that were given out of order have another size now."""
+    size = Run(*saved.run).batch_size if saved.delivered else 0
+    if size and size != loader.batch_size and not _of_stream(saved):
+        raise StateError(
+            f"batches were given out of order, with batch_size={size}, and batch_size is {loader.batch_size} now: "
+            f"change batch_size after the end of epoch {saved.epoch}"
         )
 
 
@@ -198,34 +190,6 @@ class EpochSeeds:
         return self.kept
 
 
-def epoch_spec(begun: LoaderState, order: EpochOrder, drawn: tuple[Iterator[Any], int], rank: RankInfo) -> EpochSpec:
-    """The epoch with the state `begun`, of what `EpochSeeds` has drawn."""
-    origin, ranks, streams = 0, 1, begun.streams
-    place, stride, block = rank.rank, rank.world_size, 1
-    if order.shared:
-        block = order.sampler.dealt_at_once
-        origin, place, stride = begun.cursor, order.sampler.rank, order.sampler.num_replicas
-        ranks = stride
-    elif order.is_stream:
-        origin, ranks = begun.cursor - begun.samples * begun.ranks, stride
-        if order.first_sample != begun.samples:  # other ranks than before number the samples from here on
-            read = max((expect(state, "position", int) for state in streams.values()), default=0)
-            origin = max(begun.cursor, origin + read * begun.ranks)
-            streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
-    session = SessionStart(
-        batch=begun.batches,
-        streams=streams,
-        next_worker=begun.next_worker,
-        delivered=tuple(
-            sorted((range(batch[3], batch[4] + 1) for batch in begun.delivered if len(batch) > 3), key=min)
-        ),
-        epoch=begun.epoch,
-        concurrency=begun.found.get("concurrency", 0),
-    )
-    first = origin + place * block
-    return EpochSpec(begun, order, *drawn, rank, session, origin, ranks, first, stride, block)
-
-
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     """The state to continue from on this rank: the state of all ranks, or its own, which `check_rank` checks.
 
@@ -237,24 +201,21 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     return saved
 
 
-def batches_before(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
-    """The number of an epoch's batches before a position, if they were of as many ranks and samples as they are now.
+def batches_left(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
+    """The number of batches after a position, of an epoch of known length, for the present ranks and batch size.
 
-    None if the epoch's length is unknown, or the order gives no other position to other ranks.
+    None for as many ranks as before, and for an order that gives no other position to other ranks.
     """
-    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
-    try:
-        size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-        batches, size = len(loader), size or len(loader.dataset) * ranks  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a dataset or sampler without a length
-        return None
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
         return None
+    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
+    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
+    size = size or len(loader.dataset) * ranks  # type: ignore[arg-type]
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
     left = left // ranks if drops else -(-left // ranks)
     of_batch = loader.batch_size or 1
-    return batches - (left // of_batch if loader.drop_last else -(-left // of_batch))
+    return left // of_batch if loader.drop_last else -(-left // of_batch)
 
 
 def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from headrace._core.array_types import Indices, IntArray, join_indices
 from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, without
+from headrace._core.order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, taken, without
 from headrace._core.order.mixes import MixOrder, MixPlan, Source
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
@@ -66,10 +66,10 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, ex
         rounds = len(range(first, n, step))
     end = first + rounds * step
     beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]  # at most one
-    parts = [(first, min(end, n), step), *((position, position + 1, 1) for position in beyond)]
+    parts = [range(first, min(end, n), step), *(range(position, position + 1) for position in beyond)]
     if isinstance(order, range):
-        return (order[slice(*part)] for part in parts)
-    return itertools.chain.from_iterable(itertools.starmap(order.blocks, parts))
+        return iter(parts)
+    return itertools.chain.from_iterable(taken(order, part) for part in parts)
 
 
 class CursorSampler(ABC):
@@ -341,24 +341,6 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
         # Without a call of `set_epoch` each iteration is the next epoch.
         self.epoch += 1
         return self.epoch - 1
-
-
-class SeededRankSampler(RankSampler):
-    """The order of a loader with a seed, dealt to the ranks: in place of a trainer's `DistributedSampler`."""
-
-    def __init__(self, replaced: DistributedSampler[Any], *, seed: int) -> None:
-        super().__init__(
-            replaced.dataset,  # type: ignore[arg-type]
-            shuffle=replaced.shuffle,
-            seed=seed,
-            rank=replaced.rank,
-            world_size=replaced.num_replicas,
-            drop_last=replaced.drop_last,
-        )
-
-    def on_one_rank(self) -> SeededRandomSampler | SequentialSampler:
-        """The sampler with the same order on a single rank."""
-        return SeededRandomSampler(self.dataset, seed=self.seed) if self.shuffle else SequentialSampler(self.dataset)
 
 
 def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> RankSampler | None:

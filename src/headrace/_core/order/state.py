@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
-import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -33,7 +31,7 @@ def decoded(text: str) -> torch.Tensor:
         raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
 
 
-VERSION: Final = 3
+VERSION: Final = 4
 LOST_KEPT = 256  # lost batches that a state knows
 
 # Fields that have their defaults in a state before an epoch.
@@ -81,6 +79,7 @@ RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
 
 Triple: TypeAlias = tuple[int, int, int]
 Triples: TypeAlias = tuple[Triple, ...]
+Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Past(NamedTuple):
@@ -88,7 +87,7 @@ class Past(NamedTuple):
 
     run: RunValues = ()
     excluded: Triples = ()  # see `Exclusion`
-    lost: Triples = ()  # see `LoaderState`
+    lost: Pairs = ()  # see `LoaderState`
 
 
 class LoaderState(NamedTuple):
@@ -112,14 +111,12 @@ class LoaderState(NamedTuple):
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
-    # Batches given out after others that were not: number, first sample and number of samples of each, and of a stream
-    # the first and last position.
-    delivered: tuple[Triple | tuple[int, int, int, int, int], ...] = ()
+    # Batches given out after others that were not: first sample and number of samples of each, and of a stream the
+    # first and last position.
+    delivered: tuple[tuple[int, int] | tuple[int, int, int, int], ...] = ()
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
-    # The last batches that lost all their samples: epoch, number of the batch, and steps made in the epoch before.
-    lost: Triples = ()
-    found: Mapping[str, int] = {}  # arguments with "auto", and the values in force; no batch depends on them
+    lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch
     skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
 
     @property
@@ -142,17 +139,19 @@ class LoaderState(NamedTuple):
     @property
     def steps(self) -> int:
         """The number of steps that were made in the epoch."""
-        lost = sum(epoch == self.epoch for epoch, _, _ in self.lost)
+        lost = sum(epoch == self.epoch for epoch, _ in self.lost)
         return self.batches + len(self.delivered) - lost
 
     def number_of(self, epoch: int, step: int) -> int:
         """The number of the batch that was delivered at a step; `StateError` if the state does not know."""
-        if len(self.lost) == LOST_KEPT and (epoch, step) < (self.lost[0][0], self.lost[0][2]):
+        if len(self.lost) == LOST_KEPT and epoch <= self.lost[0][0]:
             raise StateError(
                 f"step {step} of epoch {epoch} is not known: {LOST_KEPT} batches have lost all their samples since"
             )
-        before = [number - made for of, number, made in self.lost if of == epoch and made <= step]
-        return step + (before[-1] + 1 if before else 0)
+        number = step
+        for of, lost in self.lost:
+            number += of == epoch and lost <= number
+        return number
 
     def _to_values(self) -> State:
         """Always the same keys; lists and tuples of JSON values, and users' own states."""
@@ -163,7 +162,6 @@ class LoaderState(NamedTuple):
             "streams": tuple((reader, dict(state)) for reader, state in streams),
             "run": tuple(self.run),
             "excluded": tuple(map(tuple, self.excluded)),
-            "found": dict(self.found),
         }
         return {**values, "checksum": _checksum(values)}
 
@@ -180,18 +178,11 @@ class LoaderState(NamedTuple):
         values = dict(saved)
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
-        hints = get_type_hints(cls)
-        if values.keys() != hints.keys():
-            raise StateError(f"the state is damaged: its fields differ in {[*map(str, values.keys() ^ hints.keys())]}")
-        with contextlib.suppress(TypeError, ValueError):
-            values["streams"] = dict(values["streams"])
-        for name, hint in hints.items():
-            if not _fits(values[name], hint):
-                raise StateError(f"the state is damaged: {name} cannot be {values[name]!r:.80}")
-            values[name] = _as_tuple(values[name]) if name in _TUPLES else values[name]
-        if not values["ranks"]:
-            raise StateError("the state is damaged: it is of 0 ranks")
-        return cls(**{**values, "fingerprint": Fingerprint(*values["fingerprint"])})
+        for name in _TUPLES:
+            values[name] = _as_tuple(values[name])
+        values["fingerprint"] = Fingerprint(*values["fingerprint"])
+        values["streams"] = dict(values["streams"])
+        return cls(**values)
 
 
 _TUPLES = ("last_indices", "delivered", "run", "excluded", "lost", "skipped")
@@ -200,24 +191,6 @@ _TUPLES = ("last_indices", "delivered", "run", "excluded", "lost", "skipped")
 def _as_tuple(value: Any) -> Any:
     """The value with tuples in place of the lists that JSON makes of them."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a state is of the type that its field has; integers are not negative."""
-    if hint is object:
-        return True
-    if hint is int:
-        return type(value) is int and 0 <= value < 1 << 63
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    if origin is tuple or hint is Fingerprint:
-        inner = inner if origin is tuple else tuple(get_type_hints(hint).values())
-        many = isinstance(value, list | tuple)
-        if inner[1:] == (...,):
-            return many and all(_fits(each, inner[0]) for each in value)
-        return many and len(value) == len(inner) and all(map(_fits, value, inner))
-    return any(_fits(value, each) for each in inner) if inner else type(value) is hint
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:
@@ -247,19 +220,17 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
 
 def _checksum(state: Mapping[str, object]) -> str:
     """A checksum that survives JSON; of users' values that JSON does not have, the type counts."""
-    text = json.dumps(_canonical(state))
+    as_saved = json.loads(json.dumps(state, default=_plain, skipkeys=True))
+    text = json.dumps(as_saved, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _canonical(value: object) -> object:
-    """The value as JSON would give it back, with the items of each mapping in order."""
+def _plain(value: object) -> object:
+    """A value for JSON, in place of a value that JSON does not have."""
     if isinstance(value, Mapping):
-        items = [(key if isinstance(key, str) else json.dumps(key, default=repr), each) for key, each in value.items()]
-        return {key: _canonical(each) for key, each in sorted(items, key=operator.itemgetter(0))}
-    if isinstance(value, list | tuple):
-        return [*map(_canonical, value)]
+        return dict(value)
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return value.tolist()
     if isinstance(value, bytes | bytearray):
         return value.hex()
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    return type(value).__name__

@@ -206,6 +206,11 @@ class EpochProgress(Iterator[BatchPlan]):
         return {reader: state for reader, state in kept.items() if state is not None}
 
     @property
+    def sampler_at_start(self) -> object:
+        """The state of the user's sampler at the beginning of this epoch; None if that is unknown."""
+        return None if self._begun.batches else self._begun.sampler
+
+    @property
     def lost(self) -> Triples:
         """The lost batches up to the last batch, also of earlier epochs; see `LoaderState.lost`."""
         lost: Triples = self._last.skipped[3]

@@ -90,6 +90,7 @@ class LoaderControl:
         self._next_epoch = 0
         self.past = Past()
         self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
+        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset()
@@ -181,12 +182,13 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 
-    def begin_at(self, loader: TorchLoader, epoch: int) -> None:
-        """Let the next `iter()` begin an epoch."""
+    def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
+        """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
         self.resumed, self._next_epoch = (), epoch
-        propagate_epoch(loader._index_sampler, epoch)
         if self.epoch_was_set:
             self.set_epoch(loader, epoch)
+        else:
+            propagate_epoch(loader._index_sampler, sampler_epoch)
 
     def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
@@ -330,6 +332,7 @@ class LoaderControl:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
+        self.sampler_epochs[epoch] = begun.sampler_epoch
         return EpochProgress(
             begun,
             order,

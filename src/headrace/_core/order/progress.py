@@ -221,6 +221,11 @@ class EpochProgress(Iterator[BatchPlan]):
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
         return _Point(batches, last_drawn, streams, last_worker, delivered, skipped)
 
+    @property
+    def sampler_at_start(self) -> object:
+        """The state of the user's sampler at the beginning of this epoch; None if that is unknown."""
+        return None if self.begun.batches else self.begun.sampler
+
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """The state before the next epoch: `fresh`, with the lost batches and the states of a user's dataset."""
         kept: dict[int | None, Mapping[str, object]] = {}

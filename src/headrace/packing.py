@@ -172,18 +172,17 @@ def _run(loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter,
         before, batches = record["shards"], iter(progress(loader, name="pack"))
         number = sum(shard["samples"] for shard in before)
         for count, first in zip(itertools.count(len(before)), batches):
-            path = folder / f"{count:06d}"
+            path, position = folder / f"{count:06d}", _Json()
             with contextlib.closing(make(path)) as writer:
                 for batch in itertools.chain([first], batches):
                     for sample in batch:
                         writer.add(sample, number)
                         number += 1
                     if writer.nbytes >= arguments["shard_size"]:
-                        position = {"state": loader.state_dict()}
                         break
                 else:
-                    position = {"state": loader.state_dict(), "complete": True}
-            yield path, writer, position
+                    position["complete"] = True
+            yield path, writer, position | {"state": loader.state_dict()}
 
     if not record["complete"]:
         write()  # before the first shard, so that this directory is known

@@ -56,13 +56,11 @@ class Setup(NamedTuple):
     memory_budget: int | None
     placement: str  # ``"thread"``, ``"process"`` or ``"inline"``
     stream: bool  # whether the dataset is a stream
-    is_async: bool  # whether the dataset is an async one
     cores: int  # CPUs that this process may use
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
     chosen: tuple[str, ...] = ()  # see `Report.chosen`
-    remedies: frozenset[str] = frozenset()  # that not every dataset has: "cache", "hedge", options to read more at once
 
 
 class Diagnosis(NamedTuple):
@@ -81,8 +79,7 @@ class _Model:
 
     The loop computes for `u` seconds for each batch, and `next()` takes `c` seconds for a batch that is ready. If
     batches come each `P` seconds, one step takes `max(P, u + c)`. A faster stage does not bring `P` below what the
-    others allow: their floor is known for the event loop's thread (its CPU time for a batch), for the workers, and, by
-    Little's law, for a fixed number of fetches in flight (`window`).
+    others allow: their floor is known for the event loop's thread (its CPU time for a batch) and for the workers.
     """
 
     def __init__(self, figures: Figures, setup: Setup) -> None:
@@ -91,8 +88,6 @@ class _Model:
         in_workers = setup.num_workers and not figures.in_call
         of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
         self.floor = max(figures.engine_cpu * figures.period, of_workers)
-        fixed = setup.is_async and not setup.stream and setup.concurrency != "auto" and figures.concurrency
-        self.window = figures.period * figures.in_flight / figures.concurrency if fixed else 0.0
         # Samples that are planned ahead.
         self.ahead = setup.look_ahead * (setup.batch_size or figures.samples / max(1, figures.batches))
 
@@ -226,19 +221,18 @@ def _fetching(model: _Model) -> Diagnosis:
             return model.faster(
                 "throttling",
                 f"the store refused {share(refused_share)} of the requests (429 or 503), at {speed}",
-                f"make 1/{digits(factor)} of the requests: shards in place of objects, "
-                + _cache_or(setup, "several prefixes of the bucket"),
+                f"make 1/{digits(factor)} of the requests: shards in place of objects, .cache(folder) for later "
+                "epochs, or several prefixes of the bucket",
                 factor,
             )
     if (found := _busy_loop(model)) is not None:
         return found
     if setup.stream:
-        options = sorted(setup.remedies - {"cache", "cached", "hedge"}, reverse=True)
-        more = " or ".join(f"{each}= of the dataset" for each in options) or "several sources in __aiter__"
         return model.faster(
             "latency",
             f"the stream gives {speed}, with the event loop {share(figures.engine_cpu)} busy: it waits for its source",
-            f"read {digits(factor)} times as much at once: {more}",
+            f"read {digits(factor)} times as much at once: by shards_in_parallel= or requests_per_shard= of shards, or "
+            f"from several sources in an __aiter__ of yours",
             factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
@@ -271,11 +265,6 @@ def _fetching(model: _Model) -> Diagnosis:
         f"more",
         model.ahead * factor,
     )
-
-
-def _cache_or(setup: Setup, other: str) -> str:
-    cacheable = setup.remedies & {"cache", "cached"} == {"cache"}
-    return f".cache(folder) for later epochs, or {other}" if cacheable else other
 
 
 def _busy_loop(model: _Model, *, late: bool = False) -> Diagnosis | None:
@@ -318,14 +307,14 @@ def _blocked_loop(figures: Figures) -> Diagnosis:
 def _order(model: _Model) -> Diagnosis:
     """One slow sample holds up the batches after it."""
     figures, setup = model.figures, model.setup
-    hedge = 'hedge="auto" if a second request is faster' if "hedge" in setup.remedies else "make slow fetches faster"
+    hedge = 'hedge="auto" if a second request is faster'
     evidence = (
         f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample that takes more "
         f"than three times the usual time, while later batches are complete"
     )
     if not setup.in_order:
         return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
-    predicted = max(model.without(figures.slow_waits), model.at_period(model.window))
+    predicted = model.without(figures.slow_waits)
     return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
 
 
@@ -340,8 +329,10 @@ def _saturated(model: _Model) -> Diagnosis | None:
     else:
         return None
     factor = model.needed()
-    remedy = _cache_or(setup, "smaller samples, or several in one request")
-    advice = f"{digits(factor)} times fewer bytes, or requests: {remedy}"
+    advice = (
+        f"{digits(factor)} times fewer bytes, or requests: smaller samples, several in one request, or .cache(folder) "
+        f"for later epochs"
+    )
     if setup.concurrency != "auto":
         advice += '; concurrency="auto" finds how many fetches get the most'
     return model.faster(
@@ -384,7 +375,7 @@ def _working(model: _Model) -> Diagnosis:
         others = max(0.0, others - each)
         place = "in each next(), in the loop's own thread"
     elif busy + figures.steps_busy < IDLE_WORKERS * workers and workers > 1:
-        if model.window and figures.full > 0.5:
+        if figures.full > 0.5:
             return _fetching(model)
         factor = min(workers / max(0.1, busy), model.needed())
         prefetch = math.ceil(setup.look_ahead / workers * max(2.0, factor))
@@ -400,7 +391,7 @@ def _working(model: _Model) -> Diagnosis:
     if waits:
         cpu = share(figures.workers_cpu / figures.workers_busy)
         evidence += f"; they compute {cpu} of it, and wait for the rest"
-    target = max(figures.compute + others, model.window, figures.period / 100)
+    target = max(figures.compute + others, figures.period / 100)
     wanted = max(1, math.ceil(min(MOST * max(1, workers), HEADROOM * each / target)))
     if wanted > most and not waits:
         evidence += f"; this machine grants {most} cores, of which the workers use {figures.workers_cpu:.1f}"
@@ -417,6 +408,5 @@ def _working(model: _Model) -> Diagnosis:
         advice += ', or num_workers="auto", which finds the number'
     if waits:
         advice = f"await in aget what transforms wait for: a worker waits for one thing at a time; or {advice}"
-    floor = max(model.window, figures.engine_cpu * figures.period)
-    predicted = model.at_period(each / number, floor=floor, in_call=others)
+    predicted = model.at_period(each / number, floor=figures.engine_cpu * figures.period, in_call=others)
     return Diagnosis("workers", evidence, advice, predicted, change, number / max(1, workers))

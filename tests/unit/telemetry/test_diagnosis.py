@@ -21,7 +21,6 @@ SETUP = Setup(
     memory_budget=None,
     placement="process",
     stream=False,
-    is_async=True,
     cores=16,
     most_concurrency=1024,
 )
@@ -146,13 +145,11 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
 def test_transforms_that_wait_are_told_from_those_that_compute():
     for cpu in (0.01, 0.9):
         found = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, work_cpu=cpu)
-        assert found.change == {"num_workers": 4}
+        assert found.change == {"num_workers": 5}
         assert ("await in aget" in found.advice) == (cpu < 0.1)
 
 
-def test_fixed_window_bounds_what_workers_gain_and_is_the_limit_beside_idle_workers():
-    busy = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, load=FULL._replace(in_flight=4))
-    assert (busy.limit, busy.predicted) == ("workers", pytest.approx(1 - 10 / 25.5, abs=0.01))  # half the period
+def test_full_window_is_the_limit_beside_idle_workers():
     assert report(worker_queue=0.001, work=0.04, load=FULL).limit == "latency"
 
 
@@ -191,9 +188,6 @@ def test_fetches_that_take_longer_than_the_first_ones_share_a_link():
     crowded = report(fetch=0.02, load=FULL, fetch_seconds=fetch_seconds)
     assert crowded.limit == "source"
     assert "the first ones, which had to wait for few others, took 10 ms" in crowded.evidence
-    assert "cache" not in crowded.advice
-    cacheable = SETUP._replace(remedies=frozenset({"cache"}))
-    assert ".cache(folder)" in report(cacheable, fetch=0.02, load=FULL, fetch_seconds=fetch_seconds).advice
     assert report(fetch=0.02, load=FULL, fetch_seconds=0.02).limit == "latency"
 
 
@@ -226,20 +220,12 @@ def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
 
 
 def test_slow_shard_of_a_stream_is_read_beside_more_others():
-    stream = SETUP._replace(stream=True, remedies=frozenset({"shards_in_parallel", "requests_per_shard"}))
+    stream = SETUP._replace(stream=True)
     found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
     assert found.limit == "latency"
-    assert "shards_in_parallel= of the dataset" in found.advice
+    assert "shards_in_parallel=" in found.advice
     assert "hedge" not in found.advice  # streams are not hedged
     assert found.change == {}
-
-
-def test_stream_whose_samples_come_in_groups_has_no_slow_shard():
-    stream = SETUP._replace(stream=True, remedies=frozenset({"prefetch_row_groups"}))
-    found = report(stream, fetch=lambda number: 0.001 if number % 4 else 0.1, load=FetchLoad())
-    assert found.limit == "latency"
-    assert "prefetch_row_groups=" in found.advice
-    assert "shards_in_parallel" not in found.advice
 
 
 @pytest.mark.parametrize(

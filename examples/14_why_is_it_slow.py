@@ -66,22 +66,22 @@ def draw(panel, name):
     events = json.loads(pathlib.Path(folder.name, name).read_text())["traceEvents"]
     events = [event for event in events if event["name"] in ("single fetch", "next()", "step")]
     began = min(event["ts"] for event in events)
-    fetches, calls = {}, []
-    for event in events:
-        at = (event["ts"] - began) / 1e3  # in milliseconds
+    begun, fetches, calls = {}, [], []
+    for event in events:  # the end of each slice comes after its begin
+        key, at = (event["name"], event["id2"]["local"]), (event["ts"] - began) / 1e3  # in milliseconds
         if event["ph"] == "b":
-            fetches[event["id2"]["local"]] = [at, None, event["args"]["batch"]]
-        elif event["ph"] == "e":
-            fetches[event["id2"]["local"]][1] = at
+            begun[key] = at, event["args"]["batch"]
+        elif event["name"] == "single fetch":
+            fetches.append((*begun[key], at))
         else:
-            calls.append((at, event["dur"] / 1e3, "#4c9f70" if event["name"] == "step" else "#c44e52"))
+            calls.append((begun[key][0], at, "#4c9f70" if event["name"] == "step" else "#c44e52"))
     rows = []  # the end of the last fetch in each
-    for begin, end, batch in sorted(fetches.values()):
+    for begin, batch, end in sorted(fetches):
         row = next((row for row, free in enumerate(rows) if free <= begin), len(rows))
         rows[row : row + 1] = [end]
         panel.barh(row, end - begin, 0.9, begin, color=f"C{batch % 10}", edgecolor="white", linewidth=0.3)
-    for begin, length, colour in calls:
-        panel.barh(-len(rows) / 6, length, len(rows) / 9, begin, color=colour)
+    for begin, end, colour in calls:
+        panel.barh(-len(rows) / 6, end - begin, len(rows) / 9, begin, color=colour)
     panel.spines[["top", "left", "right"]].set_visible(False)
     return len(rows)
 

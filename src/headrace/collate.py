@@ -14,17 +14,14 @@ import torch
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
-from headrace._core.array_types import AnyArray
 from headrace._core.batches import Rows, is_table
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
     collate,
     collate_int_fn,
-    collate_numpy_array_fn,
     collate_tensor_fn,
     default_collate_fn_map,
     keystr,
-    np_str_obj_array_pattern,
     tree_flatten_with_path,
 )
 
@@ -207,12 +204,6 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_arrays(batch: Sequence[AnyArray], **options: Any) -> torch.Tensor:
-    if np_str_obj_array_pattern.search(batch[0].dtype.str) is not None:
-        collate_numpy_array_fn(batch, **options)  # raises torch's error
-    return collate([torch.as_tensor(array) for array in batch], **options)  # type: ignore[no-any-return]
-
-
 def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
         with contextlib.suppress(OverflowError):  # torch's error is raised below
@@ -222,7 +213,6 @@ def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
 
 _STACKING = (
     (torch.Tensor, collate_tensor_fn, _stack),
-    (np.ndarray, collate_numpy_array_fn, _stack_arrays),
     (int, collate_int_fn, _stack_ints),
 )
 

@@ -22,7 +22,6 @@ from typing import (
     get_type_hints,
 )
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -30,7 +29,7 @@ from headrace._core.error_policy import OnError, error_policy
 from headrace._core.ranks.data_parallel import DataParallel, checked
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.text import check_function, check_keywords
+from headrace._core.text import check_function, check_keywords, whole_number
 
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"] | RayPlacement
@@ -74,21 +73,8 @@ def _placement(name: str, value: object) -> object:
     return _one_of(*get_args(get_args(Placement)[0]))(name, value)
 
 
-def _integer(words: str, least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
-
-    def check(name: str, value: object) -> object:
-        if value in also:
-            return value
-        if isinstance(value, np.integer):
-            value = int(value)
-        wrong = f"{name} must be {words}, but got {value!r}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(wrong)
-        if not least <= value <= most:
-            raise ValueError(wrong)
-        return value
-
-    return check
+def _integer(least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
+    return lambda name, value: value if value in also else whole_number(name, value, least, most)
 
 
 def _callable_or_none(name: str, value: object) -> object:
@@ -118,27 +104,27 @@ class LoaderOptions(TypedDict, total=False):
     # Fetching.
     concurrency: Annotated[
         int | Literal["auto"],
-        Option("auto", _integer('an int of at least 1, or "auto"', 1, also=("auto",)), for_engine=True),
+        Option("auto", _integer(1, also=("auto",)), for_engine=True),
     ]
     memory_budget: Annotated[
         int | None,
-        Option(MEMORY_BUDGET, _integer("an int of at least 1 byte, or None", 1, also=(None,)), for_engine=True),
+        Option(MEMORY_BUDGET, _integer(1, also=(None,)), for_engine=True),
     ]
     retry: Annotated[RetryPolicy | int | None, Option(None, _retry, for_engine=True)]
     hedge: Annotated[Hedge | None, Option(None, _one_of("auto", None), for_engine=True)]
     # Placement.
     placement: Annotated[Placement, Option("auto", _placement)]
-    engines: Annotated[int, Option(1, _integer("an int of at least 1", 1))]
+    engines: Annotated[int, Option(1, _integer(1))]
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
     on_error: Annotated[OnError, Option("raise", _on_error)]
     seed: Annotated[
         int | None,
-        Option(None, _integer("an int between 0 and 2**63 - 1, or None", 0, 2**63 - 1, also=(None,)), for_engine=True),
+        Option(None, _integer(0, 2**63 - 1, also=(None,)), for_engine=True),
     ]
     # Device.
     device: Annotated[torch.device | str | int | None, Option(None, lambda name, value: value)]
-    device_prefetch: Annotated[int, Option(2, _integer("an int of zero or more", 0))]
+    device_prefetch: Annotated[int, Option(2, _integer(0))]
     # Ranks.
     data_parallel: Annotated[DataParallel, Option(None, checked)]
     coordinated: Annotated[bool, Option(False, _bool)]

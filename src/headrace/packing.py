@@ -40,7 +40,8 @@ __all__ = ["Packed", "pack"]
 
 Format = Literal["tar", "parquet", "tokens"]
 RECORD = "_pack.json"  # written after each shard; readers of directories leave names with an underscore out
-BATCH = 64  # samples
+BATCH = 16  # samples, after which a shard may end
+TYPED = 64  # rows of Parquet whose types are found together
 UPLOADS = 4  # shards at once, each in several parts
 PIECE = 1 << 20  # bytes
 ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
@@ -89,8 +90,8 @@ def pack(
             ``"parquet"``: dicts of columns, with the types of the first 64 rows, or of the `ParquetDataset` or
             `ArrowDataset` that is packed without a `transform`. ``"tokens"``: sequences of integers, each a
             document of Megatron's ``.bin`` and ``.idx``, as uint16 if the first has that type, else int32.
-        shard_size: bytes, or as ``"256MB"``; a shard ends with the sample that reaches it, or with ``on_error="skip"``
-            with the batch of 64 samples. About five shards are on the local disk at a time.
+        shard_size: bytes, or as ``"256MB"``; a shard ends with the 16 samples that reach it. About five shards are on
+            the local disk at a time.
         num_workers: processes for `transform`.
         options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
 
@@ -127,8 +128,7 @@ def pack(
         "transform": hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", code).encode()).hexdigest()[:16],
     }
     with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
-        skips = options.get("on_error", "raise") != "raise"
-        return _run(loader, as_store(store), Path(folder), writer, arguments, skips)
+        return _run(loader, as_store(store), Path(folder), writer, arguments)
 
 
 def _bytes(size: int | str) -> int:
@@ -149,9 +149,7 @@ def _described(function: Any) -> list[object]:
     return [sorted(map(repr, each)) if isinstance(each, set | frozenset) else each for each in (function, *own, *held)]
 
 
-def _run(
-    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json, skips: bool
-) -> Packed:
+def _run(loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json) -> Packed:
     """Pack what an interrupted call has not packed, and record each shard that is complete."""
     record = _begun(store, arguments)
     if record["state"] is not None:
@@ -170,22 +168,21 @@ def _run(
             write()
 
     def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
-        """Complete shards, each with the position after it: a state of the loader, and samples to skip after it."""
-        before, samples = record["shards"], _samples(loader, record["skip"])
+        """Complete shards, each with the position after it: a state of the loader."""
+        before, batches = record["shards"], iter(progress(loader, name="pack"))
         number = sum(shard["samples"] for shard in before)
-        for count, first in zip(itertools.count(len(before)), samples):
-            path = folder / f"{count:06d}"
+        for count, first in zip(itertools.count(len(before)), batches):
+            path, position = folder / f"{count:06d}", _Json()
             with contextlib.closing(make(path)) as writer:
-                for sample, taken, left in itertools.chain([first], samples):
-                    writer.add(sample, number)
-                    number += 1
-                    # Other samples of a batch may be skipped the next time.
-                    if writer.nbytes >= arguments["shard_size"] and not (left and skips):
-                        position = {"state": loader.state_dict(int(left > 0)), "skip": taken if left else 0}
+                for batch in itertools.chain([first], batches):
+                    for sample in batch:
+                        writer.add(sample, number)
+                        number += 1
+                    if writer.nbytes >= arguments["shard_size"]:
                         break
                 else:
-                    position = {"state": loader.state_dict(), "skip": 0, "complete": True}
-            yield path, writer, position
+                    position["complete"] = True
+            yield path, writer, position | {"state": loader.state_dict()}
 
     if not record["complete"]:
         write()  # before the first shard, so that this directory is known
@@ -223,19 +220,11 @@ def _begun(store: Store, arguments: _Json) -> _Json:
     except ObjectNotFoundError:
         if there := loop.run(store.level(""))["objects"]:
             raise ValueError(f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}") from None
-        return {"arguments": arguments, "shards": [], "state": None, "skip": 0, "complete": False}
-    if {**arguments, **record["arguments"]} != arguments:  # an older record may have fewer
+        return {"arguments": arguments, "shards": [], "state": None, "complete": False}
+    if record["arguments"] != arguments:
         what = f"{record['arguments']}, not {arguments}"
         raise ValueError(f"{store.url} was packed with {what}: continue with the same, or delete its shards")
     return record
-
-
-def _samples(loader: DataLoader[Any], skip: int) -> Iterator[tuple[Any, int, int]]:
-    """The samples after the first `skip`, each with the numbers of samples of its batch up to it and after it."""
-    for batch in progress(loader, name="pack"):
-        for taken, sample in enumerate(batch[skip:], skip + 1):
-            yield sample, taken, len(batch) - taken
-        skip = 0
 
 
 def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
@@ -370,7 +359,7 @@ class _ParquetWriter(_ShardWriter):
         if self._writer is not None and row.keys() - self._writer.schema.names:
             raise ValueError(f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before")
         self._rows.append(row)
-        if len(self._rows) == BATCH:
+        if len(self._rows) == TYPED:
             self._convert()
 
     def _convert(self) -> None:

@@ -302,7 +302,7 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
     [
         (Numbers(32), {"engines": 2, "placement": "thread"}, "engines=2 and placement='thread' exclude each other"),
         (Numbers(32), {"engines": 3, "num_workers": 2}, "num_workers must be 0 or at least 3, but got 2"),
-        (Numbers(32), {"engines": 0}, "engines must be an int of at least 1, but got 0"),
+        (Numbers(32), {"engines": 0}, "engines=0 must be at least 1"),
         ([0, 1], {"engines": 2}, "engines=2 needs an async dataset: a torch dataset is read by num_workers"),
     ],
 )

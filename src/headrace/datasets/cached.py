@@ -72,8 +72,6 @@ class Cacheable(AsyncDataset[T_co]):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    _remedies = ("cache",)  # see `Setup.remedies`
-
     @abstractmethod
     def extent(self, index: int) -> Extent:
         """The bytes that the sample at `index` is made of; raises `IndexError` if it is out of range."""
@@ -143,8 +141,6 @@ class CachedDataset(AsyncDataset[T_co]):
         >>> bytes(dataset[0].data)
         b'seven'
     """
-
-    _remedies = ("cached",)
 
     def __init__(self, dataset: Cacheable[T_co], cache: DiskCache, version: str | int | None = None) -> None:
         if len(dataset) and dataset.extent(0).store is None:

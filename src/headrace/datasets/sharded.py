@@ -65,7 +65,6 @@ class ShardedStream(PartStream[T_co]):
     """
 
     parts_name = "shards"
-    _remedies = ("shards_in_parallel", "requests_per_shard")
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""

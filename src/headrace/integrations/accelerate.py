@@ -133,7 +133,7 @@ class PreparedLoader(DataLoader[T_co]):
     remainder = -1
     total_batch_size: int | None
     _rank: RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
-    _rng_types: list[str]
+    _draws_alike = False  # whether each rank draws all batches, by the generator of the first rank
     _samples: int | None = None  # of an epoch of all ranks, where a batch sampler's last step may be cut
     _takes_parts = False  # whether each batch is of all ranks, from which `_part_of_batch` takes one
     _iteration: object = None  # the one begun last
@@ -147,8 +147,8 @@ class PreparedLoader(DataLoader[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         """Begin the next epoch, or continue the restored one."""
-        if self._rng_types:
-            synchronize_rng_states(self._rng_types, self.generator)
+        if self._draws_alike:
+            synchronize_rng_states(["generator"], self.generator)
         pending = self._control.pending
         if pending is None:
             self.set_epoch(self._control.next_epoch)  # as accelerate does for each epoch
@@ -272,8 +272,6 @@ def _divided(
 def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
     rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
-    names = (str(getattr(each, "value", each)) for each in accelerator.rng_types or ())
-    rng_types = [name for name in names if name != "generator"]
     stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
     if seed is None:
         seed = accelerator.dataloader_config.data_seed or 0
@@ -287,7 +285,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
             raise ValueError(f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks")
         size //= ranks
     total = None if size is None else size * ranks
-    attributes.update(_rank=rank, _rng_types=rng_types, total_batch_size=total, _takes_parts=takes_parts)
+    attributes.update(_rank=rank, total_batch_size=total, _takes_parts=takes_parts)
     attributes.update(gradient_state=GradientState())  # accelerate's loaders have it
     collate: Any = loader.collate_fn
     if takes_parts:
@@ -319,7 +317,7 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
             return
         if hasattr(sampler, "generator"):
             sampler.generator = generator or torch.Generator().manual_seed(seed)
-            attributes.update(generator=sampler.generator, _rng_types=[*rng_types, "generator"])
+            attributes.update(generator=sampler.generator, _draws_alike=True)
         shard = BatchSamplerShard(batches, ranks, rank.rank, accelerator.split_batches, accelerator.even_batches)
         if batches is loader.sampler:
             attributes.update(sampler=shard)

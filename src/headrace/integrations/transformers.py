@@ -131,8 +131,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         if not rebalances:
             loader = _divided(self.accelerator, loader, takes_parts=takes_parts)
-        if dataloader_key is not None and args.dataloader_persistent_workers:
-            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 
     def _part_of_rank(self, dataset: Any, batch_size: int) -> Any:
@@ -157,9 +155,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._checkpoint = self._resumed = None
-            for loader in (self.callback_handler.train_dataloader, *getattr(self, "_eval_dataloaders", {}).values()):
-                if isinstance(loader, DataLoader):
-                    loader.close()
+            loader = self.callback_handler.train_dataloader
+            if isinstance(loader, DataLoader):
+                loader.close()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As `transformers.Trainer`'s; restores the loader, whose position decides how many steps are left."""
@@ -258,8 +256,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         try:
             return super().evaluation_loop(loader, *args, **kwargs)
         finally:
-            if not self.args.dataloader_persistent_workers:
-                loader.close()
+            loader.close()
 
 
 class _Rest(IterableDataset[Any]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -82,11 +80,6 @@ class LoaderStats:
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
-_changing = threading.RLock()  # the garbage collector may end an export inside `subscribe`
-# Another thread of the parent may hold the lock at a fork.
-os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
-
-
 class Counters:
     """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
 
@@ -94,8 +87,8 @@ class Counters:
     has too are described there.
     """
 
-    traced: ClassVar[bool] = False  # whether single fetches are measured
-    _subscribers: ClassVar[tuple[tuple[Subscriber, bool], ...]] = ()  # and whether each wants these
+    # Whether each wants single fetches measured. A dict changes in one step, in whichever thread.
+    _subscribers: ClassVar[dict[Subscriber, bool]] = {}
 
     def __init__(self, name: str = "loader") -> None:
         self.name = name  # of the dataset's class
@@ -119,6 +112,11 @@ class Counters:
         Counters.__init__(self)
         vars(self).update(state)
 
+    @property
+    def traced(self) -> bool:
+        """Whether single fetches are measured."""
+        return any(self._subscribers.values())
+
     def begin(self) -> None:
         """Count an iteration."""
         self.epochs += 1
@@ -135,7 +133,7 @@ class Counters:
             self._add(record.requests)
         # Only subscribers need single fetches.
         self._kept.append(record if record.fetches is None else record._replace(fetches=None))
-        for subscriber, _ in self._subscribers:
+        for subscriber in tuple(self._subscribers):
             subscriber(self, record)
 
     def skip(self, host: HostBatch) -> None:
@@ -170,22 +168,13 @@ class Counters:
         return found
 
     @staticmethod
-    def subscribe(subscriber: Subscriber, *, single_fetches: bool = False) -> Callable[[], None]:
+    def subscribe(subscriber: Subscriber, *, single_fetches: bool = False) -> Callable[[], object]:
         """Call `subscriber` with each batch of every loader from its next one on; returns what ends it.
 
         With `single_fetches` these are measured.
         """
-        subscribed = subscriber, single_fetches
-
-        def end() -> None:
-            with _changing:
-                Counters._subscribers = tuple(each for each in Counters._subscribers if each is not subscribed)
-                Counters.traced = any(wanted for _, wanted in Counters._subscribers)
-
-        with _changing:
-            Counters._subscribers += (subscribed,)
-            Counters.traced |= single_fetches
-        return end
+        Counters._subscribers[subscriber] = single_fetches
+        return lambda: Counters._subscribers.pop(subscriber, None)
 
 
 def counters_of(loader: Any, function: str) -> Counters:

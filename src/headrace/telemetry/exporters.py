@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headrace._core.batches import FetchLoad
 from headrace.telemetry.counters import BatchRecord, Counters, counters_of
@@ -15,19 +14,18 @@ from headrace.telemetry.figures import WAITS, waits_of
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["METRICS", "Export", "Metric", "prometheus"]
+__all__ = ["COUNTERS", "GAUGES", "Export", "prometheus"]
 
 
-class Export(contextlib.AbstractContextManager["Export"]):
-    """A loader's metrics, exported until `close`, the end of a ``with`` block, or the end of the loader."""
+class Export:
+    """A loader's metrics, exported until `close`, or the end of the loader."""
 
     def __init__(self, exports: dict[str, Export], counters: Counters, name: str) -> None:
-        for other in list(exports.values()):
-            if other.name == name or other._counters() is counters:
-                raise ValueError(
-                    f"the name {name!r} or this loader is exported already, as {other.name!r}: give each loader a "
-                    f"name= of its own, or close() the other export"
-                )
+        if name in exports:
+            raise ValueError(
+                f"the name {name!r} is exported already: give each loader a name= of its own, or close() the other "
+                f"export"
+            )
         self.name: str = name
         self.stats = counters.snapshot()
         # Sums over the batches since then, and figures of the last of them:
@@ -49,18 +47,17 @@ class Export(contextlib.AbstractContextManager["Export"]):
         self.fetch_seconds += times.fetch_seconds
         self.load, self.ready = times.load, record.ready
 
-    def read(self) -> Iterator[tuple[Metric, list[str], float]]:
-        """The values of all metrics, each with the values of its labels: the loader's name, and the step."""
+    def read(self, source: str, *, gauge: bool) -> Iterator[tuple[list[str], float]]:
+        """The values of a metric, each with the values of its labels: the loader's name, and the step."""
         if (counters := self._counters()) is None:
             return
         self.stats = counters.snapshot()
-        for metric in METRICS:
-            value = operator.attrgetter(metric.source)(self) if metric.kind == "counter" or counters.open else 0
-            if isinstance(value, dict):
-                for step, each in value.items():
-                    yield metric, [self.name, step.replace(" ", "_").replace("-", "_")], each
-            else:
-                yield metric, [self.name], value
+        value = 0 if gauge and not counters.open else operator.attrgetter(source)(self)
+        if isinstance(value, dict):
+            for step, each in value.items():
+                yield [self.name, step.replace(" ", "_").replace("-", "_")], each
+        else:
+            yield [self.name], value
 
     def close(self) -> None:
         """End the export; any number of times."""
@@ -68,20 +65,8 @@ class Export(contextlib.AbstractContextManager["Export"]):
         if self._exports.get(self.name) is self:
             del self._exports[self.name]
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
-
-class Metric(NamedTuple):
-    """A counter, or a gauge, which is 0 while no iteration is open."""
-
-    kind: Literal["counter", "gauge"]
-    name: str  # without the prefix and the unit
-    help: str
-    source: str  # the attribute of an `Export`; a dict there is by the value of the label `step`
-    unit: str = ""
-
-
+# The name without the prefix, the help, and the attribute of an `Export`: a dict there is by the value of `step`.
 COUNTERS = (
     ("epochs", "Iterations begun.", "stats.epochs"),
     ("batches", "Batches delivered.", "stats.batches"),
@@ -90,10 +75,10 @@ COUNTERS = (
     ("lost_batches", "Batches that lost all samples.", "stats.lost_batches"),
     ("discarded_batches", "Batches after other ranks.", "stats.discarded_batches"),
     ("worker_deaths", "Worker processes that died.", "stats.worker_deaths"),
-    ("wait", "Time that the consumer waited for batches.", "stats.wait_seconds", "seconds"),
-    ("step_wait", "Time in next(), by the step of the awaited batch.", "step_waits", "seconds"),
-    ("fetch", "Duration of one fetch of each batch.", "fetch_seconds", "seconds"),
-    ("fetched", "Approximate size of the samples fetched.", "fetched", "bytes"),
+    ("wait_seconds", "Time that the consumer waited for batches.", "stats.wait_seconds"),
+    ("step_wait_seconds", "Time in next(), by the step of the awaited batch.", "step_waits"),
+    ("fetch_seconds", "Duration of one fetch of each batch.", "fetch_seconds"),
+    ("fetched_bytes", "Approximate size of the samples fetched.", "fetched"),
     ("requests", "Requests to stores.", "stats.requests.requests"),
     ("retries", "Those that were retries.", "stats.requests.retries"),
     ("throttled_requests", "Responses 429, 503.", "stats.requests.throttled"),
@@ -104,19 +89,15 @@ COUNTERS = (
     ("cache_misses", "Samples fetched for a cache.", "stats.requests.cache_misses"),
     ("cache_damaged", "Damaged in a cache.", "stats.requests.cache_damaged"),
 )
+# These are 0 while no iteration is open.
 GAUGES = (
     ("fetches_in_flight", "At the last batch.", "load.in_flight"),
     ("fetch_limit", "Fetches allowed, at the last batch.", "load.limit"),
     ("queued_samples", "Samples that waited for a fetch.", "load.queued"),
     ("held_plans", "Batches that waited for memory.", "load.held_plans"),
-    ("memory", "Of what is fetched and not consumed.", "load.memory", "bytes"),
+    ("memory_bytes", "Of what is fetched and not consumed.", "load.memory"),
     ("ready_batches", "Batches ready after the last delivery.", "ready"),
 )
-METRICS = (
-    *(Metric("counter", *each) for each in COUNTERS),
-    *(Metric("gauge", *each) for each in GAUGES),
-)
-
 
 _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
 """The collector of each registry."""
@@ -139,8 +120,8 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
     Raises:
         ImportError: `headrace[prometheus]` is not installed.
         TypeError: `loader` is no `DataLoader`.
-        ValueError: the loader is exported to this registry already, or another one by this name; or the registry has
-            metrics of these names from elsewhere.
+        ValueError: a loader is exported to this registry by this name already; or the registry has metrics of these
+            names from elsewhere.
 
     Example:
         >>> import headrace as hr
@@ -177,12 +158,11 @@ class _Collector:
         """The metrics; without values when this is registered."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        families: dict[str, Any] = {}
-        for metric in METRICS:
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            labels = ["loader", "step"] if metric.name == "step_wait" else ["loader"]
-            families[metric.name] = kind(f"headrace_{metric.name}", metric.help, labels=labels, unit=metric.unit)
-        for export in list(self.exports.values()):
-            for metric, labels, value in export.read():
-                families[metric.name].add_metric(labels, value)
-        yield from families.values()
+        for kind, metrics in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, about, source in metrics:
+                labels = ["loader", "step"] if source == "step_waits" else ["loader"]
+                family = kind(f"headrace_{name}", about, labels=labels)
+                for export in list(self.exports.values()):
+                    for of, value in export.read(source, gauge=metrics is GAUGES):
+                        family.add_metric(of, value)
+                yield family

@@ -21,7 +21,7 @@ __all__ = ["progress"]
 
 T_co = TypeVar("T_co", covariant=True)
 REPORTED = 256  # batches of which rate, waiting share and limit are computed, in 5 ms
-REPORT_SHARE = 500  # times what that takes, until they are computed again
+REPORT_SECONDS = 2.0  # until they are computed again
 
 
 def progress(loader: Iterable[T_co], *, name: str = "", file: TextIO | None = None) -> _Progress[T_co]:
@@ -123,7 +123,6 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
 
     def _describe(self, behind: int) -> None:
         """Set what stands after the bar, and its position: so many before the last batch, failed ones included."""
-        began = time.perf_counter()
         records = self._control.counters.records(REPORTED)
         report = make_report(records, self._control.sessions.setup(self._loader))
         said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
@@ -131,8 +130,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
         self._bar.set_postfix_str(said + limit if report.batches else "", refresh=False)
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
-        now = time.perf_counter()
-        self._due = now + max(1.0, REPORT_SHARE * (now - began))
+        self._due = time.perf_counter() + REPORT_SECONDS
 
     def _close(self) -> None:
         """Draw the bar for the last time; any number of times."""

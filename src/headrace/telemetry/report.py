@@ -10,7 +10,7 @@ from typing import Any
 from headrace._core.text import rate, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
-from headrace.telemetry.figures import Figures, StageShare, figures_of
+from headrace.telemetry.figures import Figures, figures_of
 
 __all__ = ["Report", "make_report"]
 
@@ -28,7 +28,7 @@ class Report(Figures):
         advice: the change to make; empty if none is needed.
         predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
             text names; None if that is not known.
-        change: that change as arguments of the loader, ``{"concurrency": 96}``; empty if it is made elsewhere.
+        change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
         mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
             position; up to where a restored loader reads on, and of all ranks if the mix is split.
@@ -50,8 +50,7 @@ class Report(Figures):
 
     def __str__(self) -> str:
         facts = (f"{name:<22}{value}" for name, value in self._facts().items())
-        table = ("", *_table(self.stages)) if self.stages else ()
-        return "\n".join([self.headline, *table, "", *facts]).rstrip()
+        return "\n".join([self.headline, "", *facts]).rstrip()
 
     @property
     def headline(self) -> str:
@@ -74,6 +73,11 @@ class Report(Figures):
 
     def _facts(self) -> dict[str, str]:
         facts = {"first batch after": seconds(self.start_up)} if self.start_up else {}
+        parts = [
+            f"{step} {share(each / self.waited)}" for step, each in self.waits.items() if each > 0.01 * self.waited
+        ]
+        if parts:
+            facts["waits for"] = ", ".join(parts)
         if self.seconds:
             speed = f"{rate(self.samples / self.seconds)} samples/s, {rate(self.batches / self.seconds)} batches/s"
             if self.nbytes:
@@ -88,8 +92,7 @@ class Report(Figures):
         if self.workers_busy >= 0.05:
             facts["batches in work"] = f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"
         if self.engine_cpu:
-            waits = f", waits for a core {share(self.engine_queued)}" if self.engine_queued > 0.1 else ""
-            facts["event loop busy"] = share(self.engine_cpu) + waits
+            facts["event loop busy"] = share(self.engine_cpu)
         if self.blocked >= 0.01:
             facts["event loop blocked"] = share(self.blocked)
         if self.worker_deaths:
@@ -108,7 +111,6 @@ class Report(Figures):
 
 
 _SHOWN = 8  # streams of a mix
-_HEAD = ("stage", "works", "waits", "blocked", "time of a batch")
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
 _LIMITS = {
@@ -126,16 +128,6 @@ _LIMITS = {
     "memory-budget": ("The memory budget is the limit", _IN_FLIGHT),
     "look-ahead": ("The look-ahead is the limit", "if no other step takes longer"),
 }
-
-
-def _table(stages: Sequence[StageShare]) -> list[str]:
-    rows = [_HEAD]
-    rows += [
-        (stage.name, share(stage.worked), share(stage.waited), share(stage.blocked), seconds(stage.seconds))
-        for stage in stages
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str, int] | None = None) -> Report:

@@ -1,8 +1,9 @@
 """A trace of all loaders of this process, for ui.perfetto.dev.
 
 Batches become events in Chrome's trace event format, one JSON object in a line. Slices of threads (phase X) must not
-overlap but by nesting, or the trace processor drops them. What overlaps, batches on their way and fetches, are async
-events (phases b and e) with ids of their own. Times are rounded down to microseconds, which keeps their order.
+overlap but by nesting, or the trace processor drops them. What overlaps are async events (phases b and e) with ids of
+their own: batches on their way, fetches, the calls of one iteration. Times are rounded down to microseconds, which
+keeps their order.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import itertools
 import json
 import os
 import queue
+import struct
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._core.text import add_note
@@ -32,15 +32,8 @@ __all__ = ["trace"]
 
 WAITING = 256  # batches that wait to be written: then `next()` blocks, so that memory is bounded and nothing is lost
 INTERVAL = 0.1  # seconds between two writes: being woken for each batch costs the consumer's thread the GIL
-TRACKS = 1 << 30  # ids of tracks from here on: those of the kernel's threads are below 2**22
 # The slices of a batch on its way that are not called as the step in which `next()` waits for it.
 NAMES = {"work": "transform and collate", "loop": "hand-over", "hand-over": "ready"}
-
-_FETCH = (
-    '{"ph":"b","cat":%s,"name":"single fetch","id2":{"local":%%d},"pid":%d,"tid":%d,"ts":%%d,'
-    '"args":{"batch":%%d,"slot":%%d}},\n'
-    '{"ph":"e","cat":%s,"name":"single fetch","id2":{"local":%%d},"pid":%d,"tid":%d,"ts":%%d},\n'
-)
 
 
 @contextlib.contextmanager
@@ -98,13 +91,11 @@ class _Trace:
         self._waiting: queue.Queue[tuple[Counters, BatchRecord, int]] = queue.Queue(WAITING)
         self._ending = threading.Event()
         # What the events so far have named and numbered, used by the thread alone:
-        self._ids = 0
-        self._names: weakref.WeakKeyDictionary[Counters, str] = weakref.WeakKeyDictionary()  # of loaders, as JSON
-        self._named: dict[str, int] = {}  # loaders of the same class, which are numbered
-        self._processes: set[int] = set()
-        self._tracks: dict[tuple[int, object, int], tuple[int, int]] = {}  # id, end of the last slice
-        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # step: iteration, batch, end; by loader, thread
-        self._fetched: dict[str, int] = {}  # bytes, by loader
+        self._ids = itertools.count(1)
+        self._names: weakref.WeakKeyDictionary[Counters, str] = weakref.WeakKeyDictionary()  # of loaders, escaped
+        self._numbers: dict[str, int] = {}  # of loaders of the same class
+        self._named: set[tuple[int, int]] = set()  # processes (with 0) and threads
+        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # id, batch and end of each iteration's last call
         self._lock = open(path, "ab")  # noqa: SIM115  # by `close`
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +105,7 @@ class _Trace:
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
             rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
             about = json.dumps({"program": "headrace", "version": __version__})
-            consumer = self._process(self._pid, f"consumer, rank {rank}" if rank and ranks != "1" else "consumer", 0)
+            consumer = self._name(self._pid, 0, f"consumer, rank {rank}" if rank and ranks != "1" else "consumer")
             self._file.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{consumer}')
             self._file.flush()
             self._thread = threading.Thread(target=self._run, name="headrace-trace", daemon=True)
@@ -153,7 +144,7 @@ class _Trace:
         self._thread.join()
         try:
             if self._error is None:
-                labels = _meta("process_labels", self._pid, 0, {"labels": "headrace"})
+                labels = _meta("process_labels", self._pid, 0, '"labels":"headrace"')
                 self._file.write(labels.removesuffix(",\n") + "\n]}\n")
             self._file.close()
         except OSError as error:
@@ -164,133 +155,73 @@ class _Trace:
 
     def _events(self, loader: Counters, record: BatchRecord, thread: int) -> str:
         if (name := self._names.get(loader)) is None:
-            number = self._named[loader.name] = self._named.get(loader.name, 0) + 1
-            name = self._names[loader] = json.dumps(loader.name if number == 1 else f"{loader.name} {number}")
-        flow = self._next_id()
-        journey, fetch = self._journey(record, name, flow), self._fetch(record, name, flow)
-        work, consumer = self._work(record, name, flow, thread), self._consumer(record, name, flow, thread)
-        return "".join((*journey, *fetch, *work, *consumer, *self._loads(record, name)))
+            number = self._numbers[loader.name] = self._numbers.get(loader.name, 0) + 1
+            name = loader.name if number == 1 else f"{loader.name} {number}"
+            name = self._names[loader] = json.dumps(name)[1:-1]
+        every = self._journey, self._fetches, self._work, self._calls
+        return "".join(itertools.chain.from_iterable(each(record, name, thread) for each in every))
 
-    def _journey(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
+    def _journey(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
         """The batch's way through the stages: one async slice, with one for each stage in it."""
         begin, end = _us(record.planned), _us(record.returned)
-        of = f'"cat":{name},"id2":{{"local":{flow}}},"pid":{self._pid},"tid":0'
-        yield f'{{"ph":"b",{of},"name":"batch","ts":{begin},"args":{_args(record)}}},\n'
-        at = begin
+        journey, inside, at = next(self._ids), "", begin
         for step, until in (*steps_of(record), ("delivery", record.returned)):
             to = min(_us(until), end)
-            if to <= at:  # unknown, or shorter than a microsecond
-                continue
-            starts = f',"bind_id":{flow},"flow_out":true' if at == begin else ""
-            stage = NAMES.get(step, step)
-            yield f'{{"ph":"b",{of},"name":"{stage}","ts":{at}{starts},"args":{{"batch":{record.number}}}}},\n'
-            yield f'{{"ph":"e",{of},"name":"{stage}","ts":{to}}},\n'
-            at = to
-        yield f'{{"ph":"e",{of},"name":"batch","ts":{end}}},\n'
+            if to > at:  # known, and a microsecond or longer
+                inside += _span(NAMES.get(step, step), name, self._pid, 0, journey, at, to, _args(record))
+                at = to
+        yield _span("batch", name, self._pid, 0, journey, begin, end, _args(record), inside)
+        yield _counters(self._pid, name, end, f'"ready batches":{record.ready}')
 
-    def _fetch(self, record: BatchRecord, name: str, flow: int) -> Iterator[str]:
+    def _fetches(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
         """The fetch of the batch on the event loop, and the single fetches that have ended since the one before."""
         times, fetches = record.times, record.fetches
         if fetches is None or not times.began:
             return
-        if fetches.pid != self._pid:
-            yield self._process(fetches.pid, f"loader of {json.loads(name)}", 1)
-        tid, named = self._track(fetches.pid, fetches.thread, f"event loop of {json.loads(name)}")
-        yield named
-        of = f'"cat":{name},"id2":{{"local":{self._next_id()}}},"pid":{fetches.pid},"tid":{tid}'
+        pid, tid, load = fetches.pid, fetches.thread, times.load
+        yield self._name(pid, 0, f"loader of {name}") + self._name(pid, tid, f"event loop of {name}")
         begin, end = _us(times.began), _us(times.fetched)
-        bound = f'"bind_id":{flow},"flow_in":true,"flow_out":true'
-        yield f'{{"ph":"b",{of},"name":"fetch of a batch","ts":{begin},{bound},"args":{_args(record)}}},\n'
-        yield f'{{"ph":"e",{of},"name":"fetch of a batch","ts":{end}}},\n'
-        rows = np.frombuffer(fetches.rows).reshape(-1, 4)
-        values = np.empty((len(rows), 6), np.int64)
-        values[:, 0] = values[:, 4] = np.arange(self._ids + 1, self._ids + 1 + len(rows))
-        self._ids += len(rows)
-        values[:, 2:4] = rows[:, 0:2]
-        values[:, (1, 5)] = rows[:, 2:4] * 1e6
-        escaped = name.replace("%", "%%")
-        both = _FETCH % (escaped, fetches.pid, tid, escaped, fetches.pid, tid)
-        yield (both * len(rows)) % tuple(values.ravel().tolist())
-
-    def _work(self, record: BatchRecord, name: str, flow: int, thread: int) -> Iterator[str]:
-        times = record.times
-        if times.worked_by is None or not times.work_began:
-            return
-        pid, native, worker = times.worked_by
-        if (pid, native) == (self._pid, thread):
-            return  # inside `next()`
-        title = f"worker {worker}" if worker >= 0 else "assembling thread"
-        if worker >= 0:
-            yield self._process(pid, f"{title} of {json.loads(name)}", 2 + worker)
-        begin, end = _us(times.work_began), _us(times.work_ended)
-        tid, named = self._track(pid, native, title, begin, end)
-        yield named
-        bound = f'"bind_id":{flow},"flow_in":true,"flow_out":true'
-        yield _slice("transform and collate", name, pid, tid, begin, end, _args(record), bound)
-
-    def _consumer(self, record: BatchRecord, name: str, flow: int, thread: int) -> Iterator[str]:
-        times = record.times
-        begin, end = _us(record.called), _us(record.returned)
-        tid, named = self._track(self._pid, (name, thread), f"next() of {json.loads(name)}", begin, end)
-        yield named
-        last = self._last.get((name, tid))
-        if last is not None and last[2] < begin:
-            what = "step" if last[0] == record.iteration else "between iterations"
-            args = f'{{"batch":{last[1]},"iteration":{last[0]}}}'
-            yield _slice(what, name, self._pid, tid, last[2], begin, args)
-        self._last[name, tid] = (record.iteration, record.number, end)
-        yield _slice("next()", name, self._pid, tid, begin, end, _args(record))
-        short = f'{{"batch":{record.number}}}'
-        taken, refilled = _us(record.taken), _us(record.refilled)
-        if begin < taken:
-            yield _slice("wait", name, self._pid, tid, begin, taken, short)
-            if times.worked_by is not None and times.worked_by[:2] == (self._pid, thread):
-                worked, done = max(begin, _us(times.work_began)), min(taken, _us(times.work_ended))
-                if worked < done:
-                    yield _slice("transform and collate", name, self._pid, tid, worked, done, short)
-        if taken < refilled:
-            yield _slice("plan", name, self._pid, tid, taken, refilled, short)
-        # The end of the flow, which must not begin before the plan: that may have been made in this call.
-        yield _slice("delivery", name, self._pid, tid, refilled, end, short, f'"bind_id":{flow},"flow_in":true')
-
-    def _loads(self, record: BatchRecord, name: str) -> Iterator[str]:
-        times = record.times
-        yield _counters(self._pid, name, _us(record.returned), f'"ready batches":{record.ready}')
-        if record.fetches is not None and times.load.limit:
-            load = times.load
+        yield _span("fetch of a batch", name, pid, tid, next(self._ids), begin, end, _args(record))
+        for batch, slot, began, ended in struct.iter_unpack("4d", fetches.rows):
+            args = f'{{"batch":{batch:.0f},"slot":{slot:.0f}}}'
+            yield _span("single fetch", name, pid, tid, next(self._ids), _us(began), _us(ended), args)
+        if load.limit:
             values = (
                 f'"fetches in flight":{load.in_flight},"fetches allowed":{load.limit},'
                 f'"samples that wait":{load.queued},"plans that wait for memory":{load.held_plans}'
             )
-            yield _counters(record.fetches.pid, name, _us(times.fetched), values)
-        if times.nbytes:
-            self._fetched[name] = self._fetched.get(name, 0) + times.nbytes
-            yield _counters(self._pid, name, _us(record.returned), f'"bytes delivered":{self._fetched[name]}')
+            yield _counters(pid, name, end, values)
 
-    def _next_id(self) -> int:
-        self._ids += 1
-        return self._ids
+    def _work(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
+        """Transforms and collation, on the thread that did them."""
+        times = record.times
+        if times.worked_by is None or not times.work_began:
+            return
+        pid, tid, worker = times.worked_by
+        if worker >= 0:
+            yield self._name(pid, 0, f"worker {worker} of {name}")
+        yield self._name(pid, tid, "transform and collate")
+        begin, end = _us(times.work_began), _us(times.work_ended)
+        yield (
+            f'{{"ph":"X","cat":"{name}","name":"transform and collate","pid":{pid},"tid":{tid},"ts":{begin},'
+            f'"dur":{end - begin},"args":{_args(record)}}},\n'
+        )
 
-    def _process(self, pid: int, name: str, place: int) -> str:
-        """The events that name a process; empty if it is named already."""
-        if pid in self._processes:
+    def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
+        """The call of `next()`, and the step of the loop before it."""
+        begin, end = _us(record.called), _us(record.returned)
+        call, batch, ended = self._last.get((name, record.iteration)) or (next(self._ids), -1, begin)
+        if ended < begin:
+            yield _span("step", name, self._pid, thread, call, ended, begin, f'{{"batch":{batch}}}')
+        yield _span("next()", name, self._pid, thread, call, begin, end, _args(record))
+        self._last[name, record.iteration] = call, record.number, end
+
+    def _name(self, pid: int, tid: int, name: str) -> str:
+        """The event that names a thread, or a process by a `tid` of 0; empty if it is named already."""
+        if (pid, tid) in self._named:
             return ""
-        self._processes.add(pid)
-        order = _meta("process_sort_index", pid, 0, {"sort_index": place})
-        return _meta("process_name", pid, 0, {"name": name}) + order
-
-    def _track(self, pid: int, owner: object, name: str, begin: int = 0, end: int = 0) -> tuple[int, str]:
-        """The id of the first track of `owner` whose last slice has ended, and the event that names it if it is new."""
-        for number in itertools.count(1):
-            tid, ended = self._tracks.get((pid, owner, number), (0, 0))
-            if ended <= begin:
-                break
-        named = ""
-        if not tid:
-            tid = TRACKS + len(self._tracks)
-            named = _meta("thread_name", pid, tid, {"name": name if number == 1 else f"{name} ({number})"})
-        self._tracks[pid, owner, number] = tid, end
-        return tid, named
+        self._named.add((pid, tid))
+        return _meta("thread_name" if tid else "process_name", pid, tid, f'"name":"{name}"')
 
 
 def _us(seconds: float) -> int:
@@ -301,17 +232,17 @@ def _args(record: BatchRecord) -> str:
     return f'{{"batch":{record.number},"iteration":{record.iteration},"samples":{record.size}}}'
 
 
-def _slice(name: str, loader: str, pid: int, tid: int, begin: int, end: int, args: str, more: str = "") -> str:
-    more = more and f",{more}"
-    return (
-        f'{{"ph":"X","cat":{loader},"name":"{name}","pid":{pid},"tid":{tid},"ts":{begin},"dur":{end - begin}'
-        f'{more},"args":{args}}},\n'
-    )
+def _span(
+    name: str, loader: str, pid: int, tid: int, number: int, begin: int, end: int, args: str, inside: str = ""
+) -> str:
+    """An async slice, with what is nested in it."""
+    of = f'"cat":"{loader}","id2":{{"local":{number}}},"pid":{pid},"tid":{tid},"name":"{name}"'
+    return f'{{"ph":"b",{of},"ts":{begin},"args":{args}}},\n{inside}{{"ph":"e",{of},"ts":{end}}},\n'
 
 
 def _counters(pid: int, name: str, at: int, values: str) -> str:
-    return f'{{"ph":"C","pid":{pid},"tid":0,"name":{name},"ts":{at},"args":{{{values}}}}},\n'
+    return f'{{"ph":"C","pid":{pid},"tid":0,"name":"{name}","ts":{at},"args":{{{values}}}}},\n'
 
 
-def _meta(kind: str, pid: int, tid: int, args: dict[str, Any]) -> str:
-    return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{json.dumps(args)}}},\n'
+def _meta(kind: str, pid: int, tid: int, args: str) -> str:
+    return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{{args}}}}},\n'

@@ -26,7 +26,7 @@ def test_absent_device_is_an_error_at_construction(device):
     [
         ({"device": "moon"}, RuntimeError, "moon"),
         ({"device": 1.5}, TypeError, "float"),
-        ({"device_prefetch": -1}, ValueError, "zero or more"),
+        ({"device_prefetch": -1}, ValueError, "at least 0"),
         ({"device_prefetch": "2"}, TypeError, "'2'"),
         ({"device_prefetch": True}, TypeError, "True"),
     ],

@@ -21,7 +21,6 @@ SETUP = Setup(
     memory_budget=None,
     placement="process",
     stream=False,
-    is_async=True,
     cores=16,
     most_concurrency=1024,
 )
@@ -37,7 +36,6 @@ def records(
     fetch_seconds=0.02,
     requests=None,
     cpu=0.1,
-    queued=0.0,
     consumer_cpu=0.0,
     blocked=0.0,
     start_up=0.0,
@@ -72,7 +70,6 @@ def records(
             load=load(number) if callable(load) else load,
             engine_cpu=cpu * at,
             blocked=blocked * (at - 100.0),
-            engine_queued=queued * at,
             work_cpu=work_cpu * lengths["work"],
             worker_deaths=int(not number % 20),
         )
@@ -97,11 +94,11 @@ def report(setup=SETUP, **steps):
         ("throttling", {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)}),
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.95}),
         ("blocked-loop", {"fetch": 0.02, "load": FULL, "blocked": 0.4}),
-        ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("source", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
+        ("event-loop", {"loop": 0.02, "cpu": 0.3}),  # which waits for a core
         ("workers", {"worker_queue": 0.001, "work": 0.04}),
         ("transport", {"hand_over": 0.02}),
         ("copy", {"delivery": 0.02}),
@@ -152,9 +149,7 @@ def test_transforms_that_wait_are_told_from_those_that_compute():
         assert ("await in aget" in found.advice) == (cpu < 0.1)
 
 
-def test_fixed_window_bounds_what_workers_gain_and_is_the_limit_beside_idle_workers():
-    busy = report(SETUP._replace(num_workers=1), worker_queue=0.001, work=0.04, load=FULL._replace(in_flight=4))
-    assert (busy.limit, busy.predicted) == ("workers", pytest.approx(1 - 10 / 25.5, abs=0.01))  # half the period
+def test_full_window_is_the_limit_beside_idle_workers():
     assert report(worker_queue=0.001, work=0.04, load=FULL).limit == "latency"
 
 
@@ -186,20 +181,14 @@ def test_one_worker_has_no_others_that_wait(stream):
     assert "others" not in found.evidence
 
 
-def test_fetches_that_take_longer_the_more_are_in_flight_share_a_link():
-    def load(number):
-        return FetchLoad(in_flight=8 + number, limit=8 + number, queued=100)
+def test_fetches_that_take_longer_than_the_first_ones_share_a_link():
+    def fetch_seconds(number):
+        return 0.001 * (8 + 2 * number)
 
-    def load_seconds(number):
-        return 0.001 * (8 + number)
-
-    crowded = report(fetch=0.02, load=load, fetch_seconds=load_seconds)
+    crowded = report(fetch=0.02, load=FULL, fetch_seconds=fetch_seconds)
     assert crowded.limit == "source"
-    assert "the longer each takes" in crowded.evidence
-    assert "cache" not in crowded.advice
-    cacheable = SETUP._replace(remedies=frozenset({"cache"}))
-    assert ".cache(folder)" in report(cacheable, fetch=0.02, load=load, fetch_seconds=load_seconds).advice
-    assert report(fetch=0.02, load=load, fetch_seconds=0.02).limit == "latency"
+    assert "the first ones, which had to wait for few others, took 10 ms" in crowded.evidence
+    assert report(fetch=0.02, load=FULL, fetch_seconds=0.02).limit == "latency"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -231,20 +220,12 @@ def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
 
 
 def test_slow_shard_of_a_stream_is_read_beside_more_others():
-    stream = SETUP._replace(stream=True, remedies=frozenset({"shards_in_parallel", "requests_per_shard"}))
+    stream = SETUP._replace(stream=True)
     found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
     assert found.limit == "latency"
-    assert "shards_in_parallel= of the dataset" in found.advice
+    assert "shards_in_parallel=" in found.advice
     assert "hedge" not in found.advice  # streams are not hedged
     assert found.change == {}
-
-
-def test_stream_whose_samples_come_in_groups_has_no_slow_shard():
-    stream = SETUP._replace(stream=True, remedies=frozenset({"prefetch_row_groups"}))
-    found = report(stream, fetch=lambda number: 0.001 if number % 4 else 0.1, load=FetchLoad())
-    assert found.limit == "latency"
-    assert "prefetch_row_groups=" in found.advice
-    assert "shards_in_parallel" not in found.advice
 
 
 @pytest.mark.parametrize(
@@ -255,7 +236,9 @@ def test_work_inside_next_asks_for_workers(placement, searched):
     at_end = []
     for each in records(work=0.03):
         # The engine is done before the call; transforms run inside it.
-        times = each.times._replace(admitted=99.0, began=99.0, fetched=99.0, assembled=99.1, work_began=each.called)
+        times = each.times._replace(
+            admitted=99.0, began=99.0, fetched=99.0, assembled=each.called, work_began=each.called
+        )
         at_end.append(each._replace(times=times, planned=99.0))
     found = make_report(at_end, SETUP._replace(num_workers=0, placement=placement))
     assert found.limit == "workers"
@@ -264,14 +247,14 @@ def test_work_inside_next_asks_for_workers(placement, searched):
 
 def contradictions(found, setup):
     """What the figures of a report say against its verdict."""
-    loop, workers = found.engine_cpu + found.engine_queued, found.workers_busy / max(1, setup.num_workers)
+    loop, workers = found.engine_cpu, found.workers_busy / max(1, setup.num_workers)
     with_gil = found.engine_cpu + found.consumer_cpu if setup.placement == "thread" else 0.0
     fast = found.wait_share < 0.05 or found.waited < 50e-6 * found.batches
     allowed = {
         "consumer": fast,
         "start-up": found.start_up > found.waited,
-        "event-loop": loop > 0.85 or with_gil > 0.85,
-        "blocked-loop": found.start_blocked + found.blocked * found.seconds >= 0.1 * (found.start_up + found.seconds),
+        "event-loop": loop > 0.85 or with_gil > 0.85 or found.waits["loop"] > found.waited / 3,
+        "blocked-loop": found.blocked >= 0.1,
         "workers": workers > 0.7 or found.waits["work"] + found.waits["worker queue"] > found.waited / 3,
         "copy": found.waits["delivery"] > found.waited / 3,
     }
@@ -309,12 +292,6 @@ def test_workers_that_are_busy_all_the_time_are_the_limit_beside_calls_that_wait
     assert (found.limit, found.change) == ("workers", {"num_workers": 16})
 
 
-def test_shares_of_a_stage_add_up_to_one():
-    for stage in report(queue=0.002, fetch=0.003, worker_queue=0.004, work=0.005, hand_over=0.006).stages:
-        assert stage.worked + stage.waited + stage.blocked == pytest.approx(1.0)
-        assert min(stage.worked, stage.waited, stage.blocked) >= 0.0
-
-
 def test_few_batches_or_none_have_no_diagnosis():
     found = report(count=5, fetch=0.02)
     assert found.limit == "few-batches"
@@ -328,6 +305,6 @@ def test_counts_are_in_the_values_and_in_the_text():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
     values = dataclasses.asdict(found)
     assert (values["worker_deaths"], values["skipped"], values["requests"]["requests"]) == (3, 5, 500)
-    assert values["stages"][1]["name"] == "fetch"
+    assert "waits for             fetch 100 %" in str(found)
     for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
         assert fact in str(found)

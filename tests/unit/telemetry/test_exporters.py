@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import headrace as hr
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.counters import Counters, LoaderStats
-from headrace.telemetry.exporters import METRICS, Export
+from headrace.telemetry.exporters import COUNTERS, Export
 from tests import datasets
 
 
@@ -50,7 +50,7 @@ def test_each_number_of_the_stats_is_a_metric(counters):
     counts = {name: number for number, name in enumerate(names, 200)}
     export.stats = LoaderStats(**counts, skipped=(), placement="thread", requests=requests)
     wanted = {*dataclasses.astuple(requests), *(number for name, number in counts.items() if name not in left_out)}
-    assert wanted <= {operator.attrgetter(metric.source)(export) for metric in METRICS if metric.name != "step_wait"}
+    assert wanted <= {operator.attrgetter(source)(export) for _, _, source in COUNTERS if source != "step_waits"}
 
 
 def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_makes(registry, tmp_path):
@@ -119,17 +119,18 @@ def test_closed_and_dropped_loaders_leave_and_their_names_are_free(registry):
         del loader
         gc.collect()
         assert generate_latest(registry) == b""
-        with hr.telemetry.prometheus(other, registry=registry):
-            assert value(registry, "batches_total") == 8
+        export = hr.telemetry.prometheus(other, registry=registry)
+        assert value(registry, "batches_total") == 8
+        export.close()
         assert generate_latest(registry) == b""
 
 
-def test_loader_or_name_twice_and_names_of_the_users_are_errors(registry):
+def test_name_twice_and_names_of_the_users_are_errors(registry):
     with hr.DataLoader(Numbers(64), 4) as loader, hr.DataLoader(Numbers(64), 4) as other:
-        with hr.telemetry.prometheus(loader, name="train", registry=registry):
-            for each, name in ((loader, "again"), (other, "train")):
-                with pytest.raises(ValueError, match="exported already, as 'train'"):
-                    hr.telemetry.prometheus(each, name=name, registry=registry)
+        export = hr.telemetry.prometheus(loader, name="train", registry=registry)
+        with pytest.raises(ValueError, match="the name 'train' is exported already"):
+            hr.telemetry.prometheus(other, name="train", registry=registry)
+        export.close()
         hr.telemetry.prometheus(other, name="train", registry=registry)
         with pytest.raises(TypeError, match=r"headrace\.telemetry\.prometheus\(\) needs"):
             hr.telemetry.prometheus([1, 2], registry=registry)

@@ -202,22 +202,6 @@ def test_source_that_serves_no_more_at_once_is_not_asked_for_more():
         report = loader.report()
     assert report.limit == "source"
     assert "concurrency" not in report.change
-    assert ".cache" not in report.advice  # which this dataset does not have
-
-
-def test_remedies_are_those_of_the_dataset(tmp_path):
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "0.parquet")
-    (tmp_path / "0.jsonl").write_text("1\n")
-    objects, lines = hr.ObjectDataset(hr.Store(tmp_path)), hr.LinesDataset(tmp_path / "0.jsonl")
-    remedies = {
-        Numbers(64): {"hedge"},
-        objects.map(str): {"hedge", "cache"},
-        lines.map(str): {"shards_in_parallel", "requests_per_shard"},
-    }
-    for dataset, expected in remedies.items():
-        with hr.DataLoader(dataset) as loader:
-            assert loader._control.sessions.setup(loader).remedies == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])

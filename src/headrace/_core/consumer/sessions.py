@@ -25,7 +25,6 @@ from headrace._core.ranks.rankinfo import ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.composition import gives_tables
-from headrace._core.streams.kinds import capabilities, walk_datasets
 from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
 from headrace.options import engine_options
@@ -83,8 +82,6 @@ class LoaderSessions:
 
         options = self.spec.options
         least, most = self.spec.look_ahead(loader)
-        can = capabilities(self.spec.source)
-        hedged = can.ranges or (can.aget and not (can.agets and loader._auto_collation))
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
@@ -95,15 +92,11 @@ class LoaderSessions:
             memory_budget=options["memory_budget"],
             placement=self.counters.placement.partition(":")[0],
             stream=self.spec.kind.is_iterable,
-            is_async=self.spec.kind.is_async,
             cores=self._cores(loader),
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
             chosen=tuple(self.search.chosen),
-            remedies=frozenset(("hedge",) * hedged).union(
-                *(getattr(type(part), "_remedies", ()) for part in walk_datasets(self.spec.source))
-            ),
         )
 
     def _cores(self, loader: TorchLoader) -> int:

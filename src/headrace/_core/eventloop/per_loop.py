@@ -14,7 +14,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
@@ -23,12 +23,13 @@ from headrace._core.failure import as_exception
 T = TypeVar("T")
 L = TypeVar("L", bound=asyncio.Lock | asyncio.Semaphore | asyncio.Condition)
 
-_Owners = dict[asyncio.AbstractEventLoop, "Owner[Any]"]
-_owners: dict[asyncio.AbstractEventLoop, list[Owner[Any]]] = {}
+_Make = Callable[[], Any]
+_Close = Callable[[Any], object] | None
+_owners: dict[asyncio.AbstractEventLoop, list[Owner]] = {}
 """The owners of each loop, in the order in which their resources were opened."""
 
 
-class Owner(Generic[T]):
+class Owner:
     """A task of the running loop that opens a resource, holds it, and closes it.
 
     One task does both, as task groups and cancel scopes require. It closes after `start_closing`, and when it is
@@ -38,16 +39,16 @@ class Owner(Generic[T]):
     `what` names the resource in warnings; `on_end` is called when it is closed, or could not be opened.
     """
 
-    def __init__(self, manager: AbstractAsyncContextManager[T], what: str, on_end: Callable[[], object]) -> None:
+    def __init__(self, make: _Make, close: _Close, what: str, on_end: Callable[[], object]) -> None:
         self.loop = asyncio.get_running_loop()
-        self.opened: asyncio.Future[T] = self.loop.create_future()
+        self.opened: asyncio.Future[Any] = self.loop.create_future()
         """The resource, or why it could not be opened. Wait for it by `asyncio.shield`."""
         self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
         self._what = what
         self._on_end = on_end
         self._closing = asyncio.Event()
         # In a context of its own: it outlives the session that first needed the resource.
-        self.task = self.loop.create_task(self._own(manager), name=what, context=contextvars.Context())
+        self.task = self.loop.create_task(self._own(make, close), name=what, context=contextvars.Context())
 
     def start_closing(self) -> None:
         """Close the resource soon; on the loop."""
@@ -56,28 +57,36 @@ class Owner(Generic[T]):
         else:
             self.task.cancel()
 
-    async def _own(self, manager: AbstractAsyncContextManager[T]) -> None:
+    async def _own(self, make: _Make, close: _Close) -> None:
+        stack = contextlib.AsyncExitStack()
         try:
             try:
-                resource = await manager.__aenter__()
+                resource = make()
+                del make  # once opened, it and its object are not kept alive
+                if inspect.isawaitable(resource) and (close is not None or not hasattr(resource, "__aexit__")):
+                    resource = await resource
+                if close is None and hasattr(resource, "__aexit__") and not _is_lock(resource):
+                    resource = await stack.enter_async_context(resource)
+                else:
+                    stack.push_async_callback(_end, resource, close)
             except BaseException as error:
                 if self.task.cancelling():
                     self.opened.cancel()
                     raise
                 self.opened.set_exception(as_exception(error))
                 return
-            _owners.setdefault(self.loop, []).append(self)
+            peers = _owners.setdefault(self.loop, [])
+            peers.append(self)
             self.opened.set_result(resource)
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
                 while self.task.uncancel():  # `asyncio.timeout` and task groups look at the count while it is closed
                     pass
-                peers = _owners[self.loop]
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
             try:
-                await manager.__aexit__(None, None, None)
+                await stack.aclose()
             except BaseException as error:  # user code
                 if self.task.cancelling():
                     raise
@@ -92,13 +101,20 @@ class Owner(Generic[T]):
             self._on_end()
 
 
+async def _end(resource: Any, close: _Close) -> None:
+    by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
+    closing = by_method() if close is None else close(resource)
+    if inspect.isawaitable(closing):
+        await closing
+
+
 class PerLoop(Generic[T]):
     """A resource for each event loop; made by `per_loop`."""
 
     def __init__(self, make: Callable[[], object], close: Callable[[T], object] | None = None) -> None:
         self._make = make
         self._close = close
-        self._opened: _Owners = {}
+        self._opened: dict[asyncio.AbstractEventLoop, Owner] = {}
         finalizer = weakref.finalize(self, _close_soon, self._opened, os.getpid())
         finalizer.atexit = False  # loops close their resources
 
@@ -114,8 +130,7 @@ class PerLoop(Generic[T]):
             for dead in [each for each in opened if each.is_closed()]:  # closed without cancelling its tasks
                 del opened[dead]
                 _owners.pop(dead, None)
-            manager = _made(self._make, self._close)
-            owner = opened[loop] = Owner(manager, repr(self), lambda: opened.pop(loop, None))
+            owner = opened[loop] = Owner(self._make, self._close, repr(self), lambda: opened.pop(loop, None))
         resource: T = owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
         return resource
 
@@ -126,33 +141,12 @@ class PerLoop(Generic[T]):
         return f"per_loop({getattr(self._make, '__qualname__', self._make)})"
 
 
-def _close_soon(opened: _Owners, pid: int) -> None:
+def _close_soon(opened: dict[asyncio.AbstractEventLoop, Owner], pid: int) -> None:
     if pid != os.getpid():
         return  # a fork: the loops are the parent's
     for loop, owner in list(opened.items()):
         with contextlib.suppress(RuntimeError):  # it is closed
             loop.call_soon_threadsafe(owner.start_closing)
-
-
-@contextlib.asynccontextmanager
-async def _made(make: Callable[[], Any], close: Callable[[Any], object] | None) -> AsyncIterator[Any]:
-    """The result of a user's `make`, as a context manager."""
-    try:
-        resource = make()
-        del make  # once opened, it and its object are not kept alive
-        if inspect.isawaitable(resource) and (close is not None or not hasattr(resource, "__aexit__")):
-            resource = await resource
-    except StopAsyncIteration as error:  # which would end the generator
-        raise as_exception(error) from error
-    if close is None and hasattr(resource, "__aexit__") and not _is_lock(resource):
-        async with resource as entered:
-            yield entered
-        return
-    yield resource
-    by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
-    closing = by_method() if close is None else close(resource)
-    if inspect.isawaitable(closing):
-        await closing
 
 
 def _is_lock(resource: object) -> bool:

@@ -20,10 +20,8 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import collate as collate
 from torch.utils.data._utils.collate import collate_int_fn as collate_int_fn
-from torch.utils.data._utils.collate import collate_numpy_array_fn as collate_numpy_array_fn
 from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_fn
 from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
-from torch.utils.data._utils.collate import np_str_obj_array_pattern as np_str_obj_array_pattern
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 # Attributes of torch's DataLoader that `headrace.DataLoader` reads: whether a plan is a batch, the sampler that gives

@@ -12,13 +12,16 @@ from tqdm.auto import tqdm
 
 from headrace._core.cgroup import usable_cores
 from headrace._core.shards.discovery import Shard, find_shards
+from headrace._core.shards.index_file import IndexFile
 from headrace._core.shards.indexing import (
     PARALLEL_BUILDS,
     DecoderOf,
     Indexing,
+    Matcher,
     beside,
     build_index,
     build_parts,
+    fetch_index,
     part_key,
     place_of,
     present_parts,
@@ -30,6 +33,7 @@ from headrace.datasets.lines import LinesDataset
 from headrace.datasets.sharded import ShardedStream
 from headrace.datasets.tar import TarDataset
 from headrace.datasets.tfrecord import TFRecordDataset
+from headrace.errors import ShardError
 from headrace.loader import DataLoader
 
 __all__ = ["run"]
@@ -42,7 +46,7 @@ _FORMATS: dict[str, type[ShardedStream[Any]]] = {
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Build the index, or a share of its parts."""
+    """Build the index, or a share of its parts, or compare the index with the store."""
     loop = background_loop()
     shards, decoder_of = _find(arguments.url, arguments.format)
     length = None if arguments.length is None else function_of(arguments.length, "--length")
@@ -51,6 +55,8 @@ def run(arguments: argparse.Namespace) -> bool:
     if place is None:
         raise ValueError("no folder has all shards: give --output")
     shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
+    if arguments.check:
+        return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
     present = loop.run(present_parts(place))
     share = shards[number - 1 :: count]
@@ -112,3 +118,24 @@ def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int
     with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=is_quiet) as bar:
         for count in loader:
             bar.update(count)
+
+
+def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
+    """Print each difference of an index from the store; returns whether there is none."""
+    matcher, found = Matcher(index, shards, indexing), set[int]()
+    differences = []
+    for shard in shards:
+        try:
+            number = matcher.number(shard)
+            found.add(number)
+            matcher.version(shard, number)
+        except ShardError as error:
+            differences.append(str(error))
+    gone = [row.name for number, row in enumerate(index.shards) if number not in found]
+    what = f"in the index {index.name}, and not in the store"
+    differences += [f"{matcher.folder}{name}: {what}" for name in gone]
+    for difference in differences:
+        print(difference)
+    if not differences:
+        print(f"{index.name}: {len(shards):,} shards are as in the index")
+    return not differences

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="PATH", help="path or URL of the index (headrace.index in the folder of the shards)")
     about = "function that gives the length of a sample, as its number of tokens; the index keeps lengths"
     add("--length", metavar="MODULE:FUNCTION", help=about)
+    add("--check", action="store_true", help="compare the index with the store, and write nothing")
     add("--processes", type=_positive, metavar="N", help="that read shards (as many as there are cores)")
     about = "read the I-th of N shares, on one of N machines; then run the command without this option"
     add("--part", type=_part, metavar="I/N", help=about)

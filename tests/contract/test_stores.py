@@ -347,8 +347,6 @@ def test_directories_and_shards_are_given_by_any_type_of_path(tmp_path, kind):
     dataset = ObjectDataset(kind(folder))
     assert bytes(dataset[0].data) == b"data"
     assert dataset.cache(kind(tmp_path / "cache"))[0].key == "a.bin"
-    for _ in range(2):
-        assert ObjectDataset(kind(folder), listing_file=kind(tmp_path / "listing.parquet")).keys == dataset.keys
     labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
     assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
 

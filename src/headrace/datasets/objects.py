@@ -62,10 +62,10 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
 class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
-    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in a file). The keys are
-    sorted, so an index means the same object every time. Since a listing tells the sizes, a sample is one GET of a known
-    range, and an object of more than 16 MiB a few of them at once. Since it tells the entity tags, an object that is
-    overwritten later is an error and not a mixture.
+    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in a file). The keys
+    are sorted, so an index means the same object every time. Since a listing tells the sizes, a sample is one GET of a
+    known range, and an object of more than 16 MiB a few of them at once. Since it tells the entity tags, an object that
+    is overwritten later is an error and not a mixture.
 
     Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
     one if there are others whose keys begin with `a/`.

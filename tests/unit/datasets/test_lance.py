@@ -121,8 +121,9 @@ def test_loader_that_ends_waits_for_takes(path, monkeypatch):
         ended.append(rows)
         return take(dataset, rows, columns)
 
+    dataset = hr.LanceDataset(path)
     monkeypatch.setattr(lance.LanceDataset, "take", slow)
-    with hr.DataLoader(hr.LanceDataset(path), batch_size=2) as loader:
+    with hr.DataLoader(dataset, batch_size=2) as loader:
         next(iter(loader))
         threading.Timer(0.5, answered.set).start()  # the latency of the other requests
     assert len(begun) == len(ended) > 1

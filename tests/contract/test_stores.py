@@ -247,7 +247,7 @@ def test_proxy_of_obstores_environment_variable_is_used(monkeypatch, refused_por
 
 
 def test_missing_bucket_and_missing_key_are_different_errors(bucket):
-    assert "there is no such bucket" in str(missing := failure_of("s3://another-bucket", **bucket))
+    assert "NoSuchBucket" in str(missing := failure_of("s3://another-bucket", **bucket))
     assert "Check bucket and key, and endpoint, region and credentials" in str(missing)
     assert "not found" in str(failure_of("s3://holidays/nothing", **bucket))
     with pytest.raises(EmptyListingError, match="s3://holidays/nothing"):
@@ -281,7 +281,7 @@ def test_server_that_answers_404_to_a_listing_is_said_to_be_one_that_may_not_lis
 def test_error_of_a_bucket_in_another_region_says_so(recorder):
     recorder.moved = True
     error = failure_of("s3://photos", endpoint=recorder.url, skip_signature=True)
-    assert "the bucket is in another region" in str(error)
+    assert "incorrectly configured region" in str(error)
     assert error.attempts == 1
 
 

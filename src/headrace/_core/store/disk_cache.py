@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ KEPT_OPEN = 256  # segments; the files of more are opened for each read
 PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
 SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
-_MOST_VECTORS = 1024  # Linux's IOV_MAX
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _UNKNOWN, _VALID, _DEAD = range(3)
@@ -362,7 +361,7 @@ class _OwnSegment(_Segment):
         try:
             self._index = os.open(f"{path}.index", flags, 0o600)
             self.stop_writing = weakref.finalize(self, os.close, self._index)
-            _write_all(self._index, [memoryview(HEADER)])
+            _write_all(self._index, [HEADER])
         except BaseException:  # Ctrl-C too: no empty segment is left behind
             self.abandon()
             raise
@@ -377,8 +376,8 @@ class _OwnSegment(_Segment):
             entries.append(_Entry(name, self, start, len(view), _checksum(name, start, view), bytearray(1), 0))
             start += len(view)
         records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
-        _write_all(self._data, list(new.values()))
-        _write_all(self._index, [memoryview(records)])
+        _write_all(self._data, new.values())
+        _write_all(self._index, [records])
         self.end = start
         return entries
 
@@ -391,13 +390,9 @@ class _OwnSegment(_Segment):
                 os.unlink(f"{self._path}.index")
 
 
-def _write_all(descriptor: int, views: list[memoryview]) -> None:
-    while views:
-        written = os.writev(descriptor, views[:_MOST_VECTORS])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+def _write_all(descriptor: int, views: Iterable[bytes | memoryview]) -> None:
+    with open(descriptor, "wb", closefd=False) as file:
+        file.writelines(views)
 
 
 def secure_folder(folder: str) -> None:

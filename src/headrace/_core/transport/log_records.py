@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from logging.handlers import QueueHandler
 from typing import NamedTuple
 
 _MOST_UNSENT = 1000  # records that are kept while no channel is open
@@ -75,23 +76,19 @@ def forward_records(worker: int | None) -> None:
     os.register_at_fork(after_in_child=_outlets.clear)  # a fork of the user's would write into this process's channel
 
 
-class _Forwarding(logging.Handler):
+class _Forwarding(QueueHandler):
+    """Sends records, each with its message composed and its traceback formatted, since both may hold any object."""
+
     def __init__(self, worker: int | None) -> None:
-        super().__init__()
+        super().__init__(None)  # type: ignore[arg-type]  # no queue
         self._worker = worker
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:  # the message is composed and the traceback formatted here, since they may hold any object
-            attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": self._worker}
-            if record.exc_info and not record.exc_text:
-                attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
-            attributes["exc_info"] = None
-            try:
-                pickled = pickle.dumps(logging.makeLogRecord(attributes))
-            except Exception:  # values of `extra=`
-                for name, value in attributes.items():
-                    attributes[name] = value if isinstance(value, str | int | float | None) else repr(value)
-                pickled = pickle.dumps(logging.makeLogRecord(attributes))
-            _send(Record(pickled))
-        except Exception:  # as in logging's own handlers: a record must not end user code
-            self.handleError(record)
+    def enqueue(self, record: logging.LogRecord) -> None:
+        record.worker = self._worker
+        try:
+            pickled = pickle.dumps(record)
+        except Exception:  # values of `extra=`
+            for name, value in vars(record).items():
+                setattr(record, name, value if isinstance(value, str | int | float | None) else repr(value))
+            pickled = pickle.dumps(record)
+        _send(Record(pickled))

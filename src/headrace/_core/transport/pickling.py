@@ -253,7 +253,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         return NotImplemented  # torch's own pickling is used
     simple = tensor.dtype in NUMPY_DTYPES and not (tensor.requires_grad or tensor.is_neg())
     if simple and tensor.is_contiguous() and tensor.nbytes:
-        return _restore_tensor, (pickle.PickleBuffer(tensor.numpy()), tensor.dtype, tuple(tensor.shape))
+        values: Any = tensor.numpy()
+        return _restore_tensor, (pickle.PickleBuffer(values), tensor.dtype, values.shape)
     if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once

@@ -89,5 +89,6 @@ with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirec
 
     # A listing can be kept in a file, with sizes and ETags.
     for _ in range(2):
-        listed = hr.ObjectDataset(images, suffix=".png", listing_file=pathlib.Path(folder, "listing.parquet"))
+        file = pathlib.Path(folder, "images.opened")
+        listed = hr.open_cached(file, lambda: hr.ObjectDataset(images, suffix=".png"))
     print(f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts")

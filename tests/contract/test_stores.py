@@ -247,7 +247,7 @@ def test_proxy_of_obstores_environment_variable_is_used(monkeypatch, refused_por
 
 
 def test_missing_bucket_and_missing_key_are_different_errors(bucket):
-    assert "there is no such bucket" in str(missing := failure_of("s3://another-bucket", **bucket))
+    assert "NoSuchBucket" in str(missing := failure_of("s3://another-bucket", **bucket))
     assert "Check bucket and key, and endpoint, region and credentials" in str(missing)
     assert "not found" in str(failure_of("s3://holidays/nothing", **bucket))
     with pytest.raises(EmptyListingError, match="s3://holidays/nothing"):
@@ -281,7 +281,7 @@ def test_server_that_answers_404_to_a_listing_is_said_to_be_one_that_may_not_lis
 def test_error_of_a_bucket_in_another_region_says_so(recorder):
     recorder.moved = True
     error = failure_of("s3://photos", endpoint=recorder.url, skip_signature=True)
-    assert "the bucket is in another region" in str(error)
+    assert "incorrectly configured region" in str(error)
     assert error.attempts == 1
 
 
@@ -347,8 +347,6 @@ def test_directories_and_shards_are_given_by_any_type_of_path(tmp_path, kind):
     dataset = ObjectDataset(kind(folder))
     assert bytes(dataset[0].data) == b"data"
     assert dataset.cache(kind(tmp_path / "cache"))[0].key == "a.bin"
-    for _ in range(2):
-        assert ObjectDataset(kind(folder), listing_file=kind(tmp_path / "listing.parquet")).keys == dataset.keys
     labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
     assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
 

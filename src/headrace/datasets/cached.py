@@ -106,8 +106,8 @@ class Cacheable(AsyncDataset[T_co]):
 
         Args:
             folder: path of the folder; created if it does not exist, for this user only.
-            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a time. Files that a
-                process has open take their room until its next epoch. None for no limit.
+            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a time. None for no
+                limit.
             version: distinguishes these bytes from earlier ones under the same keys.
 
         Raises:

@@ -43,8 +43,8 @@ class LanceDataset(AsyncDataset[Any]):
 
     Raises:
         MissingExtraError: pylance is not installed.
-        StoreError: the dataset or the version cannot be opened; when it is read, that a request failed.
-        ValueError: there is no such column.
+        StoreError: the dataset or the version cannot be opened, or lacks a column; when it is read, that a request
+            failed.
 
     Example:
         >>> import pathlib, tempfile, lance, pyarrow
@@ -73,12 +73,8 @@ class LanceDataset(AsyncDataset[Any]):
             # Pickled with its manifest, so that each process reads the same files.
             self._dataset = lance.dataset(os.fspath(url), version, storage_options=options)
             self._length: int = self._dataset.count_rows()
-            schema = self._dataset.schema
-        self._columns = None if columns is None else list(columns)
-        for column in self._columns or ():  # lance would panic
-            if not _has_column([*schema], column):
-                names = ", ".join(map(repr, schema.names))
-                raise ValueError(f"{self!r} has no column {column!r}; it has {names}")
+            self._columns = None if columns is None else list(columns)
+            self._dataset.take([], self._columns)  # an unknown column
 
     @property
     def version(self) -> int:
@@ -125,11 +121,3 @@ class LanceDataset(AsyncDataset[Any]):
     def _take_rows(self, rows: list[int]) -> Any:
         with self._converted(f"cannot read {self!r}, rows {short_repr(rows)}"):
             return self._dataset.take(rows, self._columns)
-
-
-def _has_column(fields: Sequence[Any], column: str) -> bool:
-    """Whether there is a column, ``"a.b"`` for a part of a nested one."""
-    name, _, rest = column.partition(".")
-    kinds = [field.type for field in fields if field.name == name]
-    parts = [[kind.field(number) for number in range(kind.num_fields)] for kind in kinds]
-    return any(field.name == column for field in fields) or any(_has_column(each, rest) for each in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
@@ -14,7 +13,6 @@ from headrace._core.store.listing import (
     Catalog,
     KeyedSamples,
     Labels,
-    ListingFile,
     StringArray,
     compact,
     list_objects,
@@ -64,9 +62,10 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
 class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
-    The store is listed once, when the dataset is made; the keys are sorted, so an index means the same object every
-    time. Since a listing tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
-    of them at once. Since it tells the entity tags, an object that is overwritten later is an error and not a mixture.
+    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in a file). The keys
+    are sorted, so an index means the same object every time. Since a listing tells the sizes, a sample is one GET of a
+    known range, and an object of more than 16 MiB a few of them at once. Since it tells the entity tags, an object that
+    is overwritten later is an error and not a mixture.
 
     Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
     one if there are others whose keys begin with `a/`.
@@ -86,15 +85,12 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         classes: names of the folders in the order of their numbers; by default all folders found,
             sorted. Give the validation set ``classes=train.classes``: there, a class without a file
             would renumber the other classes.
-        listing_file: the path of a Parquet file that keeps the listing: where it is there, it is read and nothing is
-            listed; where not, it is written after the listing. It must be of this store and `suffix`. Needs
-            ``headrace[parquet]``.
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
         StoreError: the store refused or failed, or gave no answer (`StoreUnreachableError`), on every attempt.
         ForkedError: this process is a fork of one that had used a store.
-        ValueError: an argument makes no sense, or `listing_file` is of another listing or damaged.
+        ValueError: an argument makes no sense.
 
     Example:
         >>> import pathlib, tempfile
@@ -114,22 +110,19 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         classes: Sequence[str] | None = None,
-        listing_file: str | os.PathLike[str] | None = None,
         **unknown: Never,
     ) -> None:
         check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
         check_names("keys", keys)
-        if keys is not None and (suffix is not None or listing_file is not None):
-            raise ValueError("suffix= and listing_file= are about a listing, and with keys= nothing is listed")
+        if keys is not None and suffix is not None:
+            raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
         if keys is not None and len(keys) == 0:
             raise ValueError("keys= is empty: a dataset needs at least one key")
         self._store = as_store(store)
-        file = None if listing_file is None else ListingFile(listing_file, self._store.url, suffix)
-        catalog = Catalog(StringArray(keys)) if keys is not None else file.read() if file is not None else None
-        if catalog is None:
+        if keys is not None:
+            catalog = Catalog(StringArray(keys))
+        else:
             catalog = background_loop().run(list_objects(self._store, suffix))
-            if file is not None:
-                file.write(catalog)
         self._hold(catalog, labels, classes)
 
     @classmethod

@@ -1,14 +1,11 @@
 """Objects named by a table, and a listing that is kept in a file: the same samples without a listing."""
 
-import os
-import signal
-
 import numpy as np
 import pandas
 import pyarrow
 import pytest
 
-from headrace._core.store.listing import Catalog, ListingFile
+import headrace as hr
 from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
@@ -114,57 +111,15 @@ def test_table_that_makes_no_sense_is_refused_before_any_request(table, columns,
 
 @pytest.mark.counts
 def test_listing_is_kept_in_a_file(server, store, tmp_path):
-    path = tmp_path / "listing.parquet"
-    first = ObjectDataset(store, listing_file=path)
+    def opened(suffix=None):
+        return hr.open_cached(tmp_path / "opened", lambda: ObjectDataset(store, suffix=suffix))
+
+    first = opened()
     server.put("train/later.jpg", b"later")
-    second, third = ObjectDataset(store, listing_file=path), ObjectDataset(store, listing_file=str(path))
+    second = opened()
     assert server.requests()["LIST"] == 1
-    for dataset in (second, third):
-        assert [dataset.extent(index) for index in range(5)] == [first.extent(index) for index in range(5)]
-        assert len(dataset) == 5
-    assert os.listdir(tmp_path) == ["listing.parquet"]
-
-
-def test_listing_file_of_another_listing_is_refused(server, store, tmp_path):
-    path = tmp_path / "listing.parquet"
-    ObjectDataset(store, suffix=".jpg", listing_file=path)
-    assert len(ObjectDataset(store, suffix=(".jpg",), listing_file=path)) == 2
-    with pytest.raises(ValueError, match="delete it to list again"):
-        ObjectDataset(store, listing_file=path)
-    with pytest.raises(ValueError, match="delete it to list again"):
-        ObjectDataset(Store(server.url + "/trainer", options=server.store_options), suffix=".jpg", listing_file=path)
+    assert [second.extent(index) for index in range(5)] == [first.extent(index) for index in range(5)]
+    assert len(second) == 5
+    assert len(opened((".jpg",))) == 3, "another suffix is another listing"
     with pytest.raises(EmptyListingError):
-        ObjectDataset(store, suffix=".gif", listing_file=tmp_path / "empty.parquet")
-    assert os.listdir(tmp_path) == ["listing.parquet"], "an empty listing is not kept"
-
-
-def test_damaged_listing_file_is_an_error_and_never_another_listing(store, tmp_path):
-    path = tmp_path / "listing.parquet"
-    expected = ObjectDataset(store, listing_file=path).keys
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 29):
-        path.write_bytes(whole[:at])
-        with pytest.raises(ValueError, match="delete it"):
-            ObjectDataset(store, listing_file=path)
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << at % 8
-        path.write_bytes(damaged)
-        try:
-            assert ObjectDataset(store, listing_file=path).keys == expected, at
-        except ValueError as error:
-            assert str(path) in str(error)  # noqa: PT017 - a bit that means nothing changes nothing
-
-
-def test_listing_file_is_unchanged_after_its_writer_is_killed(store, tmp_path):
-    path = tmp_path / "listing.parquet"
-    listed = ObjectDataset(store, listing_file=path)
-    before = path.read_bytes()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # written, but not yet renamed
-            ListingFile(path, "s3://bucket/other", None).write(Catalog(listed._keys, listed._sizes, listed._etags))
-        finally:
-            os._exit(1)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-    assert path.read_bytes() == before
+        opened(".gif")

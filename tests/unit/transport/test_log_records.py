@@ -84,8 +84,8 @@ def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(caplog):
 
     run(fails)
     record = next(record for record in caplog.records if record.name == "tests.worker")
-    assert record.getMessage() == "sample <class 'object'>"
-    assert "ValueError: broken" in record.exc_text
+    assert record.getMessage().startswith("sample <class 'object'>\nTraceback")
+    assert "ValueError: broken" in record.getMessage()
     assert record.lock.startswith("<unlocked _thread.lock")
 
 
@@ -102,28 +102,6 @@ def test_many_records_arrive_complete_and_once(caplog):
     run(chatters)
     expected = sorted("x" * size for size in range(500) for _ in range(3 * 4))
     assert said(caplog) == expected
-
-
-def test_records_arrive_while_the_consumer_waits_for_a_batch():
-    read, write = os.pipe()
-    handler = logging.Handler()
-    handler.emit = lambda record: os.write(write, b"x") if record.name == "tests.worker" else None
-    path = f"/proc/{os.getpid()}/fd/{read}"
-
-    def waits_for_its_record_to_be_handled(sample):
-        if sample == 0:
-            logging.getLogger("tests.worker").warning("waiting")
-            with open(path, "rb") as answer:
-                answer.read(1)
-        return sample
-
-    logging.getLogger().addHandler(handler)
-    try:
-        assert run(waits_for_its_record_to_be_handled) == [[0, 1], [2, 3]]
-    finally:
-        logging.getLogger().removeHandler(handler)
-        os.close(read)
-        os.close(write)
 
 
 def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process():

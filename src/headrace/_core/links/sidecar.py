@@ -27,7 +27,7 @@ from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
-from headrace._core.transport.log_records import Record, send_no_more_by, send_records_by
+from headrace._core.transport.log_records import unsent_records
 from headrace._core.transport.pickling import Message, dump_message, noted_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
@@ -171,7 +171,6 @@ class _SessionServer:
         self._session: Session | None = None
         self._plans: dict[int, BatchPlan] = {}  # as the consumer knows them, of the batches that were not sent
         self._ended = False
-        self._loop = asyncio.get_running_loop()
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
 
     def _on_object(self, obj: object) -> None:
@@ -179,7 +178,6 @@ class _SessionServer:
             if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
             if isinstance(obj, StartSession):
-                send_records_by(self._send_record)
                 self._session = self._sidecar.begin(self, obj)
             elif self._session is not None:  # otherwise it could not start
                 if isinstance(obj, list):
@@ -190,12 +188,7 @@ class _SessionServer:
                 self._session.cancel()
             self.send(SessionEnd(error))
 
-    def _send_record(self, record: Record) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.channel.send, dump_message(record, plain=True))
-
     def _on_close(self) -> None:
-        send_no_more_by(self._send_record)
         if self._session is not None:
             self._session.cancel()
         self._sidecar.servers.discard(self)
@@ -204,6 +197,8 @@ class _SessionServer:
         """Send a message; nothing follows the first end."""
         if self._ended:
             return
+        for record in unsent_records():
+            self.channel.send(dump_message(record, plain=True))
         if isinstance(message, HostBatch):
             packed = dump_batch(message, self._plans.pop(message.plan.number))
         elif isinstance(message, SessionEnd):

@@ -20,7 +20,7 @@ import torch
 
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
-from headrace._core.transport.log_records import forward_records, send_records_by
+from headrace._core.transport.log_records import forward_records
 from headrace._core.transport.pickling import SentModule, format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -125,7 +125,6 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         return
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
-        send_records_by(channel.send_between)
         worker = Worker(channel, message.worker, message.workers)
         worker.begin(message.prepare, message.task.number, message.task.loads)
         del message  # its shared memory is kept alive only by the objects loaded from it

@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,32 +41,26 @@ _STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process
 Records = np.ndarray[Any, np.dtype[np.void]]
 
 GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
-RECENT = 1 << 16  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
-KEPT_OPEN = 256  # segments; the files of more are opened for each read
 PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
 SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
-_MOST_VECTORS = 1024  # Linux's IOV_MAX
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
-_UNKNOWN, _VALID, _DEAD = range(3)
-"""Whether an entry's checksum was verified in this process, or was wrong."""
+_VALID, _DEAD, _GONE = range(1, 4)
+"""States of an entry: its checksum was verified in this process, or was wrong; it could not be read. 0 is unknown."""
 
 
 class _Segment:
-    """A segment, whose files the last reader closes, also if they are unlinked before."""
+    """A segment, whose files are opened for each read: 1 µs, and an evicted segment takes no room."""
 
-    def __init__(self, path: str, descriptor: int | None) -> None:
+    def __init__(self, path: str) -> None:
         self.stem = os.path.basename(path)  # the name of its files
-        self._path = path
+        self.path = path
         self._consumed = 0  # bytes of the index that were read
-        self._descriptor = descriptor  # of the data; None to open it for each read
-        if descriptor is not None:
-            weakref.finalize(self, os.close, descriptor)
 
     def new_records(self, number: int) -> Records:
         """The records that were appended since the last call; a torn one at the end is left for the next."""
-        with _opened(f"{self._path}.index") as descriptor:
+        with _opened(f"{self.path}.index") as descriptor:
             data = _read(descriptor, self._consumed, os.fstat(descriptor).st_size - self._consumed)
         if not self._consumed and data[: len(HEADER)] == HEADER:
             data, self._consumed = data[len(HEADER) :], len(HEADER)
@@ -77,9 +71,7 @@ class _Segment:
         return records
 
     def read(self, start: int, length: int) -> bytes:
-        if self._descriptor is not None:
-            return _read(self._descriptor, start, length)
-        with _opened(f"{self._path}.data") as descriptor:
+        with _opened(f"{self.path}.data") as descriptor:
             return _read(descriptor, start, length)
 
 
@@ -146,8 +138,7 @@ class DiskCache:
         self._segments: list[_Segment | None] = []
         self._numbers: dict[str, int] = {}
         self._table = _Table(np.empty(0, RECORD), bytearray())
-        self._recent: dict[bytes, _Entry] = {}  # written by this process, and not in the table yet
-        self._own: _OwnSegment | None = None
+        self._own: _Writer | None = None
         self._next_refresh = 0.0
         self._writable = True
         self._warned = False
@@ -212,10 +203,6 @@ class DiskCache:
                     warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
-        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
-        recent = self._recent.get(name)
-        if recent is not None:
-            return recent if recent.states[0] != _DEAD else None
         if not name:
             return None
         low, high = _HALVES.unpack(name)
@@ -224,7 +211,7 @@ class DiskCache:
         while slot >= 0 and table.lows[slot] == low:
             _, other, start, length, crc, number = table.records[slot].item()
             segment = self._segments[number]
-            if other == high and segment is not None and table.states[slot] != _DEAD:
+            if other == high and segment is not None and table.states[slot] < _DEAD:
                 return _Entry(name, segment, start, length, crc, table.states, slot)
             slot -= 1
         return None
@@ -241,32 +228,27 @@ class DiskCache:
             # A share of the time, however large the cache and often the misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _read_indices(self, *, own: bool = False) -> None:
-        """Sort the new records of segments into the table, those of this process's too if `own`."""
+    def _read_indices(self) -> None:
+        """Sort the new records of segments into the table."""
         stems = sorted(self._files())  # the oldest first
-        gone = self._numbers.keys() - stems
-        for stem in gone:  # evicted, which the last reader closes
+        for stem in self._numbers.keys() - stems:  # evicted
             self._segments[self._numbers.pop(stem)] = None
         found = []
         for stem in stems:
             with suppress(OSError):  # evicted meanwhile, or no descriptor is left
                 if stem not in self._numbers:
-                    path, kept = os.path.join(self._folder, stem), len(self._numbers) < KEPT_OPEN
-                    self._add(_Segment(path, os.open(f"{path}.data", os.O_RDONLY | _FLAGS) if kept else None))
+                    self._add(_Segment(os.path.join(self._folder, stem)))
                 number = self._numbers[stem]
                 segment = self._segments[number]
-                if segment is not None and (own or not isinstance(segment, _OwnSegment)):
+                if segment is not None:
                     found.append(segment.new_records(number))
         new = np.concatenate([np.empty(0, RECORD), *found])
         if len(new):
             records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
             alive = np.array([segment is not None for segment in self._segments], dtype=bool)
-            old = alive[records["segment"]] & (states != _DEAD)
+            old = alive[records["segment"]] & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
-        if own or gone:
-            kept_recent = {} if own else self._recent
-            self._recent = {name: each for name, each in kept_recent.items() if each.segment.stem in self._numbers}
 
     def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
@@ -288,20 +270,15 @@ class DiskCache:
             full = own is not None and self._limit is not None and own.end + nbytes > self._limit // PER_CACHE
             if own is None or full or own.is_unlinked():
                 self._make_room(nbytes)
-                if own is not None:
-                    own.stop_writing()
                 secure_folder(self._folder)
-                own = self._own = _OwnSegment(self._folder)
-                self._add(own)
+                own = self._own = _Writer(self._folder)
+                self._add(own.segment)
             try:
-                entries = own.append(new)
+                own.append(new)
             except BaseException:  # a new segment is begun the next time: this one's index may be torn
                 self._own = None
                 own.abandon()
                 raise
-            self._recent.update(zip(new, entries, strict=True))
-            if len(self._recent) > RECENT:
-                self._read_indices(own=True)
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the oldest segments so that `nbytes` fit, and a segment."""
@@ -335,6 +312,7 @@ def _read_entry(entry: _Entry) -> memoryview | None:
     try:
         data = segment.read(start, length)
     except OSError:  # evicted, or an I/O error of the disk: fetch from the store instead
+        states[slot] = _GONE
         return None
     if len(data) != length or (states[slot] != _VALID and _checksum(name, start, data) != crc):
         states[slot] = _DEAD
@@ -347,22 +325,23 @@ def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
     return zlib.crc32(data, zlib.crc32(_PLACE.pack(name, start, len(data))))
 
 
-class _OwnSegment(_Segment):
-    """The segment that this process appends to.
+class _Writer:
+    """The files of the segment that this process appends to, open until this is collected.
 
     Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
     """
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
+        self.segment = _Segment(path)
         self.end = 0  # bytes of the data
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{path}.data", flags, 0o600)
-        super().__init__(path, self._data)
+        weakref.finalize(self, os.close, self._data)
         try:
             self._index = os.open(f"{path}.index", flags, 0o600)
-            self.stop_writing = weakref.finalize(self, os.close, self._index)
-            _write_all(self._index, [memoryview(HEADER)])
+            weakref.finalize(self, os.close, self._index)
+            _write_all(self._index, [HEADER])
         except BaseException:  # Ctrl-C too: no empty segment is left behind
             self.abandon()
             raise
@@ -371,33 +350,27 @@ class _OwnSegment(_Segment):
         """Whether it was evicted, or the folder deleted."""
         return os.fstat(self._data).st_nlink == 0
 
-    def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
-        start, entries = self.end, []
+    def append(self, new: Mapping[bytes, memoryview]) -> None:
+        end, records = self.end, b""
         for name, view in new.items():
-            entries.append(_Entry(name, self, start, len(view), _checksum(name, start, view), bytearray(1), 0))
-            start += len(view)
-        records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
-        _write_all(self._data, list(new.values()))
-        _write_all(self._index, [memoryview(records)])
-        self.end = start
-        return entries
+            records += _RECORD.pack(name, end, len(view), _checksum(name, end, view), 0)
+            end += len(view)
+        _write_all(self._data, new.values())
+        _write_all(self._index, [records])
+        self.end = end
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""
         with suppress(OSError):  # the error that led here is raised; half an entry is ignored by readers
             os.ftruncate(self._data, self.end)
             if not self.end:
-                os.unlink(f"{self._path}.data")
-                os.unlink(f"{self._path}.index")
+                os.unlink(f"{self.segment.path}.data")
+                os.unlink(f"{self.segment.path}.index")
 
 
-def _write_all(descriptor: int, views: list[memoryview]) -> None:
-    while views:
-        written = os.writev(descriptor, views[:_MOST_VECTORS])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+def _write_all(descriptor: int, views: Iterable[bytes | memoryview]) -> None:
+    with open(descriptor, "wb", closefd=False) as file:
+        file.writelines(views)
 
 
 def secure_folder(folder: str) -> None:

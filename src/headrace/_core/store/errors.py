@@ -62,7 +62,6 @@ HUB_REMEDY = (
     "its account has accepted the terms, on the page of the repository"
 )
 IN_BUCKET = "Check bucket and key, and endpoint, region and credentials in the store's options or the environment"
-_NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)<")
 _CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
@@ -93,11 +92,9 @@ class Cause(enum.Enum):
     RANGE_IGNORED = ("the store does not do ranges",)
     CHANGED = "overwritten since its listing, or while it was read", False, ObjectChangedError, "Make the dataset again"
     NOT_FOUND = "not found, or a directory", False, ObjectNotFoundError
-    NO_BUCKET = "there is no such bucket", False, ObjectNotFoundError
     NO_KEY = "this cannot be the key of an object", False, StoreError, "Rename it"
     EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
     REFUSED = "refused", False, StoreError, _CREDENTIALS
-    WRONG_REGION = "the bucket is in another region", False, StoreError, "Set the option region, or AWS_REGION"
     REDIRECTED = (
         "the server redirects",
         False,
@@ -170,8 +167,6 @@ def classify_error(error: BaseException) -> RequestFailure:
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
     status = None if found is None else int(found[1])
-    if _NO_BUCKET.search(text):
-        return RequestFailure(Cause.NO_BUCKET, status)
     for kinds, cause in _CLASSES:
         if isinstance(error, kinds):
             expired = cause is Cause.REFUSED and _EXPIRED.search(text)
@@ -183,8 +178,6 @@ def classify_error(error: BaseException) -> RequestFailure:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
         return RequestFailure(Cause.WRONG_RANGE)
-    if "incorrectly configured region" in text:
-        return RequestFailure(Cause.WRONG_REGION)
     if _TRANSPORT.search(text) is not None or isinstance(error, ConnectionError):
         failed = _transport_cause(text, dump)
         return RequestFailure(failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump))

@@ -1,19 +1,16 @@
-"""Lists of objects as columns: complete listings of a store, and the file that keeps one."""
+"""Lists of objects as columns: complete listings of a store."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import json
 import operator
-import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise, takewhile
-from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,7 +19,6 @@ from headrace._core.store.answers import answered
 from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
-from headrace._core.store.redaction import redact_url
 from headrace._core.store.store import PAGE, Store
 from headrace.errors import EmptyListingError, StoreError
 
@@ -33,7 +29,6 @@ T = TypeVar("T")
 
 AT_ONCE = 16  # parts of a listing
 PART = 2 * PAGE  # objects, at least, as expected
-_METADATA_KEY = b"headrace.listing"
 
 UNKNOWN = -1
 """The size of an object of unknown size."""
@@ -72,6 +67,10 @@ class StringArray(Sequence[str]):
         offsets = accumulate(map(len, encoded), initial=self._offsets.pop())
         self._offsets.extend(offsets)
         self._text += b"".join(encoded)
+
+    def buffers(self) -> tuple[memoryview, memoryview]:
+        """The UTF-8, and the offsets."""
+        return memoryview(self._text), memoryview(self._offsets).cast("B")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if protocol < 5:
@@ -125,6 +124,16 @@ class Catalog:
     sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
     etags: StringArray | None = None  # entity tags, an empty string for none; None if no object has one
     checksums: StringArray | None = None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
+
+    def buffers(self) -> list[memoryview]:
+        """The columns of a listing as bytes."""
+        etags = self.etags or StringArray([""] * len(self.keys))
+        return [*self.keys.buffers(), memoryview(self.sizes or array("q")).cast("B"), *etags.buffers()]
+
+    @classmethod
+    def from_buffers(cls, buffers: Sequence[memoryview]) -> Catalog:
+        keys, offsets, sizes, etags, ends = map(bytes, buffers)
+        return cls(_from_buffers(keys, offsets), array("q", sizes), _from_buffers(etags, ends))
 
 
 def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
@@ -273,6 +282,10 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
 
 async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Catalog:
     """All objects of a store whose keys end in `suffix`, sorted, without markers of folders; raises `StoreError`."""
+    return Catalog.from_buffers(await answered(store.url, _list_objects, store, suffix))
+
+
+async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
     count = 0
 
     def take(page: Sequence[ObjectMeta]) -> Catalog:
@@ -282,7 +295,7 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
 
     catalog = join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
-        return catalog
+        return catalog.buffers()
     if suffix is None or not count:
         message = "the listing is empty; a URL names a whole directory, not a file or the beginning of a name"
     else:
@@ -391,51 +404,6 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     ahead = borders[passed:]
     count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))  # by the objects between borders so far
     return [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
-
-
-class ListingFile:
-    """A Parquet file that keeps the listing of a store; its methods block."""
-
-    def __init__(self, path: str | os.PathLike[str], url: str, suffix: str | tuple[str, ...] | None) -> None:
-        if "://" in os.fspath(path):
-            raise ValueError("listing_file= must be a local path, on a disk that all hosts share or on each host")
-        self._path = Path(path).absolute()
-        suffixes = [suffix] if isinstance(suffix, str) else suffix
-        self._origin = json.dumps({"url": redact_url(url).rstrip("/"), "suffix": suffixes})
-
-    def read(self) -> Catalog | None:
-        """The listing; None if there is no such file, `ValueError` if it is of another listing or damaged."""
-        parquet = require_pyarrow("keeping a listing")
-        try:
-            table = parquet.read_table(self._path, page_checksum_verification=True)
-            found = (table.schema.metadata or {}).get(_METADATA_KEY, b"").decode()
-            columns = [table[name].to_pylist() for name in ("key", "size", "etag")]
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, OSError) as error:  # pyarrow's errors are among these
-            raise ValueError(f"{self._path} is not a listing, or damaged; delete it to list again: {error}") from None
-        if found != self._origin:
-            raise ValueError(f"{self._path} is of the listing {found}, not of {self._origin}; delete it to list again")
-        return Catalog(StringArray(columns[0]), array("q", columns[1]), StringArray(columns[2]))
-
-    def write(self, catalog: Catalog) -> None:
-        """Replace the file at once; raises `OSError` if it cannot be written."""
-        parquet = require_pyarrow("keeping a listing")
-        import pyarrow
-
-        assert catalog.sizes is not None
-        etags = catalog.etags or [""] * len(catalog.keys)
-        columns = {"key": list(catalog.keys), "size": list(catalog.sizes), "etag": list(etags)}
-        table = pyarrow.table(columns).replace_schema_metadata({_METADATA_KEY: self._origin.encode()})
-        # In the same directory: a rename works within one file system only.
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        try:
-            parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
-            os.replace(temporary, self._path)
-        except BaseException:  # an interruption too leaves no part of a file
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-            raise
 
 
 def require_pyarrow(what: str) -> Any:

@@ -285,7 +285,7 @@ class Store:
             remedy = f"This server cannot list; {NO_LISTING}"
         elif cause is Cause.REFUSED and self.traits.commit:
             remedy = HUB_REMEDY
-        elif cause in (Cause.NOT_FOUND, Cause.NO_BUCKET) and self.traits.bucket:
+        elif cause is Cause.NOT_FOUND and self.traits.bucket:
             remedy = IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
         message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))

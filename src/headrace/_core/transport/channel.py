@@ -19,7 +19,6 @@ import asyncio
 import os
 import socket
 import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from headrace._core.eventloop.waiting import wait_writable
-from headrace._core.transport.log_records import Record
+from headrace._core.transport.log_records import Record, unsent_records
 from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, aligned
 
@@ -225,39 +224,16 @@ class _Channel:
 class BlockingChannel(_Channel):
     """The worker's end: `send` and `receive` block."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._sending = threading.Lock()
-        self._between: deque[object] = deque()  # small messages of any thread
-
     def send(self, obj: object, *, plain: bool = False) -> None:
         """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
         self.send_message(dump_message(obj, plain=plain))
 
     def send_message(self, message: Message) -> None:
-        with self._sending:
-            self._send_whole(message)
+        """Send a message, behind the log records of this process."""
+        for record in unsent_records():
+            self._send_whole(dump_message(record, plain=True))
+        self._send_whole(message)
         self.arena.abandon()
-        if self._between:
-            self._send_those_between()
-
-    def send_between(self, obj: object) -> None:
-        """Send an object of plain values ahead of the next message, or after the one that is being sent.
-
-        From any thread, also from a finalizer that interrupts `send`.
-        """
-        self._between.append(obj)
-        self._send_those_between()
-
-    def _send_those_between(self) -> None:
-        while self._between and self._sending.acquire(blocking=False):
-            try:
-                while self._between:
-                    self._send_whole(dump_message(self._between.popleft(), plain=True))
-            except OSError:  # the other end has ended
-                self._between.clear()
-            finally:
-                self._sending.release()
 
     def _send_whole(self, message: Message) -> None:
         try:

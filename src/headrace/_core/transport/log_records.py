@@ -1,22 +1,22 @@
 """Log records of workers and of the loader's process, for the handlers of the training process.
 
-A record is a message of its own on the channel to the process that requested this one, which passes it on, or handles
-it if it is the training process. So it arrives before the batch that is made after it; the last records of a process
-that is killed are lost.
+A record is a message of its own, sent before the next message to the process that requested this one. That process
+passes the record on, or handles it if it is the training process. So a record arrives before the batch that is made
+after it; the last records of a process that is killed are lost.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
+from logging.handlers import QueueHandler
 from typing import NamedTuple
 
-_MOST_UNSENT = 1000  # records that are kept while no channel is open
+_MOST_UNSENT = 100_000  # records, of which the oldest are lost
 
 
 class Record(NamedTuple):
@@ -24,7 +24,7 @@ class Record(NamedTuple):
 
     def handle(self) -> None:
         if _forwards:
-            _send(self)
+            _unsent.append(self)
             return
         try:
             record: logging.LogRecord = pickle.loads(self.pickled)
@@ -35,27 +35,14 @@ class Record(NamedTuple):
 
 
 _forwards = False  # whether this process's records go to another one
-_outlets: list[Callable[[Record], object]] = []  # of which the last is used
 _unsent: deque[Record] = deque(maxlen=_MOST_UNSENT)
 
 
-def send_records_by(outlet: Callable[[Record], object]) -> None:
-    """Send records by `outlet` from now on; called on any thread."""
-    _outlets.append(outlet)
-    _send()
-
-
-def send_no_more_by(outlet: Callable[[Record], object]) -> None:
-    """Send records by the outlet before this one again, or keep them for the next."""
-    with suppress(ValueError):  # it was never used
-        _outlets.remove(outlet)
-
-
-def _send(*records: Record) -> None:
-    _unsent.extend(records)
-    with suppress(IndexError):  # another thread was faster
-        while _outlets and _unsent:
-            _outlets[-1](_unsent.popleft())
+def unsent_records() -> Iterator[Record]:
+    """Take the records of this process, to send them."""
+    with suppress(IndexError):
+        while True:
+            yield _unsent.popleft()
 
 
 def forward_records(worker: int | None) -> None:
@@ -72,26 +59,21 @@ def forward_records(worker: int | None) -> None:
             logger.filters.clear()
             logger.propagate = True
     root.addHandler(_Forwarding(worker))
-    os.register_at_fork(after_in_child=_outlets.clear)  # a fork of the user's would write into this process's channel
 
 
-class _Forwarding(logging.Handler):
+class _Forwarding(QueueHandler):
+    """Sends records, each with its message composed and its traceback formatted, since both may hold any object."""
+
     def __init__(self, worker: int | None) -> None:
-        super().__init__()
+        super().__init__(None)  # type: ignore[arg-type]  # no queue
         self._worker = worker
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:  # the message is composed and the traceback formatted here, since they may hold any object
-            attributes = {**record.__dict__, "msg": record.getMessage(), "args": None, "worker": self._worker}
-            if record.exc_info and not record.exc_text:
-                attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)
-            attributes["exc_info"] = None
-            try:
-                pickled = pickle.dumps(logging.makeLogRecord(attributes))
-            except Exception:  # values of `extra=`
-                for name, value in attributes.items():
-                    attributes[name] = value if isinstance(value, str | int | float | None) else repr(value)
-                pickled = pickle.dumps(logging.makeLogRecord(attributes))
-            _send(Record(pickled))
-        except Exception:  # as in logging's own handlers: a record must not end user code
-            self.handleError(record)
+    def enqueue(self, record: logging.LogRecord) -> None:
+        record.worker = self._worker
+        try:
+            pickled = pickle.dumps(record)
+        except Exception:  # values of `extra=`
+            for name, value in vars(record).items():
+                setattr(record, name, value if isinstance(value, str | int | float | None) else repr(value))
+            pickled = pickle.dumps(record)
+        _unsent.append(Record(pickled))

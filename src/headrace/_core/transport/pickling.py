@@ -13,13 +13,12 @@ import copyreg
 import enum
 import io
 import math
-import operator
 import pickle
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -31,7 +30,7 @@ from headrace._core.batches import is_table
 from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import add_note, error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
-from headrace._core.transport.slabs import SMALL, SMALL_PART, aligned
+from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import NUMPY_DTYPES, tensor_of
 from headrace.errors import RemoteError
 
@@ -193,7 +192,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]  # those that were met
-    small: SmallTensors | None  # takes the small tensors; None to send each by itself
     defines = False  # whether what is sent of the main module can be looked up there where it is received
 
     @property
@@ -203,7 +201,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
-            return (self.small and self.small.add(obj)) or _reduce_tensor(obj)
+            return _reduce_tensor(obj)
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
@@ -240,22 +238,23 @@ def dump_parts(
     obj: object,
     buffer_callback: Callable[[pickle.PickleBuffer], object],
     descriptors: list[Descriptor],
-    small: SmallTensors | None = None,
-    pickler: type[Pickler] = Pickler,
+    pickler: type[pickle.Pickler] = Pickler,
 ) -> bytes:
     """The pickle of `obj`; its buffers are given to `buffer_callback`, its descriptors appended to `descriptors`."""
     stream = io.BytesIO()
-    pickling = pickler(stream, protocol=5, buffer_callback=buffer_callback)
+    pickling: Any = pickler(stream, protocol=5, buffer_callback=buffer_callback)
     pickling.descriptors = descriptors
-    pickling.small = small
     pickling.dump(obj)
     return stream.getvalue()
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:
-    odd = tensor.is_quantized or tensor.is_nested
-    if odd or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or not tensor.is_cpu:
         return NotImplemented  # torch's own pickling is used
+    simple = tensor.dtype in NUMPY_DTYPES and not (tensor.requires_grad or tensor.is_neg())
+    if simple and tensor.is_contiguous() and tensor.nbytes:
+        values: Any = tensor.numpy()
+        return _restore_tensor, (pickle.PickleBuffer(values), tensor.dtype, values.shape)
     if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once
@@ -279,7 +278,11 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
 
 
 def _restore_tensor(
-    buffer: object, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, strides: tuple[int, ...] | None
+    buffer: object,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    requires_grad: bool = False,
+    strides: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     if 0 in shape:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
@@ -320,104 +323,14 @@ def _restore_table(data: Any) -> Any:
 
 
 class _SimplePickler(pickle.Pickler):
-    """Pickles few dense tensors, and values of Python, in a quarter of the time; TypeError for anything else."""
-
-    few = 8  # more tensors are packed together, if they are small
+    """Pickles tensors, and values of Python, in a quarter of the time; TypeError for anything else."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is _restore_simple:
+        if type(obj) is torch.Tensor:
+            return _reduce_tensor(obj)
+        if type(obj) is torch.dtype or obj is _restore_tensor:
             return NotImplemented
-        if type(obj) is not torch.Tensor or not self.few or obj.is_nested or not obj.is_contiguous():
-            raise TypeError
-        self.few -= 1
-        array: Any = obj.numpy()  # raises for a gradient, a tensor of another device, …
-        buffer = bytearray(array.data) if array.nbytes <= 4096 else pickle.PickleBuffer(array)
-        return _restore_simple, (buffer, array.dtype.str, array.shape)
-
-
-def _restore_simple(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(np.ndarray(shape, dtype, buffer))
-
-
-class SmallTensors:
-    """The small tensors that a pickler meets, in one buffer: those of a dtype and shape one after the other.
-
-    Each in a buffer of its own would take twice as long.
-    """
-
-    def __init__(self) -> None:
-        # Stands for the buffer, which is made last. Writable: for another, an unpickler makes a read-only view.
-        self.mark = pickle.PickleBuffer(bytearray())
-        self._groups: dict[tuple[torch.dtype, torch.Size], _Group | None] = {}
-
-    def add(self, tensor: torch.Tensor) -> tuple[object, ...] | None:
-        """The tensor as pickled: the next one of its group; None if it is sent by itself."""
-        if (
-            tensor.is_nested
-            or tensor.layout is not torch.strided
-            or not tensor.is_cpu
-            or tensor.requires_grad
-            or not tensor.is_contiguous()
-        ):
-            return None
-        key = tensor.dtype, tensor.shape
-        try:
-            group = self._groups[key]
-        except KeyError:
-            fits = tensor.dtype in NUMPY_DTYPES and 0 < tensor.nbytes <= SMALL
-            group = self._groups[key] = _Group(self, len(self._groups)) if fits else None
-        if group is None:
-            return None
-        group.tensors.append(tensor)
-        return next, (group,)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """In a pickle, the iterators of all groups."""
-        return _unstacked, (self.mark,)
-
-    def stacked(self) -> memoryview:
-        places: dict[int, tuple[str, tuple[int, ...], int]] = {}
-        end = 0
-        groups = [(NUMPY_DTYPES[dtype], shape, group) for (dtype, shape), group in self._groups.items() if group]
-        for dtype, shape, group in groups:
-            places[group.number] = dtype.str, (len(group.tensors), *shape), end
-            end = aligned(end + len(group.tensors) * group.tensors[0].nbytes)
-        table = pickle.dumps(places, protocol=5)
-        buffer = bytearray(end + len(table) + _SIZE)
-        for dtype, _, group in groups:
-            _, rows, offset = places[group.number]
-            torch.stack(group.tensors, out=torch.from_numpy(np.ndarray(rows, dtype, buffer, offset)))
-        buffer[end:] = table + len(table).to_bytes(_SIZE, "little")
-        return memoryview(buffer)
-
-
-_KEPT = 64 * 1024  # bytes of a buffer of small tensors that each of them may keep; copying 100 takes 0.1 ms
-_SIZE = 4  # bytes that hold the size of the table of groups
-
-
-class _Group:
-    """The tensors of one dtype and shape; in a pickle, an iterator over them."""
-
-    def __init__(self, table: SmallTensors, number: int) -> None:
-        self._table = table
-        self.number = number
-        self.tensors: list[torch.Tensor] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return operator.getitem, (self._table, self.number)
-
-
-def _unstacked(buffer: memoryview) -> dict[int, Iterator[torch.Tensor]]:
-    size = int.from_bytes(buffer[-_SIZE:], "little")
-    groups: dict[int, Iterator[torch.Tensor]] = {}
-    for number, (dtype, shape, offset) in pickle.loads(buffer[-_SIZE - size : -_SIZE]).items():
-        rows: Any = np.ndarray(shape, dtype, buffer, offset)
-        if rows[:1].nbytes < SMALL_PART * len(buffer) and len(buffer) > _KEPT:
-            groups[number] = map(torch.clone, torch.from_numpy(rows))
-            continue
-        tensor_of: Callable[[Any], torch.Tensor] = torch.from_numpy
-        groups[number] = map(tensor_of, rows if rows.ndim > 1 else [rows[row, ...] for row in range(len(rows))])
-    return groups
+        raise TypeError
 
 
 class PickledPayload:
@@ -425,24 +338,26 @@ class PickledPayload:
 
     __slots__ = ("buffers", "pickled")
 
-    def __init__(self, pickled: bytes, *buffers: bytes | memoryview) -> None:
+    def __init__(self, pickled: bytes | memoryview, *buffers: bytes | memoryview) -> None:
         self.pickled = pickled
         self.buffers = tuple(memoryview(buffer) for buffer in buffers)
 
     @classmethod
     def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
         """Pickle `obj`, its large buffers copied if `copied`, else referred to; errors of pickling are raised."""
-        found: list[pickle.PickleBuffer] = []
-        small, stream = SmallTensors(), io.BytesIO()
+        buffers: list[memoryview] = []
+
+        def keep_large(buffer: pickle.PickleBuffer) -> bool:
+            view = buffer.raw()
+            if view.nbytes > SMALL:
+                buffers.append(view)
+            return view.nbytes <= SMALL
+
         try:
-            if isinstance(obj, list | tuple | dict) and len(obj) > _SimplePickler.few:
-                raise TypeError
-            _SimplePickler(stream, protocol=5, buffer_callback=found.append).dump(obj)
-            pickled = stream.getvalue()
-        except (RuntimeError, TypeError):
-            found.clear()
-            pickled = dump_parts(obj, found.append, [], small)
-        buffers = [small.stacked() if buffer is small.mark else buffer.raw() for buffer in found]
+            pickled = dump_parts(obj, keep_large, [], _SimplePickler)
+        except TypeError:
+            buffers.clear()
+            pickled = dump_parts(obj, keep_large, [])
         if copied:
             buffers = [copy_of(buffer) for buffer in buffers]
         return cls(pickled, *buffers)
@@ -458,4 +373,5 @@ class PickledPayload:
         return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PickledPayload, (self.pickled, *map(out_of_band, self.buffers))
+        pickled = self.pickled if len(self.pickled) <= SMALL else out_of_band(memoryview(self.pickled))
+        return PickledPayload, (pickled, *map(out_of_band, self.buffers))

@@ -35,9 +35,9 @@ SLABS = 32
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-# Up to this, a tensor is packed together with other small ones, which copies its bytes twice: some 4 µs for as many,
-# where a buffer of its own takes 8 µs on the way from a worker to the consumer (benchmarks/many_tensors.py).
-SMALL = 16 * 1024
+# Up to this, the buffer of a tensor of a batch stays in the pickle, where its bytes are copied a few times. A buffer of
+# its own takes 8 µs on the way from a worker to the consumer (benchmarks/many_tensors.py).
+SMALL = 4 * 1024
 # A view keeps the memory of its whole region. One of less than this part of its region is copied, so that a program
 # that keeps the view does not keep the region.
 SMALL_PART = 1 / 8
@@ -342,7 +342,7 @@ class Arena:
         self._slab = self._allocator.allocate(self._expected)
 
     def empty(self, size: int) -> memoryview | None:
-        """Uninitialised memory in the slab; None if it does not fit, or is so small that it will be packed."""
+        """Uninitialised memory in the slab; None if it does not fit, or is so small that it stays in the pickle."""
         start, end = self.used, self.used + size
         if size <= SMALL or self._slab is None or end > self._slab.size:
             return None

@@ -26,6 +26,13 @@ def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
     assert isinstance(caught.value, hr.errors.DatasetTypeError)
 
 
+@pytest.mark.parametrize("samples", [[None, None], [1, None], [{"x": 1}, {"x": None}]])
+def test_error_of_a_batch_with_none_says_what_to_do(samples):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        list(hr.DataLoader(samples, batch_size=2))
+    assert "leave out samples that are None" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"])
 def test_what_headrace_adds_is_keyword_only(option):
     with pytest.raises(TypeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -127,7 +128,8 @@ class Failure:
         noted = vars(self.error).get("__notes__")
         if isinstance(noted, list) and note in noted:
             return self.error
-        notes = [note]
+        found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
+        notes = [note, *(f"headrace: {remedy}" for remedy in found)]
         if self.traceback is not None and as_torch and self.worker is not None:
             name = self.type_name.rpartition(".")[2]
             words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
@@ -142,6 +144,17 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.type_name}: {self.message} ({self.where})"
+
+
+_PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"
+# By words of errors of asyncio, aiohttp and torch.
+_REMEDIES = (
+    (Stage.FETCH, "'await' expression|be awaited", "write `async def aget`, and await only what is async"),
+    (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
+    (Stage.COLLATE, "equal size", "pad by torch's pad_sequence in collate_fn=; crop or resize before"),
+    (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),
+    (Stage.COLLATE, "contain(?!.*NoneType)", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
+)
 
 
 def _set_message(error: BaseException, words: str) -> bool:

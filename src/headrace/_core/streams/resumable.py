@@ -346,9 +346,13 @@ class StreamOperation(ResumableIterator[T]):
     def _restored(self) -> None:
         """Derive other attributes from the restored fields, before streams are restored."""
 
+    def _options(self) -> State:
+        """What must be the same where a state is loaded."""
+        return {name: getattr(self, f"_{name}") for name in self.options}
+
     def state_dict(self) -> State:
-        state: State = {"operation": self.operation}
-        for name in (*self.options, *self.fields):
+        state: State = {"operation": self.operation, **self._options()}
+        for name in self.fields:
             value = getattr(self, f"_{name}")
             if isinstance(value, Order):
                 value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
@@ -360,8 +364,8 @@ class StreamOperation(ResumableIterator[T]):
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation)
-        for name in self.options:
-            expect_same(state, name, getattr(self, f"_{name}"))
+        for name, now in self._options().items():
+            expect_same(state, name, now)
         for name in self.fields:
             setattr(self, f"_{name}", _restored_value(state, name, getattr(self, f"_{name}")))
         self._restored()

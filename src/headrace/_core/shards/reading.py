@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
@@ -156,6 +156,39 @@ class Decoder(ABC):
         if type(samples[0]) is BadRecord:
             raise samples[0].error
         return samples[0]
+
+
+class RecordDecoder(Decoder):
+    """A decoder of records one after the other: a position is a byte, and the number of the record there from 1 on."""
+
+    record: ClassVar[str]  # what a record is called in errors
+
+    def __init__(self, shard: str) -> None:
+        self._shard = shard
+        self._parts: list[bytes] = []  # from `_offset` on
+        self._offset = 0  # of the next record
+        self._number: int | None = 1  # of the next record; None if unknown
+
+    def position(self) -> State | None:
+        return {"offset": self._offset, "number": self._number}
+
+    def restore(self, position: State) -> None:
+        self._parts = []  # of a sample that the decoder made before
+        self._offset = expect(position, "offset", int)
+        self._number = None if position.get("number") is None else expect(position, "number", int)
+
+    @property
+    def _name(self) -> str:
+        return self.record if self._number is None else f"{self.record} {self._number:,}"
+
+    def _passed(self, end: int) -> None:
+        """Go on behind a record that ends at a byte."""
+        self._offset = end
+        if self._number is not None:
+            self._number += 1
+
+    def _error(self, what: str) -> ShardError:
+        return ShardError(what, shard=self._shard, offset=self._offset)
 
 
 class Block(NamedTuple):

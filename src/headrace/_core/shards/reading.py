@@ -32,7 +32,7 @@ class BadRecord(NamedTuple):
 class ReadAhead:
     """How far shards are read ahead of their consumer.
 
-    Memory holds at most about ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``.
+    Memory holds at most about ``shards_in_parallel × (2 × requests_per_shard + 5) × chunk_bytes``.
     """
 
     shards_in_parallel: int
@@ -41,15 +41,11 @@ class ReadAhead:
 
 
 class ChunkReader:
-    """The bytes of one shard in order, prefetched by ranged requests.
+    """The bytes of one shard in order, prefetched by ranged requests."""
 
-    In standby, only one request is in flight until `activate` is called.
-    """
-
-    def __init__(self, shard: Shard, ahead: ReadAhead, *, standby: bool = False, start: int = 0) -> None:
+    def __init__(self, shard: Shard, ahead: ReadAhead, start: int) -> None:
         self._shard = shard
         self._ahead = ahead
-        self._max_requests = 1 if standby else ahead.requests_per_shard
         self.head = shard.head  # None before the first response, if the listing did not give it
         # A task returns its exception instead of raising it: one that is never awaited logs no complaint.
         self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
@@ -77,11 +73,6 @@ class ChunkReader:
         """Whether every byte has been requested."""
         return self._closed or (self.head is not None and self._next >= self.head.size)
 
-    def activate(self) -> None:
-        """Leave standby: use all requests."""
-        self._max_requests = self._ahead.requests_per_shard
-        self._fill()
-
     async def aclose(self) -> None:
         """Cancel requests in flight."""
         self._closed = True
@@ -89,7 +80,8 @@ class ChunkReader:
         self._tasks.clear()
 
     def _fill(self) -> None:
-        while len(self._tasks) < (1 if self.head is None else self._max_requests) and not self.fully_requested:
+        most = 1 if self.head is None else self._ahead.requests_per_shard
+        while len(self._tasks) < most and not self.fully_requested:
             start, self._next = self._next, self._next + self._ahead.chunk_bytes
             stop = self._next if self.head is None else min(self._next, self.head.size)
             self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
@@ -214,9 +206,7 @@ class ShardReader:
         has_successor: whether the shard after it was opened, or there is none.
     """
 
-    def __init__(
-        self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition, *, standby: bool = False
-    ) -> None:
+    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition) -> None:
         self.part, self.first = position.part, position.given
         self.samples: deque[Any] = deque()
         self.error: Exception | None = None
@@ -236,7 +226,7 @@ class ShardReader:
         self._codec.taken = start
         self._skip, self._drop = offset - start, position.drop
         self._pieces: Iterator[Buffer] = iter(())
-        self._chunks = ChunkReader(shard, ahead, standby=standby, start=start)
+        self._chunks = ChunkReader(shard, ahead, start)
         self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
 
     @property
@@ -253,7 +243,6 @@ class ShardReader:
         """Wait for the next block."""
         assert self._task is not None
         assert self._following is not None
-        self._chunks.activate()
         await asyncio.wait((self._task,))  # loses nothing when it is cancelled
         block = self._task.result()
         self._current, self._following = self._following, block.after

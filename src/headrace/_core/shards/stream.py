@@ -19,8 +19,8 @@ class ShardIterator(StreamOperation[Any]):
 
     The reader is a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in the order of the
     epoch, some at once. The error of a shard is raised at its turn, after the samples before it; the other shards
-    continue. A shard that ends is replaced by the next. When all of one has been requested, the next is opened in
-    standby, so that its first samples are there at its turn.
+    continue. A shard that ends is replaced by the next. When all of one has been requested, the next is opened, so
+    that its first samples are there at its turn.
 
     The position is that of each open shard, in the order of their turns, and the number of shards that were opened.
     The state of another epoch can be loaded: the iterator then continues in that epoch's order. Blocks differ after a
@@ -122,8 +122,7 @@ class ShardIterator(StreamOperation[Any]):
             return None
         stream = self._stream
         shard = position.version_of(stream._parts[position.part])
-        standby = len(self._open_ones) == stream._ahead.shards_in_parallel
-        return ShardReader(shard, stream.decoder(shard), stream._ahead, position, standby=standby)
+        return ShardReader(shard, stream.decoder(shard), stream._ahead, position)
 
     async def _fill(self, reader: ShardReader) -> None:
         """Wait for the next block of an open shard; opens shards ahead."""

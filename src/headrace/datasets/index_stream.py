@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
+from headrace._core.eventloop.per_loop import end_all
 from headrace._core.failure import as_exception
 from headrace._core.order.samplers import BlockSampler
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import PartPosition
-from headrace._core.shards.reading import BadRecord, Block, BlockReader, PartReader
-from headrace._core.shards.stream import PartStream
+from headrace._core.shards.positions import names_digest
+from headrace._core.shards.reading import BadRecord
 from headrace._core.store.ranges import map_all
-from headrace._core.streams.epochs import Order
-from headrace._core.streams.kinds import Blocks, T_co, capabilities
+from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
+from headrace._core.streams.iterable_style import AsyncIterableDataset
+from headrace._core.streams.kinds import T_co, capabilities
+from headrace._core.streams.resumable import StreamOperation
 
 __all__ = ["IndexStream"]
 
@@ -26,33 +29,37 @@ _SINGLY = 32  # samples fetched at once from a dataset that has no batches
 _AT_MOST = 1024  # samples of a block: they are made on the event loop, where other tasks wait
 
 
-class IndexStream(PartStream[T_co]):
+class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """The samples of a map-style dataset as a stream; made by `RangedShards.stream`.
 
-    The whole dataset is one part. Its order is that of a `BlockSampler`, which divides the samples among the readers.
+    The order is that of a `BlockSampler`, which divides the samples among the readers.
     """
 
-    parts_name = "samples"
-    ranks_differ = False
+    splits_by_rank = splits_over_workers = True
 
     def __init__(
         self, dataset: Any, shards: Sequence[Shard], ranks: RankChoice, shuffle: bool, seed: int | None
     ) -> None:
-        super().__init__(ranks, shuffle, 0, seed)
-        self._dataset = self._parts = dataset
+        self._dataset = dataset
         self._shards = shards
-        self._blocks: Blocks = dataset.blocks
+        self._ranks = ranks
+        self._shuffle = bool(shuffle)
+        self._seed = checked_seed(seed)
 
     def __len__(self) -> int:
-        return len(self._sampler(self._ranks.shard(), self._order_for(self._seed)))
+        return len(self.sampler(self._ranks.shard(), self._order_for(self._seed)))
 
     def __repr__(self) -> str:
         return f"{self._dataset!r}.stream()"
 
-    def _sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
+    def __aiter__(self) -> _IndexIterator:
+        """Start a pass."""
+        return _IndexIterator(self, self._ranks.shard().in_worker(), self._order_for(self._seed))
+
+    def sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
         """The sampler that a loader of the dataset has; in repetitions of the stream with other seeds."""
         sampler = BlockSampler.of(
-            self._blocks,
+            self._dataset.blocks,
             self._dataset,
             shuffle=self._shuffle,
             seed=order.key() if order.repetition else order.seed,
@@ -62,52 +69,66 @@ class IndexStream(PartStream[T_co]):
         sampler.set_epoch(order.epoch)
         return sampler
 
-    def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
-        sampler = self._sampler(reader, order)
-        in_order = sampler.order_of == "samples"
-        at_once = self._blocks.size * _IN_ORDER if in_order else -(-self._blocks.samples // reader.count)
-
-        def open_part(position: PartPosition, _shard: Shard, _standby: bool) -> _IndexReader:
-            indices = sampler.indices_from(position.given * reader.count)
-            return _IndexReader(self._dataset, indices, at_once, position)
-
-        def name_of(_part: int, number: int) -> str:
-            return str(self._dataset.sample_key(next(sampler.indices_from(number * reader.count))))
-
-        samples = PartReader([0], self._shards[:1], open_part)
-        samples.name_of = name_of
-        return samples
-
-    def _options(self) -> dict[str, object]:
-        return {**super()._options(), "blocks": list(self._blocks.shown)}
-
-    def _part_names(self) -> Iterable[str]:
+    @functools.cached_property
+    def digest(self) -> str:
+        """A checksum of the names, sizes and numbers of samples of the shards."""
         sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
         names = (shard.name for shard in self._shards)
-        return map(str, zip(names, sizes, self._dataset.counts, strict=True))
+        return names_digest(map(str, zip(names, sizes, self._dataset.counts, strict=True)))
 
 
-class _IndexReader(BlockReader):
-    """Reads the samples at some indices in blocks of `at_once` samples. The position is the number of samples."""
+class _IndexIterator(StreamOperation[Any]):
+    """The samples of one reader in one epoch, one block ahead. The position is the number of samples."""
 
-    def __init__(self, dataset: Any, indices: Iterator[int], at_once: int, position: PartPosition) -> None:
-        self._dataset = dataset
-        self._rest = indices  # not requested yet
-        can = capabilities(dataset)
-        self._at_once = min(at_once, _AT_MOST if can.agets or can.ranges else _SINGLY)
-        self._position = replace(position, drop=0)  # after the last block that was produced
-        super().__init__(self._position, None)
+    operation = "stream of an index"
+    options = ("shards", "shuffle", "blocks", "reader")
+    fields = ("order", "given")
 
-    async def _next_block(self) -> Block:
-        indices = list(itertools.islice(self._rest, self._at_once))
-        if not indices:
-            return Block(deque())
+    def __init__(self, stream: IndexStream[Any], reader: ShardOptions, order: Order) -> None:
+        super().__init__(None)
+        self._stream = stream
+        self._dataset = dataset = stream._dataset
+        self._shards, self._shuffle, self._blocks = stream.digest, stream._shuffle, list(dataset.blocks.shown)
+        self._reader = [reader.index, reader.count]
+        self._order = order
+        self._given = 0
+        self._samples: deque[Any] = deque()  # the rest of the current block
+        self._task: asyncio.Task[deque[Any]] | None = None  # makes the next block
+        self._restored()
+
+    def _restored(self) -> None:
+        reader = ShardOptions(*self._reader)
+        self._first = self._given
+        self._sampler = self._stream.sampler(reader, self._order)
+        self._rest = self._sampler.indices_from(self._given * reader.count)  # not requested yet
+
+    async def __anext__(self) -> Any:
+        while not self._samples:
+            if self._closed:
+                raise StopAsyncIteration
+            self._task = self._task or self._read_ahead()
+            await asyncio.wait((self._task,))  # loses nothing when it is cancelled
+            self._samples = self._task.result()
+            self._closed = not self._samples
+            self._task = None if self._closed else self._read_ahead()
+        self._given += 1
+        if type(sample := self._samples.popleft()) is BadRecord:
+            raise sample.error
+        return sample
+
+    def _read_ahead(self) -> asyncio.Task[deque[Any]]:
+        return asyncio.get_running_loop().create_task(self._next_block())
+
+    async def _next_block(self) -> deque[Any]:
+        can, blocks = capabilities(self._dataset), self._dataset.blocks
+        in_order = self._sampler.order_of == "samples"
+        at_once = blocks.size * _IN_ORDER if in_order else -(-blocks.samples // self._reader[1])
+        most = _AT_MOST if can.agets or can.ranges else _SINGLY
+        indices = list(itertools.islice(self._rest, min(at_once, most)))
         try:
-            samples = deque(await self._dataset.agets(indices))
+            return deque(await self._dataset.agets(indices) if indices else ())
         except Exception:  # of one request or sample: read sample by sample, the error names the sample
-            samples = deque(await map_all(self._alone, indices, _SINGLY))
-        self._position = replace(self._position, given=self._position.given + len(indices))
-        return Block(samples, self._position)
+            return deque(await map_all(self._alone, indices, _SINGLY))
 
     async def _alone(self, index: int) -> Any:
         """Read one sample by itself; a `BadRecord` with the error if the sample cannot be made."""
@@ -115,3 +136,13 @@ class _IndexReader(BlockReader):
             return await self._dataset.aget(index)
         except Exception as error:
             return BadRecord(as_exception(error))
+
+    def origin(self, number: int) -> str:
+        index = next(self._sampler.indices_from((self._first + number) * self._reader[1]))
+        return str(self._dataset.sample_key(index))
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._samples.clear()
+        if self._task is not None:
+            await end_all([self._task])

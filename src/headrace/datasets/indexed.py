@@ -12,12 +12,10 @@ import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.compression import compression_of, unpack_object
-from headrace._core.shards.discovery import Shard
 from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.unpacked import UnpackedShards
 from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import Store
 from headrace._core.streams.kinds import Blocks, T_co
 from headrace.datasets.cached import RangedShards
 
@@ -55,26 +53,7 @@ class IndexedShards(RangedShards[T_co]):
         self._decoders: dict[int, Decoder] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state; of shards in one folder of one store without what the index has."""
-        state = {**self.__dict__, "_decoders": {}}
-        state.pop("_urls", None)
-        store, key = self._shards[0].store, self._shards[0].key
-        folder = key.removesuffix(self._index.shards[self._numbers[0]].name)
-        if self._shards_below(store, folder) == self._shards:
-            state["_shards"] = store, folder
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not isinstance(state["_shards"][0], Shard):
-            self._shards = self._shards_below(*state["_shards"])
-
-    def _shards_below(self, store: Store, folder: str) -> tuple[Shard, ...]:
-        """The shards, as they are named and versioned in the index."""
-        rows = [self._index.shards[number] for number in self._numbers.tolist()]
-        keys = [folder + row.name for row in rows]
-        found = zip(rows, keys, strict=True)
-        return tuple(Shard(store, key, row.head(key)) for row, key in found)
+        return {**self.__dict__, "_decoders": {}}
 
     @functools.cached_property
     def _urls(self) -> tuple[str, ...]:

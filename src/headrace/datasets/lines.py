@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import without_suffix
 from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.streams.resumable import State, expect
+from headrace._core.shards.reading import BadRecord, RecordDecoder
+from headrace._core.streams.resumable import State
 from headrace.datasets.sharded import ShardedStream, StreamOptions
-from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -103,20 +102,18 @@ def _is_document(value: Any) -> bool:
     return any(isinstance(each, dict) for part in lists for each in part) or 0 < len(columns) == len(value)
 
 
-class _Lines(Decoder):
+class _Lines(RecordDecoder):
+    record = "line"
+
     def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
+        super().__init__(shard)
         self.pages = given and format != "json"
         self._first = format == "json" and not given  # whether the next value may be all of the file
         self._held: list[tuple[Any, int]] = []  # that value, and the byte after its line
-        self._is_document = False  # whether the first line has begun a document of several lines
-        self._shard = shard
         self._format = format
         self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit
-        self._parts: list[bytes] = []  # of an incomplete line
-        self._part_bytes = 0
-        self._offset = 0  # of that line
-        self._number: int | None = 1  # of that line; None if unknown
+        self._part_bytes = 0  # of an incomplete line, whose parts are held
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
@@ -125,8 +122,6 @@ class _Lines(Decoder):
         for part in rest:
             yield from self._line(b"".join(self._parts), 1)
             self._parts, self._part_bytes = [part], len(part)
-            if self._number is not None:
-                self._number += 1
         if self._part_bytes > self._limit:
             raise self._error(f"{self._name} is longer than line_limit={self._limit} bytes")
 
@@ -138,18 +133,10 @@ class _Lines(Decoder):
             self._offset = 0
             raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
-    def position(self) -> State | None:
-        return None if self._is_document else {"offset": self._offset, "number": self._number}
-
     def restore(self, position: State) -> None:
+        super().restore(position)
         self._first = False
-        self._parts, self._part_bytes = [], 0  # of a sample that the decoder made before
-        self._offset = self.complete = expect(position, "offset", int)
-        self._number = None if position.get("number") is None else expect(position, "number", int)
-
-    @property
-    def _name(self) -> str:
-        return "line" if self._number is None else f"line {self._number:,}"
+        self._part_bytes, self.complete = 0, self._offset
 
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         content, end = line.removesuffix(b"\r"), self._offset + len(line) + ending
@@ -173,8 +160,6 @@ class _Lines(Decoder):
                 if self._held:
                     held, self.complete = self._held.pop()
                     yield held
-                if self._is_document:
-                    raise ValueError("part of one JSON document")
                 value = json.loads(content)
                 if self._first and _is_document(value):
                     self._held.append((value, end))
@@ -185,12 +170,8 @@ class _Lines(Decoder):
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
             what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
-                self._is_document = True
-                what += f"; if the file is one JSON document, {_DOCUMENT}"
+                raise self._error(f"{what}; if the file is one JSON document, {_DOCUMENT}") from None
             self._first = False
             self.complete = end
             yield BadRecord(self._error(what))
-        self._offset = end
-
-    def _error(self, what: str) -> ShardError:
-        return ShardError(what, shard=self._shard, offset=self._offset)
+        self._passed(end)

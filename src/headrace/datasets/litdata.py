@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import operator
 import struct
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf",
 _FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
 _ARROW = b"LDARW01\0"  # at the end of a chunk of rows in an Arrow table
 _ROWS_AT_ONCE = 64  # of an Arrow table, that become Python objects
-_BYTES = "\ud800"  # the key of what stands for bytes in JSON: no name of a column can be this
 _FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
 
 
@@ -70,23 +70,26 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         self._seq_len = seq_len or 0
         self._width = _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0  # of a token
         counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
+        self._of_arrow: set[str] = set()  # chunks
         super().__init__(store, files, unpacked_bytes, counts)
+        self._whole |= bool(self._of_arrow)
 
     def decode(self, number: int, data: memoryview) -> Any:
         """Make a sample of its bytes."""
         formats = self._config["data_format"]
         if self._seq_len:
             return torch.as_tensor(_decoder(formats[0])(data)).to(torch.int64)
-        if data[:8] == _ARROW:
-            return _from_json(data[8:])
+        if self._files[number].key in self._of_arrow:
+            return marshal.loads(data)  # of `_rows_of_arrow`
         fields = [(f"leaf {leaf}, {format}", _decoder(format), None) for leaf, format in enumerate(formats)]
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> IntArray:
         begin = file.begin
-        if len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little"):
+        is_arrow = len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little")
+        if is_arrow and not self._seq_len:
             require_pyarrow("reading rows of Arrow tables")
-            self._whole = True  # of all chunks, in which `_unpack` looks for tables
+            self._of_arrow.add(file.key)
             return np.empty(0, np.int64)
         offsets = super()._table(file, data, shard)
         if not self._seq_len:
@@ -103,7 +106,7 @@ class LitDataset(tables.OffsetTableDataset[Any]):
 
     def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> ByteArray:
         """Unpack a chunk; one of frames, or of an Arrow table, as if its rows had been compressed as a whole."""
-        if data[-8:] == _ARROW and not self._seq_len:
+        if file.key in self._of_arrow:
             return _rows_of_arrow(file, shard, data, self._largest)
         if not self._config["framed"]:
             return super()._unpack(file, shard, data)
@@ -126,10 +129,11 @@ class LitDataset(tables.OffsetTableDataset[Any]):
 
 def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, largest: int) -> ByteArray:
     """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
-    require_pyarrow("reading rows of Arrow tables")
     import pyarrow
 
     with shard_errors("no Arrow table that can be read", shard.name):
+        if data[-8:] != _ARROW:
+            raise ValueError(f"it ends with {bytes(data[-8:])!r}")
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
         stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
         for message in pyarrow.ipc.MessageReader.open_stream(stored):
@@ -139,7 +143,8 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
             batch.validate(full=True)  # wrong offsets would be followed out of its memory
             left -= batch.num_rows
             for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):
-                rows += map(_to_json, batch.slice(start, _ROWS_AT_ONCE).to_pylist())
+                # Plain values and bytes, or a `ValueError`; an old version of marshal, which every Python reads.
+                rows += [marshal.dumps(row, 2) for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist()]
                 size += sum(map(len, rows[-_ROWS_AT_ONCE:]))
                 check_unpacked(size, len(data), largest)
         if left:
@@ -147,25 +152,6 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
-
-
-def _to_json(row: dict[str, Any]) -> bytes:
-    """A row as JSON, with its bytes, which that has not, behind."""
-    values = [b""]
-
-    def place(value: Any) -> dict[str, int]:
-        if not isinstance(value, bytes):
-            raise TypeError(f"values of type {type(value).__name__} are none of LitData's")
-        values.append(value)
-        return {_BYTES: len(values) - 1}
-
-    values[0] = json.dumps(row, default=place).encode()
-    return b"".join([_ARROW, np.array([len(values), *map(len, values)], "<u4").tobytes(), *values])
-
-
-def _from_json(data: memoryview) -> Any:
-    values = tables.several(data)
-    return json.loads(values[0], object_hook=lambda found: values[found[_BYTES]] if _BYTES in found else found)
 
 
 def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from headrace._core.ranks.distributed import RankChoice
@@ -20,13 +21,16 @@ from headrace._core.shards.indexing import (
     open_index,
     place_of,
 )
-from headrace._core.shards.positions import PartPosition
-from headrace._core.shards.reading import Decoder, PartReader, ReadAhead, ShardReader
-from headrace._core.shards.stream import PartStream
+from headrace._core.shards.positions import names_digest
+from headrace._core.shards.reading import Decoder, ReadAhead
+from headrace._core.shards.stream import ShardIterator
 from headrace._core.shards.unpacked import UNPACKED_BYTES
 from headrace._core.store.store import StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
+from headrace._core.streams.epochs import FollowsEpoch, checked_seed
+from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import T_co, signature_of
+from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.text import check_keywords, whole_number
 from headrace.datasets.indexed import IndexedShards
 
@@ -57,14 +61,24 @@ class StreamOptions(TypedDict, total=False):
     store: StoreLike | None
 
 
-class ShardedStream(PartStream[T_co]):
+class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
+
+    The order of the shards in an epoch is the same on all ranks. Each rank reads every W-th shard, and may have more
+    samples than another.
 
     A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`. If the
     decoder keeps `Decoder.complete`, the shards can be indexed.
     """
 
-    parts_name = "shards"
+    splits_by_rank = True
+
+    splits_over_workers = True
+    """In a torch loader each worker reads its own share."""
+
+    ranks_differ = True
+    """Whether ranks may have different numbers of samples."""
+
 
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""
@@ -72,12 +86,13 @@ class ShardedStream(PartStream[T_co]):
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         known = [*StreamOptions.__annotations__, *_parameters(type(self))]
         check_keywords(f"{type(self).__name__}.__init__", options, known)
-        ranks = RankChoice(options.get("rank"), options.get("world_size"))
+        self._ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, Any] = options
         sizes = (whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items())
         self._ahead = ReadAhead(*sizes)
-        shuffle, buffer_size = options.get("shuffle", False), options.get("buffer_size", 0)
-        super().__init__(ranks, shuffle, buffer_size, options.get("seed"))
+        self._shuffle = bool(options.get("shuffle", False))
+        self._buffer_size = whole_number("buffer_size", options.get("buffer_size", 0))
+        self._seed = checked_seed(options.get("seed"))
         self._parts = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
         for shard in self._parts if self.suffixes else ():
             refuse_unsupported(shard.name)
@@ -172,22 +187,37 @@ class ShardedStream(PartStream[T_co]):
         other._parts = ()
         return other
 
-    def _name_of(self, part: int, number: int) -> str:
-        return f"{self._parts[part].name}, sample {number + 1:,}"
-
-    def _part_names(self) -> Iterable[str]:
-        return self.shards
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Start a pass."""
+        bytes(_KEPT_BYTES)  # freed at once, untouched
+        rank = self._ranks.shard()
+        if 1 < rank.count > len(self._parts):
+            raise ValueError(
+                f"{len(self._parts)} shards cannot be divided among {rank.count} ranks; apply .split() to the stream"
+            )
+        order = self._order_for(self._seed)
+        samples = ShardIterator(self, rank, order)
+        if not self._buffer_size:
+            return samples
+        number = 1 + rank.in_worker().index
+        return ShuffleBuffer(samples, self._buffer_size, order._replace(number=number))
 
     def _options(self) -> dict[str, object]:
-        return {**super()._options(), "shards_in_parallel": self._ahead.shards_in_parallel}
+        """What must be the same where a state is loaded."""
+        return {
+            "list of shards": self._names_digest,
+            "shuffle": self._shuffle,
+            "shards_in_parallel": self._ahead.shards_in_parallel,
+        }
 
-    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
-        bytes(_KEPT_BYTES)  # freed at once, untouched
+    @functools.cached_property
+    def _names_digest(self) -> str:
+        """The number of shards, and a checksum of their names, in the order given by the user, without secrets."""
+        return names_digest(self.shards)
 
-        def open_part(position: PartPosition, shard: Shard, standby: bool) -> ShardReader:
-            return ShardReader(shard, self.decoder(shard), self._ahead, position, standby=standby)
-
-        return PartReader(parts, self._parts, open_part, self._ahead.shards_in_parallel)
+    def _name_of(self, part: int, number: int) -> str:
+        """The file and the place of the sample with a number in a shard, in words."""
+        return f"{self._parts[part].name}, sample {number + 1:,}"
 
 
 def _parameters(kind: type[object]) -> Iterable[str]:

@@ -59,8 +59,8 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         world_size: number of ranks.
         shards_in_parallel: shards that are read at once; their samples are interleaved.
         requests_per_shard: requests in flight for each of them.
-        chunk_bytes: bytes of one request. Memory holds about
-            ``shards_in_parallel × (requests_per_shard + 6) × chunk_bytes``, more where samples are larger than a chunk.
+        chunk_bytes: bytes of one request. Memory holds at most about
+            ``shards_in_parallel × (2 × requests_per_shard + 5) × chunk_bytes``, or more if samples are larger.
         store: store of all shards, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
             By default each URL's own store is opened with default options.
 

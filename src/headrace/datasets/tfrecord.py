@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Unpack
 from headrace._core.extras import require
 from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.streams.resumable import State, expect
+from headrace._core.shards.reading import BadRecord, RecordDecoder
+from headrace._core.streams.resumable import State
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError, TruncatedShardError
 
@@ -54,24 +54,21 @@ class TFRecordDataset(ShardedStream[bytes]):
         return _Records(shard.name)
 
 
-class _Records(Decoder):
+class _Records(RecordDecoder):
     """Decoder of one file: length, its checksum, data, its checksum; all numbers are little-endian."""
 
-    format = "records of TFRecord"
+    format, record = "records of TFRecord", "record"
 
     def __init__(self, shard: str) -> None:
         from google_crc32c import value
 
-        self._shard, self._crc = shard, value
-        self._parts: list[bytes] = []  # from `_offset` on
-        self._size, self._needed = 0, 12  # bytes in them; bytes that are needed to go on
-        self._offset = 0
-        self._number: int | None = 1  # of the next record; None if unknown
+        super().__init__(shard)
+        self._crc = value
+        self._needed = 12  # bytes that are needed to go on
 
     def feed(self, data: Buffer) -> Iterator[bytes | BadRecord]:
         self._parts.append(bytes(data))
-        self._size += len(self._parts[-1])
-        if self._size < self._needed:
+        if sum(map(len, self._parts)) < self._needed:
             return
         held, at, self._needed = b"".join(self._parts), 0, 12
         while len(held) >= at + 12:
@@ -86,31 +83,22 @@ class _Records(Decoder):
                 yield record
             else:
                 yield BadRecord(self._error("checksum is wrong"))
-            self._offset, at = self.complete, end + 4
-            if self._number is not None:
-                self._number += 1
-        self._parts, self._size = [held[at:]], len(held) - at
+            self._passed(self.complete)
+            at = end + 4
+        self._parts = [held[at:]]
 
     def finish(self) -> Iterator[bytes | BadRecord]:
-        if self._size:
+        if any(self._parts):
             raise TruncatedShardError(f"truncated in {self._name}", shard=self._shard, offset=self._offset)
         return iter(())
 
-    def position(self) -> State:
-        return {"offset": self._offset, "number": self._number}
-
     def restore(self, position: State) -> None:
-        self._parts, self._size, self._needed = [], 0, 12  # of a sample that the decoder made before
-        self._offset = expect(position, "offset", int)
-        self._number = None if position.get("number") is None else expect(position, "number", int)
-
-    @property
-    def _name(self) -> str:
-        return "record" if self._number is None else f"record {self._number:,}"
+        super().restore(position)
+        self._needed = 12
 
     def _is_right(self, data: bytes, masked: bytes) -> bool:
         crc: int = self._crc(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(masked, "little")
 
     def _error(self, what: str) -> ShardError:
-        return ShardError(f"{self._name}: its {what}", shard=self._shard, offset=self._offset)
+        return super()._error(f"{self._name}: its {what}")

@@ -151,7 +151,7 @@ def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(offset, w
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"LDARW01", b"LDARW02", "offsets, from 28 to 28, are not those of"),
+        (b"LDARW01", b"LDARW02", "no Arrow table that can be read: .*LDARW02"),
         ("né 1".encode(), b"n\xff\xff 1", "no Arrow table that can be read: .*UTF8"),
         (b"\5\0\0\0\0\0\0\0", b"\4\0\0\0\0\0\0\0", "no Arrow table that can be read"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 import os
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from glob import glob
-from itertools import chain, pairwise
+from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, Trun
 
 MOST_NAMES = 1_000_000  # that braces may stand for
 _GLOB = re.compile(r"[*?\[]")
+_BRACES = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")  # and pairs of braces within
+_COMMAS = re.compile(r",(?![^{}]*\})")  # not within braces
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,39 +238,31 @@ async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, nested ones too, as Bash does; at most a million names.
+    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, also one within another; at most a million names.
 
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
         ['train-09.tar', 'train-10.tar', 'val-08.tar']
     """
-    depth, cuts = 0, [0]  # where the first pair of braces is cut: at its begin, its commas and its end
-    for place, char in enumerate(pattern):
-        if char == "{":
-            depth += 1
-            cuts = [place] if depth == 1 else cuts
-        elif depth and char in ",}":
-            if depth == 1:
-                cuts.append(place)
-            depth -= char == "}"
-            if not depth:
-                break
-    else:
-        return [pattern]
-    inside, form = pattern[cuts[0] + 1 : cuts[-1]], ""
-    choices: Sequence[object]
+    pieces = _BRACES.split(pattern)
+    choices = [_choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    if (count := math.prod(map(len, choices))) > MOST_NAMES:
+        raise ValueError(f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most")
+    return ["".join(map(str, each)) for each in product(*choices)]
+
+
+def _choices(inside: str) -> Sequence[object]:
+    """What stands for a pair of braces."""
     if numbers := re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?", inside):
         first, last, step = (int(number or 1) for number in numbers.groups())
-        choices = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-        form = f"0{max(map(len, numbers.groups()[:2]))}" if re.search(r"\b0\d", inside) else ""
-    elif len(cuts) > 2:
-        choices = [choice for begin, end in pairwise(cuts) for choice in expand_braces(pattern[begin + 1 : end])]
-    else:
-        choices = [f"{{{choice}}}" for choice in expand_braces(inside)]
-    rests = expand_braces(pattern[cuts[-1] + 1 :])
-    if (count := len(choices) * len(rests)) > MOST_NAMES:
-        raise ValueError(f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most")
-    return [f"{pattern[: cuts[0]]}{choice:{form}}{rest}" for choice in choices for rest in rests]
+        span = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+        if not re.search(r"\b0\d", inside) or len(span) > MOST_NAMES:
+            return span
+        width = max(map(len, numbers.groups()[:2]))
+        return [f"{number:0{width}}" for number in span]
+    parts = _COMMAS.split(inside)
+    found = [each for part in parts for each in expand_braces(part)]
+    return found if len(parts) > 1 else [f"{{{each}}}" for each in found]
 
 
 def split_url(name: str) -> tuple[str, str]:
@@ -317,26 +312,19 @@ def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
     sections = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern)
     if len(sections) > 1 and pattern.endswith("**"):
         sections[-1] = "*"
-    sections = ["/".join(_name_expression(name, visible) for name in section.split("/")) for section in sections]
-    return re.compile(_with_gaps(f"(?:{visible}[^/]*/)*", sections))
+    first, *others = ["/".join(_name_expression(name, visible) for name in section.split("/")) for section in sections]
+    gap = f"(?:{visible}[^/]*/)*"
+    # Between two gaps, the first place counts at which a section matches, and no other is tried.
+    middle = "".join(f"(?>{gap}?{section})" for section in others[:-1])
+    return re.compile(first + middle + "".join(gap + section for section in others[-1:]))
 
 
 def _name_expression(name: str, visible: str) -> str:
-    pieces = [""]
-    for part in re.findall(r"\[!?\]?[^\]]*\]|\*+|\[|[^*\[]+", name):
-        if part[0] == "*":
-            pieces.append("")
-        elif part[0] == "[" and part != "[":
-            pieces[-1] += f"(?!/){fnmatch.translate(part)[4:-3]}"
-        else:
-            pieces[-1] += re.escape(part).replace(r"\?", "[^/]")
-    return visible * name.startswith(("*", "?", "[")) + _with_gaps("[^/]*", pieces)
+    """A glob of one name as a regular expression: that of `fnmatch`, whose characters may be slashes."""
 
+    def within_name(part: re.Match[str]) -> str:
+        text = part[0]
+        return "[^/]" if text == "." else f"(?!/){text}" if text[0] == "[" else text
 
-def _with_gaps(gap: str, pieces: Sequence[str]) -> str:
-    """An expression with a gap before each piece but the first.
-
-    Between two gaps, the first place counts at which a piece matches, and no other is tried.
-    """
-    first, *others = pieces
-    return first + "".join(f"(?>{gap}?{piece})" for piece in others[:-1]) + "".join(gap + last for last in others[-1:])
+    expression = re.sub(r"\\.|\[\^?\]?[^\]]*\]|\.", within_name, fnmatch.translate(name)[4:-3])
+    return visible * name.startswith(("*", "?", "[")) + expression

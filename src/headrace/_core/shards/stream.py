@@ -1,160 +1,174 @@
-"""Streams of parts, as shards: options, the order of an epoch, the share of each reader, and its position."""
+"""The samples of several shards in turn, and the position in them."""
 
 from __future__ import annotations
 
-import functools
 import random
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections import deque
+from typing import Any
 
-from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.shards.positions import names_digest
-from headrace._core.shards.reading import PartReader
-from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
-from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import T_co
-from headrace._core.streams.operators import ShuffleBuffer
-from headrace._core.streams.resumable import ResumableIterator, State, expect
-from headrace._core.text import whole_number
-from headrace.errors import StateError
+from headrace._core.ranks.distributed import ShardOptions
+from headrace._core.shards.positions import PartPosition
+from headrace._core.shards.reading import BadRecord, ShardReader
+from headrace._core.streams.epochs import Order
+from headrace._core.streams.resumable import ORIGINS, Origins, State, StreamOperation, close_all, expect
+from headrace.errors import HeadraceError, StateError
 
 
-class PartStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """Base of streams that read parts in the order of the epoch, which is the same on all ranks.
+class ShardIterator(StreamOperation[Any]):
+    """The samples of one reader in one epoch: one sample of each open shard in turn, in the same order always.
 
-    Each rank reads every W-th part. Ranks may have different numbers of samples.
+    The reader is a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in the order of the
+    epoch, some at once. The error of a shard is raised at its turn, after the samples before it; the other shards
+    continue. A shard that ends is replaced by the next. When all of one has been requested, the next is opened, so
+    that its first samples are there at its turn.
+
+    The position is that of each open shard, in the order of their turns, and the number of shards that were opened.
+    The state of another epoch can be loaded: the iterator then continues in that epoch's order. Blocks differ after a
+    restore, since chunks start elsewhere; the order does not.
+
+    `stream` is a `ShardedStream`, which has the shards and their decoders.
     """
 
-    splits_by_rank = True
+    operation = "shards"
+    fields = ("order", "read_by")
 
-    splits_over_workers = True
-    """In a torch loader each worker reads its own share."""
-
-    ranks_differ = True
-    """Whether ranks may have different numbers of samples."""
-
-    parts_name: ClassVar[str]
-    """What the parts are, in errors."""
-
-    _parts: Sequence[Any]
-
-    def __init__(self, ranks: RankChoice, shuffle: bool, buffer_size: int, seed: int | None) -> None:
-        self._ranks = ranks
-        self._shuffle = bool(shuffle)
-        self._buffer_size = whole_number("buffer_size", buffer_size)
-        self._seed = checked_seed(seed)
-
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        """Start a pass."""
-        rank = self._ranks.shard()
-        if 1 < rank.count > len(self._parts):
-            raise ValueError(
-                f"{len(self._parts)} {self.parts_name} cannot be divided among {rank.count} ranks; apply .split() "
-                f"to the stream"
-            )
-        return PartIterator(self, rank, rank.in_worker(), self._order_for(self._seed))
-
-    def _parts_of(self, reader: ShardOptions, order: Order) -> list[int]:
-        """The numbers of the parts of one reader, in the order of the epoch."""
-        parts = list(range(len(self._parts)))
-        if self._shuffle:
-            random.Random(order.key()).shuffle(parts)
-        return parts[reader.index :: reader.count]
-
-    def _reader_of(self, reader: ShardOptions, order: Order) -> PartReader[Any]:
-        """Start to read the samples of one reader."""
-        samples = self._read(self._parts_of(reader, order))
-        samples.name_of = self._name_of
-        return samples
-
-    def _options(self) -> dict[str, object]:
-        """What must be the same where a state is loaded."""
-        return {"parts": self._parts_digest, "shuffle": self._shuffle, "buffer_size": self._buffer_size}
-
-    @functools.cached_property
-    def _parts_digest(self) -> str:
-        return names_digest(self._part_names())
-
-    @abstractmethod
-    def _part_names(self) -> Iterable[str]:
-        """The names of the parts, in the order given by the user, without secrets."""
-
-    def _name_of(self, part: int, number: int) -> str:
-        """The file and the place of the sample with a number in a part, in words."""
-        raise NotImplementedError  # each kind of part has its own
-
-    def _read(self, parts: Sequence[int]) -> PartReader[Any]:
-        """Start reading the samples of some parts."""
-        raise NotImplementedError  # each kind of part has its own
-
-
-class PartIterator(ResumableIterator[T_co]):
-    """The samples of one reader in one epoch; its state says which stream, reader and epoch it is of.
-
-    The state of another epoch can be loaded: the iterator then continues in that epoch's order. The reader is the rank,
-    or a worker of the rank.
-    """
-
-    def __init__(self, stream: PartStream[T_co], rank: ShardOptions, reader: ShardOptions, order: Order) -> None:
+    def __init__(self, stream: Any, rank: ShardOptions, order: Order) -> None:
+        super().__init__(None)
         self._stream = stream
-        self._reader = reader
+        self._rank = rank
+        self._reader = rank.in_worker()
         self._order = order
-        self._read_by = [reader.index, reader.count, rank.count]
-        self._fixed: State | None = None  # the part of the state that stays the same
-        self._samples = self._start()
+        self._opened = 0  # shards
+        self._from_state: deque[PartPosition] = deque()  # of shards that were open when the state was saved
+        self._open_ones: deque[ShardReader] = deque()
+        self._ahead: deque[ShardReader] = deque()  # successors of those that are open
+        self._origins = Origins(maxlen=ORIGINS)
+        self._before = 0  # samples and errors of shards that have ended
+        self._usual = 0  # samples of the last shard that was read to its end
+        self._begin()
 
-    def __anext__(self) -> Awaitable[T_co]:
-        return self._samples.__anext__()
+    def _begin(self) -> None:
+        self._read_by = [self._reader.index, self._reader.count, self._rank.count]
+        self._parts = list(range(len(self._stream._parts)))
+        if self._stream._shuffle:
+            random.Random(self._order.key()).shuffle(self._parts)
+        self._parts = self._parts[self._reader.index :: self._reader.count]
 
-    def _options(self) -> dict[str, object]:
-        return {**self._stream._options(), "seed": self._order.seed}
+    async def __anext__(self) -> Any:
+        readers = self._open_ones
+        while not self._closed and (readers or self._start()):
+            reader = readers[0]
+            if samples := reader.samples:
+                readers.rotate(-1)
+                if type(sample := samples.popleft()) is BadRecord:
+                    raise sample.error
+                return sample
+            if reader.ended:
+                readers.popleft()
+                successor = self._ahead.popleft() if self._ahead else self._open_next()
+                if successor is not None:
+                    readers.appendleft(successor)
+                self._before += reader.given - reader.first + (reader.error is not None)
+                self._note_origin()
+                if reader.error is not None:
+                    raise self._ending(reader, reader.error)
+                self._usual = reader.decoded
+            else:
+                await self._fill(reader)
+        raise StopAsyncIteration
 
-    def state_dict(self) -> State:
-        if self._fixed is None:
-            self._fixed = {
-                "of": self._options(),
-                "reader": self._read_by,
-                "epoch": self._order.epoch,
-                "repetition": self._order.repetition,
-            }
-        return {**self._fixed, "stream": self._samples.state_dict()}
+    def _ending(self, reader: ShardReader, error: Exception) -> Exception:
+        """The error that ends a shard, with the number of lost samples, estimated by the bytes or by the last shard."""
+        if isinstance(error, HeadraceError) and not isinstance(error, StateError):
+            at, size = reader.reached(error)
+            estimate = reader.decoded * size // at if 0 < at < size else self._usual
+            lost = error.lost_samples = max(0, estimate - reader.decoded)
+            number = f"about {lost:,}" if lost else "an unknown number of"
+            where = f" from byte {at:,} of {size:,}" if size else ""
+            rest = f"its rest{where} cannot" if reader.decoded else "nothing of it can"
+            error.args = (f"{error}; {rest} be read: {number} samples",)
+        return error
 
-    def load_state_dict(self, state: State) -> None:
-        stream, name = self._stream, type(self._stream).__name__
-        saved, present = expect(state, "of", dict), self._options()
-        different = [option for option, now in present.items() if saved.get(option) != now]
-        if different:
-            words = {"parts": f"the list of {stream.parts_name} (number, and checksum of names)"}
-            values = ((words.get(one, one), saved.get(one), present[one]) for one in different)
-            listed = "; ".join(f"{what} was {old!r}, and is {new!r}" for what, old, new in values)
-            raise StateError(f"the state does not fit this {name}: {listed}")
-        self._order = self._order._replace(
-            epoch=expect(state, "epoch", int), repetition=expect(state, "repetition", int)
-        )
-        self._fixed = None
-        if (saved_by := expect(state, "reader", list, length=3)) != self._read_by:
-            raise StateError(
-                f"the state does not fit this {name}: it was saved by {_reader_name(*saved_by)}, and this is "
-                f"{_reader_name(*self._read_by)}. Use as many as before; or a stream with .split() as its last "
-                f"operation, or shards with an index, which any number of ranks can continue"
-            )
-        self._samples = self._start()
-        self._samples.load_state_dict(expect(state, "stream", dict))
+    def _start(self) -> bool:
+        in_parallel = self._stream._ahead.shards_in_parallel
+        while len(self._open_ones) < in_parallel and (reader := self._open_next()) is not None:
+            self._open_ones.append(reader)
+        self._note_origin()
+        return bool(self._open_ones)
+
+    def _note_origin(self) -> None:
+        """Note which shards the next samples are of."""
+        places = [(reader.part, reader.given) for reader in self._open_ones]
+        number = self._before + sum(reader.given - reader.first for reader in self._open_ones)
+
+        def origin(offset: int) -> str:
+            turns, turn = divmod(offset, len(places))
+            name: str = self._stream._name_of(places[turn][0], places[turn][1] + turns)
+            return name
+
+        self._origins.append((number, origin if places else None))
 
     def origin(self, number: int) -> Any:
-        return self._samples.origin(number)
+        return self._origins.of(number)
+
+    def _open_next(self) -> ShardReader | None:
+        """Open the next shard; raises `StateError` if it has another version than that of the position."""
+        if self._from_state:
+            position = self._from_state.popleft()
+        elif self._opened < len(self._parts):
+            position = PartPosition(self._parts[self._opened])
+            self._opened += 1
+        else:
+            return None
+        stream = self._stream
+        shard = position.version_of(stream._parts[position.part])
+        return ShardReader(shard, stream.decoder(shard), stream._ahead, position)
+
+    async def _fill(self, reader: ShardReader) -> None:
+        """Wait for the next block of an open shard; opens shards ahead."""
+        await reader.fill()
+        if reader.fully_requested and not reader.has_successor:
+            reader.has_successor = True
+            if (following := self._open_next()) is not None:
+                self._ahead.append(following)
+
+    def _options(self) -> State:
+        found: State = self._stream._options()
+        return found
+
+    def _inner_state(self) -> State:
+        open_ones = [reader.state_dict() for reader in self._open_ones]
+        open_ones += [position.to_state() for position in self._from_state]
+        return {"opened": self._opened - len(self._ahead), "open": open_ones}
+
+    def _restored(self) -> None:
+        saved_by = self._read_by
+        self._begin()
+        if saved_by != self._read_by:
+            raise StateError(
+                f"the state was saved by {_reader_name(*saved_by)}, and this is {_reader_name(*self._read_by)}. Use as "
+                f"many as before; or a stream with .split() as its last operation, or shards with an index, which any "
+                f"number of ranks can continue"
+            )
+
+    def _restore_inner(self, state: State) -> None:
+        inner, shards = expect(state, "inner", dict), self._stream._parts
+        opened = expect(inner, "opened", int)
+        positions = [PartPosition.from_state(one, len(shards)) for one in expect(inner, "open", list)]
+        if not len(positions) <= opened <= len(self._parts):
+            raise StateError(
+                f"the state is damaged: {len(positions)} shards are open of {opened} opened, and there are "
+                f"{len(self._parts)}"
+            )
+        for position in positions:
+            position.version_of(shards[position.part])
+        self._opened = opened
+        self._from_state.extend(positions)
 
     async def aclose(self) -> None:
-        await self._samples.aclose()
-
-    def _start(self) -> ResumableIterator[T_co]:
-        """Start to read; nothing is read before the first `anext`."""
-        buffer_size = self._stream._buffer_size
-        samples = self._stream._reader_of(self._reader, self._order)
-        if not buffer_size:
-            return samples
-        return ShuffleBuffer(samples, buffer_size, self._order._replace(number=1 + self._reader.index))
+        """Stop reading; no request is in flight when this returns."""
+        self._closed = True
+        await close_all(*self._open_ones, *self._ahead)
 
 
 def _reader_name(index: int, count: int, ranks: int) -> str:

@@ -52,14 +52,8 @@ class Member(NamedTuple):
     name: str  # path, without a leading ``./``
     data: bytes | None  # content; None if it is not wanted
     offset: int  # position of its header in the archive, in bytes
-    data_offset: int  # position of its content
-    size: int  # length of the content in bytes
+    end: int  # position after its content and the padding
     error: ShardError | None = None  # why this member is not read; the members after it are
-
-    @property
-    def end(self) -> int:
-        """The position after its content and the padding."""
-        return self.data_offset + self.size + -self.size % TAR_BLOCK
 
 
 class _Pending(NamedTuple):
@@ -208,8 +202,7 @@ class TarParser:
         self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
         if pending.kind == b"0":
             self._last = pending.name
-            begin = pending.offset + TAR_BLOCK
-            return Member(pending.name, data, pending.offset, begin, pending.size, pending.error)
+            return Member(pending.name, data, pending.offset, self._offset + self._padding, pending.error)
         if data is not None:
             self._take_extension(pending.kind, data, pending.offset)
         return None
@@ -352,11 +345,10 @@ class TarSamples(TarParser, Decoder):
                 name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
                 if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
                     yield sample
-                content = None if found.data is None else self._content(memoryview(found.data), found.data_offset)
                 if field in self._contents:
                     what = f"sample {_text(key)!r} has field {field!r} twice"
                     self._broken = self._error(what, name, found.offset)
-                self._contents[field] = content
+                self._contents[field] = found.data
                 self._latest = name, found.offset
                 self._broken = self._broken or found.error
                 self._end = found.end
@@ -386,7 +378,7 @@ class TarSamples(TarParser, Decoder):
 
         Nearly all members are such; the general path, which is slower, judges all others.
         """
-        limit, names, key, content_of = self._member_limit, self._names, self._key, self._content
+        limit, names, key = self._member_limit, self._names, self._key
         selected, contents, offset, end = self._selected, self._contents, self._offset, begin + len(view)
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
@@ -419,7 +411,7 @@ class TarSamples(TarParser, Decoder):
                 return
             content = None
             if selected is None or field in selected:
-                content = content_of(view[start : start + size], data_offset)
+                content = bytes(view[start : start + size])
             contents[field] = content
             self._last, self._latest, self._offset, self._end = name, (name, offset), following, following
             offset = following
@@ -427,10 +419,6 @@ class TarSamples(TarParser, Decoder):
     def _is_wanted(self, name: str) -> bool:
         split = split_name(name)
         return split is not None and (self._selected is None or split[1] in self._selected)
-
-    def _content(self, data: memoryview, offset: int) -> Any:
-        """What a sample has of a member, from its bytes and their position in the archive."""
-        return bytes(data)
 
     def _begin(self, key: bytes, name: bytes, offset: int) -> Any:
         """Begin a sample with a member; the sample before it, if there is one."""
@@ -460,9 +448,6 @@ class TarSamples(TarParser, Decoder):
                 remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
                 return BadRecord(self._error(f"sample {key!r} {what}{remedy}", *self._latest))
             contents = {field: content for field, content in contents.items() if content is not None}
-        return self._sample(key, contents)
-
-    def _sample(self, key: str, contents: dict[str, Any]) -> Any:
         return {"__key__": key, "__url__": self._shard, **contents}
 
     def _error(self, what: str, name: bytes, offset: int) -> ShardError:

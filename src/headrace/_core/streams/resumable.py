@@ -8,7 +8,7 @@ import functools
 import itertools
 import pickle
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -257,26 +257,19 @@ def warn_of_rereading(state: object) -> None:
     Called in the consumer's process, since warnings of other processes do not get there, with a state, or several in
     dicts and lists.
     """
-    samples: Counter[str] = Counter()
-    _count_read_again(state, samples)
-    for name, read in samples.items():
+    name = None
+    if isinstance(state, Mapping):
+        name, read = state.get("read_again"), state.get("read")
+        state = [] if state.get("ended") is True else [*state.values()]
+    if isinstance(name, str):
         warn_user(
             f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
             f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
             f"it returns, state_dict() and load_state_dict(state)."
         )
-
-
-def _count_read_again(state: object, samples: Counter[str]) -> None:
-    if isinstance(state, Mapping):
-        name, read = state.get("read_again"), state.get("given", state.get("read"))
-        if isinstance(name, str) and isinstance(read, int):
-            samples[name] += read
-        elif not ("dataset" in state or "iterator" in state or state.get("ended") is True):
-            _count_read_again([*state.values()], samples)
     elif isinstance(state, list):
         for part in state:
-            _count_read_again(part, samples)
+            warn_of_rereading(part)
 
 
 # Checks of states, which raise `StateError`.
@@ -346,9 +339,13 @@ class StreamOperation(ResumableIterator[T]):
     def _restored(self) -> None:
         """Derive other attributes from the restored fields, before streams are restored."""
 
+    def _options(self) -> State:
+        """What must be the same where a state is loaded."""
+        return {name: getattr(self, f"_{name}") for name in self.options}
+
     def state_dict(self) -> State:
-        state: State = {"operation": self.operation}
-        for name in (*self.options, *self.fields):
+        state: State = {"operation": self.operation, **self._options()}
+        for name in self.fields:
             value = getattr(self, f"_{name}")
             if isinstance(value, Order):
                 value = {"seed": value.seed, "epoch": value.epoch, "repetition": value.repetition}
@@ -360,8 +357,8 @@ class StreamOperation(ResumableIterator[T]):
 
     def load_state_dict(self, state: State) -> None:
         check_operation(state, self.operation)
-        for name in self.options:
-            expect_same(state, name, getattr(self, f"_{name}"))
+        for name, now in self._options().items():
+            expect_same(state, name, now)
         for name in self.fields:
             setattr(self, f"_{name}", _restored_value(state, name, getattr(self, f"_{name}")))
         self._restored()

@@ -20,7 +20,7 @@ __all__ = ["Finding", "run"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "cloudpickle")
+REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
 @dataclass(frozen=True, slots=True)

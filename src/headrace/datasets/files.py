@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiofiles
+
 from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.shards.discovery import glob_expression
 from headrace._core.store.listing import KeyedSamples, Labels
@@ -17,6 +19,9 @@ from headrace._core.text import sample_repr
 from headrace.errors import EmptyListingError
 
 __all__ = ["FileDataset", "FileSample"]
+
+LARGE = 16 * 2**20  # bytes; read from the page cache in 5 ms, during which the thread is occupied
+PIECE = 4 * 2**20  # bytes; a call in a thread costs 40 µs, reading this more than 1 ms
 
 
 class FileSample(NamedTuple):
@@ -97,15 +102,30 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
     async def aget(self, index: int) -> FileSample:
         """Read the file at `index`; raises `FileNotFoundError` if it is gone, and `IndexError`."""
         key = self._keys[index]
-        data = await run_blocking(_read, f"{self._root}/{key}")
+        path = f"{self._root}/{key}"
+        data = await run_blocking(_read, path)
+        if data is None:
+            data = await _read_in_pieces(path)
         return FileSample(key, data, None if self._labels is None else self._labels[index])
 
 
-def _read(path: str) -> bytes:
+async def _read_in_pieces(path: str) -> bytes:
+    """Read a large file in pieces, so that the thread is shared and the read can be cancelled."""
+    pieces: list[bytes] = []
+    async with aiofiles.open(path, "rb", buffering=0) as file:
+        while piece := await file.read(PIECE):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _read(path: str) -> bytes | None:
+    """The whole file; None if it is large."""
     # Four system calls, where `open` and `read` make nine: after each, the thread may have to wait for the GIL.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
+        if size > LARGE:
+            return None
         data = os.read(descriptor, size) if size else b""
         if size and len(data) == size:
             return data

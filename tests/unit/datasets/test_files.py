@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from headrace.datasets import files
 from headrace.datasets.files import FileDataset, FileSample
 from headrace.errors import EmptyListingError
 
@@ -74,6 +75,14 @@ def test_errors_name_what_was_looked_for(root):
         dataset[1]
     with pytest.raises(IndexError, match="out of range"):
         dataset[4]
+
+
+@pytest.mark.parametrize("more", [0, 1, files.PIECE + 1])
+async def test_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
+    content = b"0123456789abcdef" * (files.LARGE // 16) + b"x" * more
+    (tmp_path / "large").write_bytes(content)
+    sample = await FileDataset(tmp_path).aget(0)
+    assert sample.data == content
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc")

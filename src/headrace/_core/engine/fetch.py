@@ -10,6 +10,7 @@ import asyncio
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -193,12 +194,14 @@ class SampleFetch(FetchStage):
         jobs = [(batch, slot, fetch, batch.plan.indices[slot]) for batch, slot in members]
         self._submit(reversed(jobs), first=True)
 
-    def _take_waiting(self, fetch: Callable[[Any], Coroutine[Any, Any, None]], plan: BatchPlan) -> list[BatchPlan]:
-        """A plan whose job `fetch` was taken, with those that wait behind it, to be fetched together.
+    def _take_waiting(
+        self, fetch: Callable[[Any], Coroutine[Any, Any, None]], plan: BatchPlan, most: int = sys.maxsize
+    ) -> list[BatchPlan]:
+        """A plan whose job `fetch` was taken, with plans that wait behind it, to fetch at most so many samples.
 
         The first batch is fetched alone: joined with the others it would be complete when they are.
         """
-        plans, left = [plan], 0 if self._first else JOINED_SAMPLES - len(plan.indices)
+        plans, left = [plan], 0 if self._first else most - len(plan.indices)
         self._first = False
         while self._queue and self._queue[0][2] == fetch:
             following: BatchPlan = self._queue[0][3]
@@ -334,7 +337,7 @@ class BatchFetch(SampleFetch):
         return FetchLoad(busy, size, queued, unused=unused)
 
     async def _fetch_waiting(self, plan: BatchPlan) -> None:
-        await self._fetch(self._take_waiting(self._fetch_waiting, plan) if self._joins else [plan])
+        await self._fetch(self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan])
 
     async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()

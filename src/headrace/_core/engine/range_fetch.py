@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.array_types import IntArray, join_indices
+from headrace._core.array_types import IntArray
 from headrace._core.batches import BatchPlan, Rows
 from headrace._core.engine.fetch import FetchContext, PartialBatch, SampleFetch
 from headrace._core.store.ranges import Ranges, Span, plan_spans
@@ -59,22 +59,29 @@ class ReadPlan:
         spans.sort(key=lambda span: int(span.members.min()))
         return spans, self._complete(positions[wanted.stops == wanted.starts])
 
-    def put(self, members: IntArray, data: memoryview, offsets: IntArray | int = 0) -> list[RangedBatch]:
-        """Keep a piece with the bytes of ranges; returns the batches that the piece completes."""
-        number = int(members[0])
-        self._pieces[members], self._offsets[members] = number, offsets
-        return self._complete(members, number, data)
+    def put(self, span: Span, data: memoryview) -> list[RangedBatch]:
+        """Keep the bytes of a request; returns the batches that they complete."""
+        number = int(span.members[0])
+        self._pieces[span.members] = number
+        self._offsets[span.members] = self.ranges.starts[span.members] - span.start
+        for owner in np.unique(self._owners[span.members]).tolist():
+            self._batches[owner].pieces[number] = data
+        return self._complete(span.members)
 
-    def _complete(self, positions: IntArray, number: int = -1, data: memoryview = _EMPTY) -> list[RangedBatch]:
+    def put_single(self, positions: Sequence[int], views: Iterable[memoryview]) -> list[RangedBatch]:
+        """Keep the bytes of single ranges; returns the batches that they complete."""
+        members = np.array(positions, np.int64)
+        self._pieces[members] = members
+        for (batch, _), position, view in zip(self.locate(members), positions, views, strict=True):
+            batch.pieces[position] = view
+        return self._complete(members)
+
+    def _complete(self, positions: IntArray) -> list[RangedBatch]:
         counts = np.bincount(self._owners[positions])
-        complete = []
-        for owner in np.flatnonzero(counts).tolist():
-            batch = self._batches[owner]
-            batch.pieces[number] = data
-            batch.missing -= int(counts[owner])
-            if not batch.missing:
-                complete.append(batch)
-        return complete
+        arrived = [(self._batches[owner], int(counts[owner])) for owner in np.flatnonzero(counts).tolist()]
+        for batch, count in arrived:
+            batch.missing -= count
+        return [batch for batch, _ in arrived if not batch.missing]
 
     def locate(self, positions: IntArray) -> Iterator[tuple[RangedBatch, int]]:
         """The batch of each position, and the slot in it."""
@@ -109,7 +116,10 @@ class RangeFetch(SampleFetch):
         self._cached = capabilities(dataset).cached_reads
 
     def admit(self, plan: BatchPlan) -> None:
-        self._partial[plan.number] = RangedBatch(plan)
+        batch = self._partial[plan.number] = RangedBatch(plan)
+        if not plan.indices:
+            self._deliver(batch, ())
+            return
         self._submit(((None, 0, self._plan, plan),))
 
     async def _plan(self, plan: BatchPlan) -> None:
@@ -128,13 +138,13 @@ class RangeFetch(SampleFetch):
         All ranges are asked for in one call: of windows of tokens it takes a ninth of the time of one for each batch.
         """
         began = time.perf_counter()
+        indices = [index for batch in batches for index in batch.plan.indices]
         try:
-            indices = join_indices([batch.plan.indices for batch in batches])
             ranges = self._dataset.ranges(indices)
             ranges.check(len(indices))
         except Exception:  # user code, or a wrong index, which its own `aget` names
             if len(batches) == 1:
-                self._fetch_singly((batches[0], slot) for slot in range(len(batches[0].samples)))
+                self._fetch_singly((batches[0], slot) for slot in range(len(indices)))
             else:
                 for batch in batches:
                     await self._plan_requests([batch])
@@ -149,7 +159,7 @@ class RangeFetch(SampleFetch):
         spans, complete = plan.plan(positions)
         read = self._read_and_cache if self._cached else self._read
         self._submit((None, 0, read, (plan, span)) for span in spans)
-        await self._make_all([*complete, *(batch for batch in batches if not batch.samples)])
+        await self._make_all(complete)
 
     async def _read_cached(self, plan: ReadPlan, positions: IntArray) -> IntArray:
         """Take the ranges that are cached; returns the positions of the others."""
@@ -158,14 +168,15 @@ class RangeFetch(SampleFetch):
             some = positions[first : first + CACHE_SLICE]
             try:
                 views = await self._dataset.cached_reads(plan.indices(some))
-                found = list(zip(some.tolist(), views, strict=True))
+                read = dict(zip(some.tolist(), views, strict=True))
             except BaseException:  # user code, or a folder that must not be read
                 if self.context.stopping:
                     raise
                 self._fetch_singly(plan.locate(some))
                 continue
-            missing += [position for position, view in found if view is None]
-            await self._put_all(plan, [(position, view) for position, view in found if view is not None])
+            missing += [position for position, view in read.items() if view is None]
+            found = {position: view for position, view in read.items() if view is not None}
+            await self._make_all(plan.put_single(list(found), found.values()))
         return np.array(missing, np.int64)
 
     async def _read(self, planned: tuple[ReadPlan, Span]) -> None:
@@ -178,7 +189,7 @@ class RangeFetch(SampleFetch):
                 self._fetch_singly(plan.locate(span.members))
             return
         seconds = time.perf_counter() - began
-        complete = plan.put(span.members, data, plan.ranges.starts[span.members] - span.start)
+        complete = plan.put(span, data)
         for batch in complete:
             batch.fetch_seconds = seconds
         await self._make_all(complete)
@@ -199,15 +210,10 @@ class RangeFetch(SampleFetch):
                     if self.context.stopping:
                         return
                     break
-                pairs = zip(members, views, strict=True)
-                await self._put_all(plan, [(left.pop(member), view) for member, view in pairs if member in left])
+                read = {left.pop(member): view for member, view in zip(members, views, strict=True) if member in left}
+                await self._make_all(plan.put_single(list(read), read.values()))
                 await asyncio.sleep(0)
         self._fetch_singly(plan.locate(np.array(list(left.values()), np.int64)))
-
-    async def _put_all(self, plan: ReadPlan, found: Iterable[tuple[int, memoryview]]) -> None:
-        """Keep a piece for each position."""
-        for position, view in found:
-            await self._make_all(plan.put(np.array([position]), view))
 
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""

@@ -83,7 +83,7 @@ def lines_case(samples: int) -> Case:
         return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
     def check(found: Iterator[Any]) -> None:
-        numbers = sorted(json.loads(line)["number"] for line in found)
+        numbers = sorted(line["number"] for line in found)
         if numbers != list(range(SHARDS * samples)):
             raise RuntimeError("lines are missing, or came twice: this run does not count")
 
@@ -97,11 +97,6 @@ def lines_case(samples: int) -> Case:
 def open_lines(pattern: str) -> Any:
     """The indexed dataset of lines."""
     return hr.LinesDataset.index(pattern + ".jsonl")
-
-
-def parsed(line: Any) -> Any:
-    """What the bare loop does with each line."""
-    return json.loads(line)
 
 
 def with_bare_ranges(case: Case, url: str) -> float:
@@ -137,8 +132,6 @@ def with_bare_ranges(case: Case, url: str) -> float:
 
 def with_loader(case: Case, dataset: Any, *, shuffle: bool) -> float:
     options: dict[str, Any] = {"shuffle": shuffle, "seed": 0, "collate_fn": list}
-    if case.parse is not None:
-        dataset = dataset.map(parsed)
     with hr.DataLoader(dataset, BATCH, **options) as loader:
         began = time.perf_counter()
         samples = sum(map(len, loader))

@@ -15,7 +15,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, BlockFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
+from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
 from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, SessionSteps
@@ -125,15 +125,14 @@ class Engine:
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
         can = capabilities(dataset)
-        if can.agets and reads_whole_blocks(dataset):
-            given = options["concurrency"]
-            if given == "auto":
-                return BlockFetch(context, dataset, max(1, config.look_ahead // config.engines))
-            return BlockFetch(context, dataset, 1, given)
-        by_batches = config.assembler.batched and can.agets and not can.ranges
+        given, blocks = options["concurrency"], can.agets and reads_whole_blocks(dataset)
+        if blocks and given == "auto":
+            calls = max(1, config.look_ahead // config.engines)
+            return BatchFetch(context, dataset, calls, blocks=True, joins=True)
+        by_batches = blocks or (config.assembler.batched and can.agets and not can.ranges)
         concurrency: int | AdaptiveLimit
-        if options["concurrency"] != "auto":
-            concurrency = options["concurrency"]
+        if given != "auto":
+            concurrency = given
         else:
             least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
             if by_batches:  # calls; the look-ahead is as many as cover the most samples
@@ -144,7 +143,7 @@ class Engine:
             limit = AdaptiveLimit(least, most, peers) if found is None else found.successor()
             concurrency = self._control = limit
         if by_batches:
-            return BatchFetch(context, dataset, concurrency)
+            return BatchFetch(context, dataset, concurrency, blocks=blocks)
         make = RangeFetch if can.ranges else SampleFetch
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 

@@ -9,35 +9,34 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import operator
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from headrace._core.array_types import join_indices
-from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch
+from headrace._core.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch, Rows
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
-from headrace._core.streams.map_style import positions
-from headrace.errors import ShardError
 
 CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
 
-# The most of a call of `BlockFetch`: taking 256 rows of 32 row groups costs 200 µs in calls of 4,096 rows, and 70 here.
+# The most of a call of `agets`: taking 256 rows of 32 row groups costs 200 µs in calls of 4,096 rows, and 70 here.
 JOINED_SAMPLES = 1 << 15
 
-Job = tuple[Any, int, Any]
-"""The target of a result, the slot in it, and the argument of the fetch."""
+Job = tuple[Any, int, Callable[[Any], Awaitable[Any]], Any]
+"""The batch of a sample, the slot in it, the function that fetches, and its argument.
+
+Without a batch the function delivers what it fetches, handles errors of user code and times itself.
+"""
 
 MISSING = object()
 
@@ -109,12 +108,14 @@ class PartialBatch:
         self.samples = [MISSING] * self.missing
 
 
-class FetcherPool(FetchStage):
-    """A stage with at most `_size` fetchers, each of which runs one job after the other; idle ones park.
+class SampleFetch(FetchStage):
+    """Fetches samples with `aget`, by at most `_size` fetchers, each of which runs one job after the other.
 
-    A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast as fetches begin to
-    wait, and a store that answers at once is served by one fetcher without waking others.
+    Idle fetchers park. A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast
+    as fetches begin to wait, and a store that answers at once is served by one fetcher without waking others.
     """
+
+    _first = True  # whether no batch has been fetched, of those that may be joined
 
     def __init__(
         self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit, *, hedge: bool = False
@@ -132,28 +133,28 @@ class FetcherPool(FetchStage):
         self._submitted = 0
         self._controlled = False
 
-    @abstractmethod
-    def requester(self) -> Callable[[Any], Awaitable[Any]]:
-        """The function that makes the request of a job from its argument."""
+    def admit(self, plan: BatchPlan) -> None:
+        batch = self._partial[plan.number] = PartialBatch(plan)
+        if not plan.indices:
+            self._deliver(batch, ())
+            return
+        fetch, wanted = self._dataset.aget, iter(plan.indices)
+        if self._hedged is not None:
+            fetch, wanted = self._fetch_hedged, zip(itertools.repeat(plan.number), plan.indices, strict=False)
+        self._submit((batch, slot, fetch, argument) for slot, argument in enumerate(wanted))
 
-    def on_result(self, batch: Any, slot: int, result: Any, /) -> bool:
-        """Take the result of a job that has a target; returns whether it completes a batch."""
-        batch.samples[slot] = result
-        batch.missing -= 1
-        if batch.missing:
-            return False
-        self._make(batch)
-        return True
+    def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
+        assert self._hedged is not None
+        number, index = wanted
+        return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
-    def on_error(self, error: BaseException, target: Any, slot: int, /) -> Any:
-        """The result in place of an error of user code; without a target the error is ours, and is raised."""
-        if target is None:
-            raise error
-        return Failure.caught(error, Stage.FETCH, target.plan.number, index=target.plan.indices[slot])
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        return self._size
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
-        batch = self._partial.get(plan.number)
-        slots = zip(plan.indices, batch.samples if batch is not None else (), strict=False)
+        if (batch := self._partial.get(plan.number)) is None:
+            return plan.indices
+        slots = zip(plan.indices, batch.samples, strict=True)
         return [index for index, sample in slots if sample is MISSING]
 
     def load(self) -> FetchLoad:
@@ -187,6 +188,31 @@ class FetcherPool(FetchStage):
             self._controlled = True
             self.context.spawn(functools.partial(self._control, self._limit))
 
+    def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:
+        """Queue single samples, ahead of other jobs; an error is then about one sample, and names it."""
+        fetch = self._dataset.aget
+        jobs = [(batch, slot, fetch, batch.plan.indices[slot]) for batch, slot in members]
+        self._submit(reversed(jobs), first=True)
+
+    def _take_waiting(
+        self, fetch: Callable[[Any], Coroutine[Any, Any, None]], plan: BatchPlan, most: int = sys.maxsize
+    ) -> list[BatchPlan]:
+        """A plan whose job `fetch` was taken, with plans that wait behind it, to fetch at most so many samples.
+
+        The first batch is fetched alone: joined with the others it would be complete when they are.
+        """
+        plans, left = [plan], 0 if self._first else most - len(plan.indices)
+        self._first = False
+        while self._queue and self._queue[0][2] == fetch:
+            following: BatchPlan = self._queue[0][3]
+            left -= len(following.indices)
+            if left < 0:
+                break
+            self._queue.popleft()
+            self._submitted -= 1  # a number of fetches
+            plans.append(following)
+        return plans
+
     def _resize(self, size: int) -> None:
         """Change `_size`; surplus fetchers park after their current job."""
         self._size = size
@@ -196,12 +222,11 @@ class FetcherPool(FetchStage):
 
     async def _run(self) -> None:
         context, queue, clock = self.context, self._queue, time.perf_counter
-        fetch, on_result = self.requester(), self.on_result
         while True:
             if len(queue) > 1:
                 self._wake_one()
             while queue:
-                target, slot, argument = queue.popleft()
+                batch, slot, fetch, argument = queue.popleft()
                 # One of each batch: enough for percentiles.
                 began = 0.0 if slot and context.recorder is None else clock()
                 try:
@@ -209,19 +234,25 @@ class FetcherPool(FetchStage):
                 except BaseException as error:  # user code
                     if context.stopping:
                         return
-                    if isinstance(error, TimeoutError):  # a sign of too many requests
-                        context.requests.throttle_events += 1
-                    result = self.on_error(error, target, slot)
+                    if batch is None:  # ours
+                        raise
+                    self._note(error)
+                    index = batch.plan.indices[slot]
+                    result = Failure.caught(error, Stage.FETCH, batch.plan.number, index=index)
                 if context.stopping:  # user code has outlasted its cancellation
                     return
-                if began and target is not None:  # otherwise the job has timed its requests
+                completes = False
+                if batch is not None:
                     if not slot:
-                        target.began, target.fetch_seconds = began, clock() - began
+                        batch.began, batch.fetch_seconds = began, clock() - began
                     if context.recorder is not None:
-                        context.recorder.add(target.plan.number, slot, began)
-                completes = target is not None and on_result(target, slot, result)
+                        context.recorder.add(batch.plan.number, slot, began)
+                    batch.samples[slot] = result
+                    batch.missing -= 1
+                    if completes := not batch.missing:
+                        self._make(batch)
                 # In a wait it holds no sample, and no error with the program's frames.
-                target = argument = result = None
+                batch = argument = result = None
                 if completes:
                     await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
                 if self._surplus:
@@ -231,6 +262,10 @@ class FetcherPool(FetchStage):
             woken = asyncio.get_running_loop().create_future()
             self._parked.append(woken)
             await woken
+
+    def _note(self, error: BaseException) -> None:
+        if isinstance(error, TimeoutError):  # a sign of too many requests
+            self.context.requests.throttle_events += 1
 
     def _wake_one(self) -> None:
         if self._busy >= self._size:
@@ -259,63 +294,39 @@ class FetcherPool(FetchStage):
         self._controlled = False
 
 
-class SampleFetch(FetcherPool):
-    def admit(self, plan: BatchPlan) -> None:
-        batch = self._partial[plan.number] = PartialBatch(plan)
-        if not plan.indices:
-            self._deliver(batch, ())
-            return
-        wanted: Iterable[object] = plan.indices
-        if self._hedged is not None:
-            wanted = zip(itertools.repeat(plan.number), plan.indices, strict=False)
-        self._submit(zip(itertools.repeat(batch), itertools.count(), wanted, strict=False))
+class BatchFetch(SampleFetch):
+    """Fetches with `agets`: a batch in a call, or, of a dataset that reads whole blocks, batches that wait together.
 
-    def requester(self) -> Any:
-        return self._dataset.aget if self._hedged is None else self._fetch_hedged
+    A block, as a row group, is read once for all samples that wait for it, so a call costs little, and all planned
+    batches may be in calls. If a call for several batches fails, each batch is fetched by itself. If that fails too,
+    so is each of its samples, so that each error names its sample. Without blocks the error is that of the batch.
 
-    def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
-        assert self._hedged is not None
-        number, index = wanted
-        return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
-
-    def fetched_at_once(self, plan: BatchPlan) -> int:
-        return self._size
-
-
-class BatchFetch(FetcherPool):
-    """Fetches with `agets`, a batch in a call.
-
-    `concurrency` is the number of samples in flight, which the calls in flight cover; or an `AdaptiveLimit` that finds
-    the number of calls.
+    Args:
+        concurrency: number of samples in flight, which the calls in flight cover; an `AdaptiveLimit` that finds the
+            number of calls; or the number of calls that `joins`.
+        blocks: whether the dataset reads whole blocks.
+        joins: whether calls are for several batches.
     """
 
-    _of_call = 1  # samples of the last batch; 1 where the number of calls is found
-    _samples = 0  # in flight; 0 where the number of calls is found
+    def __init__(
+        self,
+        context: FetchContext,
+        dataset: Any,
+        concurrency: int | AdaptiveLimit,
+        *,
+        blocks: bool = False,
+        joins: bool = False,
+    ) -> None:
+        super().__init__(context, dataset, concurrency)
+        self._blocks, self._joins = blocks, joins
+        self._samples = 0 if joins or self._limit is not None else self._size  # 0: of any number
+        self._of_call = 1  # samples of the last batch; 1 where calls are counted
 
     def admit(self, plan: BatchPlan) -> None:
-        if self._limit is None:
-            self._samples = self._samples or self._size
+        if self._samples:
             self._of_call = max(1, len(plan.indices))
             self._resize(-(-self._samples // self._of_call))
-        batch = self._partial[plan.number] = PartialBatch(plan)
-        self._submit(((batch, 0, list(plan.indices)),))
-
-    def requester(self) -> Any:
-        return self._dataset.agets
-
-    def on_result(self, batch: PartialBatch, _slot: int, result: Any) -> bool:
-        wanted = len(batch.plan.indices)
-        try:
-            samples = [result] if isinstance(result, Failure) else list(result)
-            if len(samples) != wanted and not isinstance(result, Failure):
-                raise ValueError(f"agets returned {len(samples)} samples for {wanted} indices")
-        except BaseException as error:  # user code
-            samples = [self.on_error(error, batch, 0)]
-        self._deliver(batch, samples)
-        return True
-
-    def on_error(self, error: BaseException, batch: PartialBatch, _slot: int) -> Failure:
-        return Failure.caught(error, Stage.FETCH, batch.plan.number)
+        self._submit(((None, 0, self._fetch_waiting, plan),))
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size * len(plan.indices)
@@ -325,69 +336,33 @@ class BatchFetch(FetcherPool):
         busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
         return FetchLoad(busy, size, queued, unused=unused)
 
-
-class BlockFetch(FetcherPool):
-    """Fetches from a dataset that reads whole blocks, as row groups: batches that wait together by one call of `agets`.
-
-    A block is read once for all samples that wait for it, so a call costs little, and all planned batches may be in
-    calls. If a call fails, each batch is fetched by itself. If that fails too, so are its samples of each block, and
-    then single samples, so that each error names its sample.
-
-    Args:
-        calls: number of calls in flight.
-        samples: the most samples of a call for several batches.
-    """
-
-    def __init__(self, context: FetchContext, dataset: Any, calls: int, samples: int = JOINED_SAMPLES) -> None:
-        super().__init__(context, dataset, calls)
-        self._most_samples = samples
-        self._waiting: deque[BatchPlan] = deque()
-        self._first = True
-
-    def admit(self, plan: BatchPlan) -> None:
-        self._waiting.append(plan)
-        self._fetch_soon()
-
-    def _fetch_soon(self) -> None:
-        if self._waiting and not self._queue:
-            self._submit(((None, 0, self._fetch_waiting),))
-
-    def requester(self) -> Any:
-        return operator.call
-
-    def missing(self, plan: BatchPlan) -> Sequence[object]:
-        return plan.indices
-
-    def fetched_at_once(self, plan: BatchPlan) -> int:
-        return self._size * len(plan.indices)
-
-    async def _fetch_waiting(self) -> None:
-        """Fetch the batches that wait; the first one alone, since joined it would be complete when the others are."""
-        plans: list[BatchPlan] = []
-        left = 1 if self._first else self._most_samples
-        while self._waiting and (not plans or left >= len(self._waiting[0].indices)):
-            left -= len(self._waiting[0].indices)
-            plans.append(self._waiting.popleft())
-        self._fetch_soon()
-        if plans:
-            self._first = False
-            await self._fetch(plans)
+    async def _fetch_waiting(self, plan: BatchPlan) -> None:
+        await self._fetch(self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan])
 
     async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()
         try:
             indices = join_indices([plan.indices for plan in plans])
-            samples = await self._dataset.agets(indices) if indices else ()
+            samples = await self._dataset.agets(indices if self._blocks else list(indices)) if indices else []
+            if type(samples) is not Rows:
+                samples = list(samples)
             if len(samples) != len(indices):
                 raise ValueError(f"agets returned {len(samples)} samples for {len(indices)} indices")
-        except BaseException:  # user code, or corrupt data
+        except BaseException as error:  # user code, or corrupt data
             if self.context.stopping:
                 raise
-            if len(plans) == 1:
-                await self._fetch_singly(plans[0])
+            self._note(error)
+            if len(plans) > 1:
+                for plan in plans:
+                    await self._fetch([plan])
                 return
-            for plan in plans:
-                await self._fetch([plan])
+            batch = PartialBatch(plans[0])
+            if self._blocks:
+                self._partial[plans[0].number] = batch
+                self._fetch_singly((batch, slot) for slot in range(len(batch.samples)))
+                return
+            samples = [Failure.caught(error, Stage.FETCH, plans[0].number)]
+        if self.context.stopping:  # user code has outlasted its cancellation
             return
         if self.context.recorder is not None:
             self.context.recorder.add(plans[0].number, 0, began)
@@ -400,30 +375,3 @@ class BlockFetch(FetcherPool):
             start = stop
         self.context.deliver(*fetched)
         await asyncio.sleep(0)  # other tasks get a turn
-
-    async def _fetch_singly(self, plan: BatchPlan) -> None:
-        """Fetch the samples of each block by themselves, and singly if that fails and the block can be read."""
-        batch = PartialBatch(plan)
-        for slots in self._by_block(plan.indices):
-            indices = [plan.indices[slot] for slot in slots]
-            try:
-                found = [*await self._dataset.agets(indices)]
-            except BaseException as error:  # user code, or corrupt data
-                found = [error] * len(slots)
-                if not (isinstance(error, ShardError) and error.of_block) and not self.context.stopping:
-                    found = await asyncio.gather(*map(self._dataset.aget, indices), return_exceptions=True)
-            if self.context.stopping:
-                return
-            for slot, sample in zip(slots, found, strict=True):
-                failed = isinstance(sample, BaseException)
-                batch.samples[slot] = self.on_error(sample, batch, slot) if failed else sample
-        self._make(batch)
-
-    def _by_block(self, indices: Sequence[Any]) -> list[list[int]]:
-        """The slots of the samples of each block; each slot by itself if an index is wrong."""
-        try:
-            places = positions(indices, len(self._dataset))
-        except Exception:  # an index is wrong, or of an odd type: fetched by itself, it is the error of its sample
-            return [[slot] for slot in range(len(indices))]
-        numbers = np.searchsorted(self._dataset.blocks.borders, places, side="right")
-        return [np.flatnonzero(numbers == number).tolist() for number in np.unique(numbers)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from headrace._core.array_types import IntArray
 from headrace._core.batches import BatchPlan, Rows
-from headrace._core.engine.fetch import FetchContext, FetcherPool, PartialBatch
-from headrace._core.store.ranges import Ranges, Span, cut, plan_spans
+from headrace._core.engine.fetch import FetchContext, PartialBatch, SampleFetch
+from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.streams.kinds import capabilities
-
-Positions = Sequence[int] | NDArray[np.intp]
 
 _EMPTY = memoryview(b"")
 CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
@@ -30,113 +27,112 @@ CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
 class RangedBatch(PartialBatch):
     # The plan of its requests, and its number there; None if it has none, or its bytes were taken.
     read_plan: tuple[ReadPlan, int] | None = None
+    pieces: dict[int, memoryview] = field(default_factory=dict)  # by the numbers of `ReadPlan`
     single: set[int] = field(default_factory=set)  # slots whose samples are or were fetched by `aget`
 
 
 class ReadPlan:
-    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all."""
+    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all.
+
+    Places are arrays, and a batch holds the pieces that its ranges are in. A view for each range would be thousands of
+    objects at once for the garbage collector, which took a quarter of the time.
+    """
 
     def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
         self.ranges = ranges  # of all batches, concatenated
         self._batches = batches
         sizes = [len(batch.samples) for batch in batches]
-        self._borders = np.cumsum([0, *sizes]).tolist()
+        self._borders = np.cumsum([0, *sizes])
         self._owners = np.repeat(np.arange(len(sizes)), sizes)
-        self._views = [_EMPTY] * len(self._owners)
+        # The number of the piece with each range, and the range's offset in the piece.
+        self._pieces = np.full(len(self._owners), -1)
+        self._offsets = np.zeros(len(self._owners), np.int64)
 
-    def plan(self, positions: Sequence[int] | None) -> tuple[list[Span], list[RangedBatch]]:
-        """Plan the requests for the ranges at `positions`, or for all.
+    def plan(self, positions: IntArray) -> tuple[list[Span], list[RangedBatch]]:
+        """Plan the requests for the ranges at `positions`.
 
         Returns the requests, the one that the first batch needs first, whose members are positions; and the batches
         that need none.
         """
-        chosen = np.arange(len(self._owners)) if positions is None else np.array(positions, np.int64)
-        wanted = self.ranges.at(chosen)
-        spans = [span._replace(members=chosen[span.members]) for span in plan_spans(wanted)]
+        wanted = self.ranges.at(positions)
+        spans = [span._replace(members=positions[span.members]) for span in plan_spans(wanted)]
         spans.sort(key=lambda span: int(span.members.min()))
-        return spans, self._complete(chosen[wanted.stops == wanted.starts])
+        return spans, self._complete(positions[wanted.stops == wanted.starts])
 
-    def put(self, positions: Positions, views: Iterable[memoryview]) -> list[RangedBatch]:
-        """Keep the bytes of ranges; returns the batches that they complete."""
-        for position, view in zip(np.asarray(positions, np.int64).tolist(), views, strict=True):
-            self._views[position] = view
-        return self._complete(positions)
+    def put(self, span: Span, data: memoryview) -> list[RangedBatch]:
+        """Keep the bytes of a request; returns the batches that they complete."""
+        number = int(span.members[0])
+        self._pieces[span.members] = number
+        self._offsets[span.members] = self.ranges.starts[span.members] - span.start
+        for owner in np.unique(self._owners[span.members]).tolist():
+            self._batches[owner].pieces[number] = data
+        return self._complete(span.members)
 
-    def _complete(self, positions: Positions) -> list[RangedBatch]:
-        counts = np.bincount(self._owners[positions], minlength=len(self._batches))
+    def put_single(self, positions: Sequence[int], views: Iterable[memoryview]) -> list[RangedBatch]:
+        """Keep the bytes of single ranges; returns the batches that they complete."""
+        members = np.array(positions, np.int64)
+        self._pieces[members] = members
+        for (batch, _), position, view in zip(self.locate(members), positions, views, strict=True):
+            batch.pieces[position] = view
+        return self._complete(members)
+
+    def _complete(self, positions: IntArray) -> list[RangedBatch]:
+        counts = np.bincount(self._owners[positions])
         arrived = [(self._batches[owner], int(counts[owner])) for owner in np.flatnonzero(counts).tolist()]
         for batch, count in arrived:
             batch.missing -= count
         return [batch for batch, _ in arrived if not batch.missing]
 
-    def locate(self, positions: Positions) -> Iterator[tuple[RangedBatch, int]]:
+    def locate(self, positions: IntArray) -> Iterator[tuple[RangedBatch, int]]:
         """The batch of each position, and the slot in it."""
-        owners = self._owners[positions].tolist()
-        pairs = zip(owners, np.asarray(positions).tolist(), strict=True)
-        return ((self._batches[owner], position - self._borders[owner]) for owner, position in pairs)
+        owners = self._owners[positions]
+        pairs = zip(owners.tolist(), (positions - self._borders[owners]).tolist(), strict=True)
+        return ((self._batches[owner], slot) for owner, slot in pairs)
+
+    def indices(self, positions: IntArray) -> list[Any]:
+        return [batch.plan.indices[slot] for batch, slot in self.locate(positions)]
 
     def first(self, span: Span) -> RangedBatch:
         return self._batches[int(self._owners[span.members].min())]
 
-    def pop_batch(self, batch: int) -> list[memoryview]:
-        """Remove and return the bytes of a batch, in the order of its ranges; empty where none have arrived."""
-        first, stop = self._borders[batch], self._borders[batch + 1]
-        views = self._views[first:stop]
-        self._views[first:stop] = [_EMPTY] * len(views)  # frees the responses
-        return views
+    def views(self, number: int) -> list[memoryview]:
+        """The bytes of a batch, in the order of its ranges; empty where none have arrived."""
+        own = slice(*self._borders[number : number + 2])
+        pieces, offsets = self._batches[number].pieces, self._offsets[own]
+        sizes = self.ranges.stops[own] - self.ranges.starts[own]
+        places = zip(self._pieces[own].tolist(), offsets.tolist(), (offsets + sizes).tolist(), strict=True)
+        return [pieces.get(piece, _EMPTY)[start:stop] for piece, start, stop in places]
 
 
-class RangeFetch(FetcherPool):
+class RangeFetch(SampleFetch):
     """Fetches by requests that serve several samples, in layers: the store, hedging around it, a cache around both.
 
     All batches that wait when a fetcher is free are planned together; the request that the oldest of them needs first
-    is made first. The first batch is planned alone: joined with the others it would be complete when they are.
-
-    A job is a coroutine function: `aget` of a single sample, or, without a target, a request, which handles errors of
-    user code and times itself. `concurrency` is their number.
+    is made first. `concurrency` is the number of requests.
     """
-
-    _planning = False  # a job that plans is queued
-    _first = True
 
     def __init__(self, context: FetchContext, dataset: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(context, dataset, *args, **kwargs)
         self._cached = capabilities(dataset).cached_reads
-        self._waiting: list[RangedBatch] = []
 
     def admit(self, plan: BatchPlan) -> None:
         batch = self._partial[plan.number] = RangedBatch(plan)
         if not plan.indices:
             self._deliver(batch, ())
             return
-        self._waiting.append(batch)
-        self._plan_soon()
+        self._submit(((None, 0, self._plan, plan),))
 
-    def requester(self) -> Any:
-        return operator.call
+    async def _plan(self, plan: BatchPlan) -> None:
+        plans = self._take_waiting(self._plan, plan)
+        await self._plan_requests([self._partial[each.number] for each in plans])
 
-    def _plan_soon(self) -> None:
-        if not self._planning:
-            self._planning = True
-            self._submit(((None, 0, self._plan),))
-
-    def _fetch_singly(self, members: Iterable[tuple[RangedBatch, int]]) -> None:
-        """Queue single samples, ahead of requests; an error is then about one sample, and names it."""
-        jobs = []
+    def _fetch_singly(self, members: Iterable[tuple[Any, int]]) -> None:
+        members = list(members)
         for batch, slot in members:
             batch.single.add(slot)
-            jobs.append((batch, slot, functools.partial(self._dataset.aget, batch.plan.indices[slot])))
-        self._submit(reversed(jobs), first=True)
+        super()._fetch_singly(members)
 
-    async def _plan(self) -> None:
-        waiting = self._waiting[:1] if self._first else self._waiting[:]
-        del self._waiting[: len(waiting)]
-        self._first = self._planning = False
-        if self._waiting:
-            self._plan_soon()
-        await self._plan_requests(waiting)
-
-    async def _plan_requests(self, batches: list[RangedBatch]) -> None:
+    async def _plan_requests(self, batches: list[Any]) -> None:
         """Plan the requests for batches; the samples of one whose ranges are not known are fetched singly.
 
         All ranges are asked for in one call: of windows of tokens it takes a ninth of the time of one for each batch.
@@ -157,31 +153,34 @@ class RangeFetch(FetcherPool):
         for number, batch in enumerate(batches):
             batch.read_plan = plan, number
             batch.began = began
-        spans, complete = plan.plan(await self._read_cached(plan) if self._cached else None)
+        positions = np.arange(len(indices))
+        if self._cached:
+            positions = await self._read_cached(plan, positions)
+        spans, complete = plan.plan(positions)
         read = self._read_and_cache if self._cached else self._read
-        self._submit((None, 0, functools.partial(read, plan, span)) for span in spans)
+        self._submit((None, 0, read, (plan, span)) for span in spans)
         await self._make_all(complete)
 
-    async def _read_cached(self, plan: ReadPlan) -> list[int]:
+    async def _read_cached(self, plan: ReadPlan, positions: IntArray) -> IntArray:
         """Take the ranges that are cached; returns the positions of the others."""
         missing: list[int] = []
-        count = len(plan.ranges.starts)
-        for first in range(0, count, CACHE_SLICE):
-            positions = range(first, min(first + CACHE_SLICE, count))
-            indices = [batch.plan.indices[slot] for batch, slot in plan.locate(positions)]
+        for first in range(0, len(positions), CACHE_SLICE):
+            some = positions[first : first + CACHE_SLICE]
             try:
-                views = dict(zip(positions, await self._dataset.cached_reads(indices), strict=True))
+                views = await self._dataset.cached_reads(plan.indices(some))
+                read = dict(zip(some.tolist(), views, strict=True))
             except BaseException:  # user code, or a folder that must not be read
                 if self.context.stopping:
                     raise
-                self._fetch_singly(plan.locate(positions))
+                self._fetch_singly(plan.locate(some))
                 continue
-            missing += [position for position in positions if views[position] is None]
-            found = {position: view for position, view in views.items() if view is not None}
-            await self._make_all(plan.put(list(found), found.values()))
-        return missing
+            missing += [position for position, view in read.items() if view is None]
+            found = {position: view for position, view in read.items() if view is not None}
+            await self._make_all(plan.put_single(list(found), found.values()))
+        return np.array(missing, np.int64)
 
-    async def _read(self, plan: ReadPlan, span: Span) -> None:
+    async def _read(self, planned: tuple[ReadPlan, Span]) -> None:
+        plan, span = planned
         began = time.perf_counter()
         try:
             data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
@@ -190,18 +189,18 @@ class RangeFetch(FetcherPool):
                 self._fetch_singly(plan.locate(span.members))
             return
         seconds = time.perf_counter() - began
-        complete = plan.put(span.members, cut(data, span.start, plan.ranges.at(span.members)))
+        complete = plan.put(span, data)
         for batch in complete:
             batch.fetch_seconds = seconds
         await self._make_all(complete)
 
-    async def _read_and_cache(self, plan: ReadPlan, span: Span) -> None:
+    async def _read_and_cache(self, planned: tuple[ReadPlan, Span]) -> None:
         """As `_read`, through the dataset's cache, which gives members in parts."""
+        plan, span = planned
         left = dict(enumerate(span.members.tolist()))
-        indices = [batch.plan.indices[slot] for batch, slot in plan.locate(span.members)]
         read_range = functools.partial(self._read_range, plan.first(span))
-        reading = self._dataset.read_missing(span.object, plan.ranges.at(span.members), indices, read_range)
-        async with contextlib.aclosing(reading) as parts:
+        ranges, indices = plan.ranges.at(span.members), plan.indices(span.members)
+        async with contextlib.aclosing(self._dataset.read_missing(span.object, ranges, indices, read_range)) as parts:
             while True:
                 try:
                     members, views = await anext(parts)
@@ -212,9 +211,9 @@ class RangeFetch(FetcherPool):
                         return
                     break
                 read = {left.pop(member): view for member, view in zip(members, views, strict=True) if member in left}
-                await self._make_all(plan.put(list(read), read.values()))
+                await self._make_all(plan.put_single(list(read), read.values()))
                 await asyncio.sleep(0)
-        self._fetch_singly(plan.locate(list(left.values())))
+        self._fetch_singly(plan.locate(np.array(list(left.values()), np.int64)))
 
     async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
@@ -236,15 +235,18 @@ class RangeFetch(FetcherPool):
 
     def _make(self, batch: RangedBatch) -> None:
         """Make samples of a batch's bytes, and deliver it; those that cannot be made are first fetched singly."""
-        samples: Sequence[Any] | None = None
+        samples: Sequence[Any] = batch.samples
         if batch.read_plan is not None:
-            (plan, position), batch.read_plan = batch.read_plan, None
-            views = plan.pop_batch(position)
-            samples = None if batch.single else self._make_together(batch.plan.indices, views)
-            if samples is None:
+            (plan, number), batch.read_plan = batch.read_plan, None
+            views = plan.views(number)
+            batch.pieces.clear()  # frees the responses
+            made = None if batch.single else self._make_together(batch.plan.indices, views)
+            if made is None:
                 self._make_one_by_one(batch, views)
+            else:
+                samples = made
         if not batch.missing:
-            self._deliver(batch, batch.samples if samples is None else samples)
+            self._deliver(batch, samples)
 
     def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
         try:

@@ -79,7 +79,6 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     ranks_differ = True
     """Whether ranks may have different numbers of samples."""
 
-
     suffixes: ClassVar[tuple[str, ...]]
     """Endings of the names of shards in a directory; none if they are not read as a whole."""
 

@@ -235,7 +235,7 @@ class LoaderControl:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self.order(loader)
-        sampler = order.sampler_between_epochs()
+        sampler = order.sampler_state()
         generator = encoded(order.generator)
         fresh = self._fresh(loader, order, self._next_epoch)
         return fresh._replace(generator=generator, sampler=sampler, kept_seed=self._seeds.kept)

@@ -97,8 +97,8 @@ class EpochOrder:
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
-        self._own_state: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        self.stateful: Stateful | None = None  # the user's sampler or its iterator, if it has a state, from `draws` on
+        # The user's sampler, if it has a state.
+        self.stateful: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
         self.sampler_at_start: object = None  # the state of a user's sampler before the epoch's first draw
         if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
             resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
@@ -129,25 +129,19 @@ class EpochOrder:
         epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
         return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
 
-    def restart(self, state: object) -> None:
-        """Restore the user's sampler to a state of `sampler_at_start`."""
-        if self._own_state is not None and state is not None:
-            self._load(self._own_state, state)
-
-    def _load(self, part: object, state: object) -> None:
+    def restore_sampler(self, state: object) -> None:
+        """Restore the user's sampler to a state of `sampler_state`; not to None."""
+        if self.stateful is None or state is None:
+            return
         try:
-            load_copy(part, state, self.sampler_name)
+            load_copy(self.stateful, state, self.sampler_name)
         except StateError:
             raise
         except Exception as error:  # user code
-            raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
+            raise StateError(f"{self.sampler_name}.load_state_dict has refused the state: {error!r}") from error
 
-    def sampler_between_epochs(self) -> object:
-        """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
-        return None if self._own_state is None else copy.deepcopy(self._own_state.state_dict())
-
-    def sampler_after_draw(self) -> object:
-        """The state of a user's sampler, or of its iterator, after the last draw; None if there is none."""
+    def sampler_state(self) -> object:
+        """The state of a user's sampler now; None if it has none."""
         return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def describe(self) -> str:
@@ -190,9 +184,8 @@ class EpochOrder:
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""
         if self.resumed is not None and self.resumed.over and not self.is_stream:
-            if self._own_state is not None and self.resumed.sampler is not None:
-                self.stateful = self._own_state
-                self._load(self._own_state, self.resumed.sampler)
+            if self.stateful is not None and self.resumed.sampler is not None:
+                self.restore_sampler(self.resumed.sampler)
             elif self.is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
@@ -203,11 +196,10 @@ class EpochOrder:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                self.restart(between.sampler)
-            self.sampler_at_start = self.sampler_between_epochs()
+                self.restore_sampler(between.sampler)
+            self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked:
-                self.stateful = next((part for part in (drawn, *self._parts) if isinstance(part, Stateful)), None)
                 drawn = _Watched(drawn, self)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
@@ -240,16 +232,18 @@ class EpochOrder:
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
-        if self.sampler is None:
-            if resumed.sampler is not None:
-                return self._continued(self._batch_sampler, resumed.sampler)
-            return self._walked(iter(self._batch_sampler), resumed, resumed.batches)
         if self.is_by_arithmetic and not self.is_stream:
             return self._computed_from(resumed.cursor if self.shared else resumed.samples)
-        indices = self._resumed_indices(resumed)
-        if self.batch_size is None:
-            return indices
-        return iter(BatchSampler(cast(Any, indices), self.batch_size, self.drop_last))
+        if self.stateful is not None and resumed.sampler is not None:
+            self.restore_sampler(resumed.sampler)  # before its iterator is made
+            draws: Iterator[object] = iter(self._decides)
+        elif self.is_stream:
+            draws = iter(self._decides)
+        else:
+            draws = self._walked(resumed, resumed.batches if self.sampler is None else resumed.samples)
+        if self.sampler is None or self.batch_size is None:
+            return draws
+        return iter(BatchSampler(cast(Any, draws), self.batch_size, self.drop_last))
 
     def _computed_from(self, cursor: int) -> Iterator[object]:
         """The loader's draws in an order by arithmetic, from a position on."""
@@ -262,29 +256,10 @@ class EpochOrder:
             return integers(pieces)
         return batches(pieces, self.batch_size, self.drop_last)
 
-    def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
-        sampler = self.sampler
-        if self.is_stream:
-            return iter(sampler)
-        if resumed.sampler is not None:
-            return self._continued(sampler, resumed.sampler)
-        return self._walked(iter(sampler), resumed, resumed.samples)
-
-    def _continued(self, part: Any, state: object) -> Iterator[object]:
-        """The draws of the user's sampler or batch sampler, from a state within an epoch on."""
-        self.stateful = part if isinstance(part, Stateful) else None
-        if self.stateful is not None:
-            self._load(self.stateful, state)  # before its iterator is made
-        draws: Iterator[object] = iter(part)
-        if self.stateful is None:
-            self._load(draws, state)
-            self.stateful = cast(Stateful, draws)
-        return draws
-
-    def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
+    def _walked(self, resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
+        draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None
-        self.stateful = next((part for part in (draws, *self._parts) if isinstance(part, Stateful)), None)
         if resumed.generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
         if resumed.generator is not None and self._generator is None:

@@ -37,7 +37,10 @@ from headrace.errors import StateError
 
 
 class _Watched(Iterator[object]):
-    """The draws of a sampler, the first by an order's `first_of`. A generator would end with a Ctrl-C in a draw."""
+    """The draws of a sampler without a generator; at the first, the order notes the state of torch's default generator.
+
+    A generator function would end with a Ctrl-C in a draw.
+    """
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
         self._draws = draws
@@ -47,11 +50,14 @@ class _Watched(Iterator[object]):
         if self._order is None:
             return next(self._draws)
         order, self._order = self._order, None
-        return order.first_of(self._draws)
+        order.generator = torch.default_generator.get_state()
+        drawn = next(self._draws)
+        if torch.equal(order.generator, torch.default_generator.get_state()):
+            order.generator = None  # nothing was drawn from it
+        return drawn
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
-_COMPUTING = (CursorSampler.__iter__, SequentialSampler.__iter__)
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
 )
@@ -83,7 +89,9 @@ class EpochOrder:
         # Of single indices; None where a batch sampler of the user's decides.
         self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
-        self.computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
+        # A user's subclass may draw other indices.
+        draws_order = isinstance(self.sampler, CursorSampler) and type(self.sampler).__iter__ is CursorSampler.__iter__
+        self.computed: CursorSampler | None = self.sampler if draws_order else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
         # Whether every position in the order is computed; or is found only by drawing all indices before it.
@@ -190,8 +198,7 @@ class EpochOrder:
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
-            # A user's subclass may draw other indices.
-            if self.is_by_arithmetic and type(self.sampler).__iter__ in _COMPUTING:
+            if self.is_by_arithmetic:
                 return self._computed_from(0)
             if self._between is not None:
                 between, self._between = self._between, None
@@ -199,7 +206,7 @@ class EpochOrder:
                 self.restore_sampler(between.sampler)
             self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
-            if self.is_walked:
+            if self.is_walked and self._generator is None:
                 drawn = _Watched(drawn, self)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
@@ -213,18 +220,6 @@ class EpochOrder:
     @property
     def drop_last(self) -> bool:
         return getattr(self._batch_sampler, "drop_last", False)
-
-    # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
-
-    def first_of(self, draws: Iterator[object]) -> object:
-        """The first draw; notes the state of the generator that it comes from."""
-        if self._generator is not None:
-            return next(draws)
-        self.generator = torch.default_generator.get_state()
-        drawn = next(draws)
-        if torch.equal(self.generator, torch.default_generator.get_state()):
-            self.generator = None  # nothing was drawn from it
-        return drawn
 
     def restore_generator(self, resumed: LoaderState) -> None:
         if resumed.generator is not None and self._generator is not None:
@@ -260,11 +255,11 @@ class EpochOrder:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None
-        if resumed.generator is None:  # the state does not say how they were drawn
+        if resumed.generator is None and self._generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
-        if resumed.generator is not None and self._generator is None:
+        elif self._generator is None:
             trainers = torch.default_generator.get_state()
-            self.generator = decoded(resumed.generator)
+            self.generator = decoded(cast(str, resumed.generator))
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
         last: deque[Any] = deque(maxlen=max(1, checked))

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 from headrace import DataLoader, StateError
+from headrace._core.order.state import _checksum
 from tests.datasets import Numbers
 
 N = 13
@@ -337,3 +338,12 @@ def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
     other = copied(restored)
     for each in (other, restored):
         assert epochs(each, 2) == [whole[0][2:], whole[1]]
+
+
+def test_state_with_fields_of_another_release_is_refused():
+    _, state = saved_after(CASES["shuffled by seed"](), 2)
+    (values,) = state["state"]
+    values = {name: value for name, value in values.items() if name not in ("checksum", "lost")}
+    values["checksum"] = _checksum(values)
+    with pytest.raises(StateError, match=r"another release of headrace, whose fields differ in \['lost'\]"):
+        CASES["shuffled by seed"]().load_state_dict({**state, "state": [values]})

@@ -90,6 +90,7 @@ class LoaderControl:
         self._next_epoch = 0
         self.past = Past()
         self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
+        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset()
@@ -168,7 +169,7 @@ class LoaderControl:
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from states that fit, at the next `iter()`."""
-        self.resumed, self.progress = states, None
+        self.resumed = states
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
@@ -181,12 +182,13 @@ class LoaderControl:
             propagate_epoch(part, epoch)
         self.sessions.set_epoch(epoch)
 
-    def begin_at(self, loader: TorchLoader, epoch: int) -> None:
-        """Let the next `iter()` begin an epoch."""
+    def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
+        """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
         self.resumed, self._next_epoch = (), epoch
-        propagate_epoch(loader._index_sampler, epoch)
         if self.epoch_was_set:
             self.set_epoch(loader, epoch)
+        else:
+            propagate_epoch(loader._index_sampler, sampler_epoch)
 
     def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
@@ -206,7 +208,7 @@ class LoaderControl:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
         if self.resumed:
             self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
-            self.resumed = ()
+            self.resumed, self.progress = (), None
 
     def is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""
@@ -244,7 +246,7 @@ class LoaderControl:
         """The state before an epoch, with what remains of the epoch before."""
         fingerprint = self.fingerprint(loader, order)
         fresh = LoaderState(epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict())
-        return fresh if self.progress is None else self.progress.next_state(fresh)
+        return fresh if self.progress is None or self.resumed else self.progress.next_state(fresh)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
@@ -330,6 +332,7 @@ class LoaderControl:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
+        self.sampler_epochs[epoch] = begun.sampler_epoch
         return EpochProgress(
             begun,
             order,

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
+from torch.utils.data import DistributedSampler
+
 from headrace._core.consumer.control import LoaderControl, copied
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
@@ -136,15 +138,40 @@ def _loader_at(
         )
     reader = here if place == own else place
     clone._control.past = Past(excluded=present.excluded[: run.exclusions])
-    clone._control.begin_at(clone, epoch)
+    order.restore_sampler(_sampler_at_start(control, order))
+    clone._control.begin_at(clone, epoch, _sampler_epoch(control, order, present, epoch))
     clone._control.skip(clone, number - run.batches, reader, run)
     try:
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set:  # of the dataset, which the copy has too
-            last = control.progress
-            control.sessions.set_epoch(control.next_epoch if last is None else last.begun.epoch)
+        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
+            control.sessions.set_epoch(control.progress.begun.epoch)
+
+
+def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
+    """The state of a user's sampler at the beginning of an epoch; None if the sampler is there, or has no state."""
+    progress = control.progress
+    if progress is None or progress.over or order.stateful is None or order.samples_at_most:
+        return None
+    if progress.begun.batches:
+        raise ValueError(f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch")
+    return progress.begun.sampler
+
+
+def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int) -> int:
+    """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
+    if order.sampler_epoch is None or order.wants_epoch:
+        return epoch
+    known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
+    if (found := known.get(epoch)) is not None:
+        return found
+    if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
+        return epoch
+    raise ValueError(
+        f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number for epoch {epoch} "
+        f"is not known: call loader.set_epoch(epoch) before each epoch, or use a headrace.ElasticSampler"
+    )
 
 
 def _check_in_order(loader: Any) -> None:
@@ -160,8 +187,9 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
     if control.spec.options["seed"] is None:
         raise ValueError("a batch can be computed again only if all its randomness has a seed: give the loader seed=")
     _check_in_order(loader)
-    if not (order.is_by_arithmetic or order.samples_at_most):
-        raise ValueError(f"the order of {order.sampler_name} does not follow from the seed: {COMPUTED}")
+    if order.is_drawn_anew:
+        name = order.sampler_name
+        raise ValueError(f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler")
     if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
         raise ValueError(f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with")
     under_way = {number for open, number in control.open_epochs if not open.closed}
@@ -205,4 +233,9 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
     for part in (clone.sampler, clone.batch_sampler):
         if isinstance(getattr(part, "_ranks", None), RankChoice):  # headrace's, from the beginning of an epoch
             vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
+        elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):
+            made = f"rank {part.rank} of {part.num_replicas}"
+            raise ValueError(
+                f"{type(part).__name__} was made for {made}: make one for {rank.rank} of {rank.world_size}"
+            )
     return clone

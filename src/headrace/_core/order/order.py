@@ -121,6 +121,12 @@ class EpochOrder:
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
+    @property
+    def is_drawn_anew(self) -> bool:
+        """Whether an epoch's order depends on a generator, or on a sampler's own state, and not on its number alone."""
+        has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
+        return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
+
     def rank_of(self, process: RankInfo) -> RankInfo:
         """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
         part = self._decides
@@ -136,6 +142,11 @@ class EpochOrder:
         """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
         epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
         return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
+
+    @property
+    def wants_epoch(self) -> bool:
+        """Whether the loader sets the sampler's epoch."""
+        return any(getattr(part, "wants_epoch", False) for part in self._parts)
 
     def restore_sampler(self, state: object) -> None:
         """Restore the user's sampler to a state of `sampler_state`; not to None."""

@@ -178,6 +178,8 @@ class LoaderState(NamedTuple):
         values = dict(saved)
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
+        if other := values.keys() ^ set(cls._fields):
+            raise StateError(f"the state is of another release of headrace, whose fields differ in {sorted(other)}")
         for name in _TUPLES:
             values[name] = _as_tuple(values[name])
         values["fingerprint"] = Fingerprint(*values["fingerprint"])

@@ -233,6 +233,7 @@ def test_what_cannot_be_mixed_is_an_error():
     assert read(hr.DataLoader(hr.mix(data, [(0, [1, 0])]), 5)) == list(range(5))
     for options in (
         {"sampler": torch.utils.data.RandomSampler(range(5))},
+        {"sampler": hr.ElasticSampler(5)},
         {"shuffle": True, "generator": torch.Generator()},
     ):
         with pytest.warns(UserWarning, match="weights have no effect"):

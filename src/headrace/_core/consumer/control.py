@@ -169,7 +169,7 @@ class LoaderControl:
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from states that fit, at the next `iter()`."""
-        self.resumed, self.progress = states, None
+        self.resumed = states
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
@@ -208,7 +208,7 @@ class LoaderControl:
         """Let the next `iter()` begin the epoch after the one that was to be continued."""
         if self.resumed:
             self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
-            self.resumed = ()
+            self.resumed, self.progress = (), None
 
     def is_of_rank(self, loader: TorchLoader) -> bool:
         """Whether each rank has a state of its own; the same on all ranks."""
@@ -237,7 +237,7 @@ class LoaderControl:
     def _next_state(self, loader: TorchLoader) -> LoaderState:
         """The state before the next epoch."""
         order = self.order(loader)
-        sampler = order.sampler_between_epochs()
+        sampler = order.sampler_state()
         generator = encoded(order.generator)
         fresh = self._fresh(loader, order, self._next_epoch)
         return fresh._replace(generator=generator, sampler=sampler, kept_seed=self._seeds.kept)
@@ -246,7 +246,7 @@ class LoaderControl:
         """The state before an epoch, with what remains of the epoch before."""
         fingerprint = self.fingerprint(loader, order)
         fresh = LoaderState(epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict())
-        return fresh if self.progress is None else self.progress.next_state(fresh)
+        return fresh if self.progress is None or self.resumed else self.progress.next_state(fresh)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""

@@ -138,26 +138,25 @@ def _loader_at(
         )
     reader = here if place == own else place
     clone._control.past = Past(excluded=present.excluded[: run.exclusions])
-    order.restart(_sampler_at_start(control, order))
+    order.restore_sampler(_sampler_at_start(control, order))
     clone._control.begin_at(clone, epoch, _sampler_epoch(control, order, present, epoch))
     clone._control.skip(clone, number - run.batches, reader, run)
     try:
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set:  # of the dataset, which the copy has too
-            last = control.progress
-            control.sessions.set_epoch(control.next_epoch if last is None else last.begun.epoch)
+        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
+            control.sessions.set_epoch(control.progress.begun.epoch)
 
 
 def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
     """The state of a user's sampler at the beginning of an epoch; None if the sampler is there, or has no state."""
     progress = control.progress
-    if progress is None or progress.over or order.sampler_between_epochs() is None or order.samples_at_most:
+    if progress is None or progress.over or order.stateful is None or order.samples_at_most:
         return None
-    if (state := progress.sampler_at_start) is None:
+    if progress.begun.batches:
         raise ValueError(f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch")
-    return state
+    return progress.begun.sampler
 
 
 def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int) -> int:

@@ -77,8 +77,10 @@ class BlockOrder:
             part, positions = positions[:end], positions[end:]
             if isinstance(part, range):
                 part = np.arange(part.start, part.stop, part.step)
-            group = self._group if self._shuffle else self._group_in_order
-            yield group(number, size, part - start)
+            if self._shuffle:
+                yield self._group(number, size, part - start)
+            else:
+                yield begin + self._group_in_order(size, part - start)
 
     def _group_at(self, place: int) -> tuple[int, int, int]:
         """The number of the group at a place of all groups in turn, the place where it begins, and its size."""
@@ -90,12 +92,11 @@ class BlockOrder:
         begin = int(self._starts[number])
         return number, begin, int(self._starts[number + 1]) - begin
 
-    def _group_in_order(self, number: int, size: int, within: IntArray) -> IntArray:
+    def _group_in_order(self, size: int, within: IntArray) -> IntArray:
         each, longer = divmod(size, self._lanes)  # the first lanes have one sample more
         steps, lane = np.divmod(within, self._lanes)
         starts = lane * each + np.minimum(lane, longer)
-        begin = number * self._group_size if self._borders is None else int(self._starts[number])
-        return begin + starts + steps
+        return starts + steps
 
     def _group(self, number: int, size: int, within: IntArray) -> IntArray:
         lanes, each = self._lanes, -(-size // self._lanes)

@@ -37,7 +37,10 @@ from headrace.errors import StateError
 
 
 class _Watched(Iterator[object]):
-    """The draws of a sampler, the first by an order's `first_of`. A generator would end with a Ctrl-C in a draw."""
+    """The draws of a sampler without a generator; at the first, the order notes the state of torch's default generator.
+
+    A generator function would end with a Ctrl-C in a draw.
+    """
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
         self._draws = draws
@@ -47,11 +50,14 @@ class _Watched(Iterator[object]):
         if self._order is None:
             return next(self._draws)
         order, self._order = self._order, None
-        return order.first_of(self._draws)
+        order.generator = torch.default_generator.get_state()
+        drawn = next(self._draws)
+        if torch.equal(order.generator, torch.default_generator.get_state()):
+            order.generator = None  # nothing was drawn from it
+        return drawn
 
 
 _WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
-_COMPUTING = (CursorSampler.__iter__, SequentialSampler.__iter__)
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
 )
@@ -83,7 +89,9 @@ class EpochOrder:
         # Of single indices; None where a batch sampler of the user's decides.
         self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
-        self.computed: CursorSampler | None = self.sampler if isinstance(self.sampler, CursorSampler) else None
+        # A user's subclass may draw other indices.
+        draws_order = isinstance(self.sampler, CursorSampler) and type(self.sampler).__iter__ is CursorSampler.__iter__
+        self.computed: CursorSampler | None = self.sampler if draws_order else None
         # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
         self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
         # Whether every position in the order is computed; or is found only by drawing all indices before it.
@@ -97,8 +105,8 @@ class EpochOrder:
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
-        self._own_state: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        self.stateful: Stateful | None = None  # the user's sampler or its iterator, if it has a state, from `draws` on
+        # The user's sampler, if it has a state.
+        self.stateful: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
         self.sampler_at_start: object = None  # the state of a user's sampler before the epoch's first draw
         if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
             resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
@@ -116,7 +124,7 @@ class EpochOrder:
     @property
     def is_drawn_anew(self) -> bool:
         """Whether an epoch's order depends on a generator, or on a sampler's own state, and not on its number alone."""
-        has_state = self._own_state is not None and not getattr(self._own_state, "wants_epoch", False)
+        has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
         return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
 
     def rank_of(self, process: RankInfo) -> RankInfo:
@@ -140,25 +148,19 @@ class EpochOrder:
         """Whether the loader sets the sampler's epoch."""
         return any(getattr(part, "wants_epoch", False) for part in self._parts)
 
-    def restart(self, state: object) -> None:
-        """Restore the user's sampler to a state of `sampler_at_start`."""
-        if self._own_state is not None and state is not None:
-            self._load(self._own_state, state)
-
-    def _load(self, part: object, state: object) -> None:
+    def restore_sampler(self, state: object) -> None:
+        """Restore the user's sampler to a state of `sampler_state`; not to None."""
+        if self.stateful is None or state is None:
+            return
         try:
-            load_copy(part, state, self.sampler_name)
+            load_copy(self.stateful, state, self.sampler_name)
         except StateError:
             raise
         except Exception as error:  # user code
-            raise StateError(f"{type(part).__name__}.load_state_dict has refused the state: {error!r}") from error
+            raise StateError(f"{self.sampler_name}.load_state_dict has refused the state: {error!r}") from error
 
-    def sampler_between_epochs(self) -> object:
-        """The state of a user's sampler now, between two epochs; None if it has none that outlives them."""
-        return None if self._own_state is None else copy.deepcopy(self._own_state.state_dict())
-
-    def sampler_after_draw(self) -> object:
-        """The state of a user's sampler, or of its iterator, after the last draw; None if there is none."""
+    def sampler_state(self) -> object:
+        """The state of a user's sampler now; None if it has none."""
         return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def describe(self) -> str:
@@ -201,24 +203,21 @@ class EpochOrder:
     def draws(self) -> Iterator[object]:
         """The draws of the loader's index sampler, or those after the resume point."""
         if self.resumed is not None and self.resumed.over and not self.is_stream:
-            if self._own_state is not None and self.resumed.sampler is not None:
-                self.stateful = self._own_state
-                self._load(self._own_state, self.resumed.sampler)
+            if self.stateful is not None and self.resumed.sampler is not None:
+                self.restore_sampler(self.resumed.sampler)
             elif self.is_walked and self._generator is not None:  # for the order of later epochs
                 next(self._resumed_draws(self.resumed), None)
             return iter(())
         if self.resumed is None:
-            # A user's subclass may draw other indices.
-            if self.is_by_arithmetic and type(self.sampler).__iter__ in _COMPUTING:
+            if self.is_by_arithmetic:
                 return self._computed_from(0)
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
-                self.restart(between.sampler)
-            self.sampler_at_start = self.sampler_between_epochs()
+                self.restore_sampler(between.sampler)
+            self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
-            if self.is_walked:
-                self.stateful = next((part for part in (drawn, *self._parts) if isinstance(part, Stateful)), None)
+            if self.is_walked and self._generator is None:
                 drawn = _Watched(drawn, self)
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
@@ -233,34 +232,24 @@ class EpochOrder:
     def drop_last(self) -> bool:
         return getattr(self._batch_sampler, "drop_last", False)
 
-    # A sampler without a generator of its own draws from torch's default one, once it is asked for its first index.
-
-    def first_of(self, draws: Iterator[object]) -> object:
-        """The first draw; notes the state of the generator that it comes from."""
-        if self._generator is not None:
-            return next(draws)
-        self.generator = torch.default_generator.get_state()
-        drawn = next(draws)
-        if torch.equal(self.generator, torch.default_generator.get_state()):
-            self.generator = None  # nothing was drawn from it
-        return drawn
-
     def restore_generator(self, resumed: LoaderState) -> None:
         if resumed.generator is not None and self._generator is not None:
             self.generator = decoded(resumed.generator)
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
-        if self.sampler is None:
-            if resumed.sampler is not None:
-                return self._continued(self._batch_sampler, resumed.sampler)
-            return self._walked(iter(self._batch_sampler), resumed, resumed.batches)
         if self.is_by_arithmetic and not self.is_stream:
             return self._computed_from(resumed.cursor if self.shared else resumed.samples)
-        indices = self._resumed_indices(resumed)
-        if self.batch_size is None:
-            return indices
-        return iter(BatchSampler(cast(Any, indices), self.batch_size, self.drop_last))
+        if self.stateful is not None and resumed.sampler is not None:
+            self.restore_sampler(resumed.sampler)  # before its iterator is made
+            draws: Iterator[object] = iter(self._decides)
+        elif self.is_stream:
+            draws = iter(self._decides)
+        else:
+            draws = self._walked(resumed, resumed.batches if self.sampler is None else resumed.samples)
+        if self.sampler is None or self.batch_size is None:
+            return draws
+        return iter(BatchSampler(cast(Any, draws), self.batch_size, self.drop_last))
 
     def _computed_from(self, cursor: int) -> Iterator[object]:
         """The loader's draws in an order by arithmetic, from a position on."""
@@ -273,34 +262,15 @@ class EpochOrder:
             return integers(pieces)
         return batches(pieces, self.batch_size, self.drop_last)
 
-    def _resumed_indices(self, resumed: LoaderState) -> Iterator[object]:
-        sampler = self.sampler
-        if self.is_stream:
-            return iter(sampler)
-        if resumed.sampler is not None:
-            return self._continued(sampler, resumed.sampler)
-        return self._walked(iter(sampler), resumed, resumed.samples)
-
-    def _continued(self, part: Any, state: object) -> Iterator[object]:
-        """The draws of the user's sampler or batch sampler, from a state within an epoch on."""
-        self.stateful = part if isinstance(part, Stateful) else None
-        if self.stateful is not None:
-            self._load(self.stateful, state)  # before its iterator is made
-        draws: Iterator[object] = iter(part)
-        if self.stateful is None:
-            self._load(draws, state)
-            self.stateful = cast(Stateful, draws)
-        return draws
-
-    def _walked(self, draws: Iterator[object], resumed: LoaderState, count: int) -> Iterator[object]:
+    def _walked(self, resumed: LoaderState, count: int) -> Iterator[object]:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
+        draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None
-        self.stateful = next((part for part in (draws, *self._parts) if isinstance(part, Stateful)), None)
-        if resumed.generator is None:  # the state does not say how they were drawn
+        if resumed.generator is None and self._generator is None:  # the state does not say how they were drawn
             draws = _Watched(draws, self)
-        if resumed.generator is not None and self._generator is None:
+        elif self._generator is None:
             trainers = torch.default_generator.get_state()
-            self.generator = decoded(resumed.generator)
+            self.generator = decoded(cast(str, resumed.generator))
             torch.default_generator.set_state(self.generator)
         checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
         last: deque[Any] = deque(maxlen=max(1, checked))

@@ -152,7 +152,7 @@ class EpochProgress(Iterator[BatchPlan]):
             taken=self.taken,
         )
         self._number = number + 1
-        state = order.sampler_after_draw()
+        state = order.sampler_state()
         self._drawn[number] = plan, before, self._samples, state
         # The sampler's state says so already, though its end has not been asked for.
         ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
@@ -184,7 +184,7 @@ class EpochProgress(Iterator[BatchPlan]):
 
     def _on_exhausted(self) -> None:
         self._most = self._number
-        self._sampler_at_end = self._order.sampler_after_draw()
+        self._sampler_at_end = self._order.sampler_state()
 
     def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
         """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
@@ -220,11 +220,6 @@ class EpochProgress(Iterator[BatchPlan]):
                 state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
         return _Point(batches, last_drawn, streams, last_worker, delivered, skipped)
-
-    @property
-    def sampler_at_start(self) -> object:
-        """The state of the user's sampler at the beginning of this epoch; None if that is unknown."""
-        return None if self.begun.batches else self.begun.sampler
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """The state before the next epoch: `fresh`, with the lost batches and the states of a user's dataset."""

@@ -224,20 +224,14 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     A rank whose epoch has ended before that of others has saved the state before the next one: of its part of a stream
     nothing is left.
     """
-    epoch = min(state.epoch for state in states)
-    at_end = [state.epoch == epoch + 1 and state.is_between_epochs and _of_stream(state) for state in states]
-    begun = [state for state, over in zip(states, at_end, strict=True) if not over]
-    first = begun[0]
-    ended = [  # with the states of users' datasets, for later epochs
-        state._replace(
-            **{name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "base_seed")},
-            over=not state.streams,
-            streams={reader: {**stream, "ended": True} for reader, stream in state.streams.items()},
-        )
-        for state, over in zip(states, at_end, strict=True)
-        if over
-    ]
-    for state in (*begun, *ended):
+    first = min(states, key=lambda state: state.epoch)
+    every = []
+    for state in states:
+        if state.epoch == first.epoch + 1 and state.is_between_epochs and _of_stream(state):
+            # The epoch has ended on this rank; with the state of a user's dataset, for later epochs.
+            position = {name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "base_seed")}
+            streams = {reader: {**stream, "ended": True} for reader, stream in state.streams.items()}
+            state = state._replace(**position, over=not streams, streams=streams)
         differences = first.fingerprint.differences(state.fingerprint)
         if state.epoch != first.epoch:
             differences.append(f"epoch was {state.epoch}, and is {first.epoch}")
@@ -245,16 +239,17 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             differences.append(f"world size was {state.ranks}, and is {first.ranks}")
         if differences:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
-    if all(state.rank is None for state in begun):
-        over = [state.over or any(one.get("ended") is True for one in state.streams.values()) for state in begun]
-        left = [state for state, ended in zip(begun, over, strict=True) if not ended]
-        left = left or [max(begun, key=lambda state: state.cursor)]
-        if len({state.cursor for state in left}) > 1 or len({state.batches for state in begun}) > 1:
-            cursors = sorted({(state.cursor, state.batches) for state in begun})
+        every.append(state)
+    if all(state.rank is None for state in every):
+        over = [state.over or any(one.get("ended") is True for one in state.streams.values()) for state in every]
+        left = [state for state, ended in zip(every, over, strict=True) if not ended]
+        left = left or [max(every, key=lambda state: state.cursor)]
+        if len({state.cursor for state in left}) > 1 or len({state.batches for state in every}) > 1:
+            cursors = sorted({(state.cursor, state.batches) for state in every})
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
         return (left[0],)
     missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
-    numbered = [each if each.rank is not None else each._replace(rank=next(missing, None)) for each in (*begun, *ended)]
+    numbered = [each if each.rank is not None else each._replace(rank=next(missing, None)) for each in every]
     ordered = sorted(numbered, key=lambda state: -1 if state.rank is None else state.rank)
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):

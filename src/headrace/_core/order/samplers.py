@@ -354,11 +354,11 @@ def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> Ran
 
 
 def check_mixed(source: object, *given: Any) -> None:
-    """Warn where a sampler or generator of torch replaces the order of a mix, as trainers do."""
+    """Warn where a sampler or generator of torch's or headrace's replaces the order of a mix, as trainers do."""
     for each in given:
         kind = type(getattr(each, "sampler", each))
-        if kind.__module__.startswith("torch") and isinstance(source, MixedParts):
+        if kind.__module__.startswith(("torch", "headrace.samplers")) and isinstance(source, MixedParts):
             warn_user(
-                f"with a {kind.__name__} of torch a mix is the concatenation of its datasets, and "
+                f"with a {kind.__name__} a mix is the concatenation of its datasets, and "
                 f"its weights have no effect: leave out sampler=, batch_sampler= and generator="
             )

@@ -100,12 +100,13 @@ class LoaderSpec(NamedTuple):
             least = max(least, samples // (batch_size or 1))
         if self.device is not None:  # what waits there has left the workers nothing to do: it does not count
             least += options["device_prefetch"]
-        if given is None and self.kind is DatasetKind.ASYNC_ITERABLE:
-            return least, max(least, MOST_SMALL)
-        if not free:
-            return least, least
-        if given is None and self.kind is DatasetKind.MAP and loader.in_order:
-            return least, max(least, min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers))
-        if given is not None or self.kind is not DatasetKind.ASYNC_MAP or samples:
-            return least, least
-        return least, most_ahead(least, concurrency=fetches, batch_size=batch_size)
+        most = least
+        if given is not None:
+            pass
+        elif self.kind is DatasetKind.ASYNC_ITERABLE:
+            most = MOST_SMALL
+        elif free and self.kind is DatasetKind.MAP and loader.in_order:
+            most = min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers)
+        elif free and self.kind is DatasetKind.ASYNC_MAP and not samples:
+            most = most_ahead(least, concurrency=fetches, batch_size=batch_size)
+        return least, max(least, most)

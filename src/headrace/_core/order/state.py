@@ -25,10 +25,7 @@ def encoded(state: torch.Tensor | None) -> str | None:
 
 
 def decoded(text: str) -> torch.Tensor:
-    try:
-        return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
-    except (ValueError, zlib.error) as error:
-        raise StateError(f"the state is damaged: the generator's state cannot be read ({error})") from error
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
 VERSION: Final = 4

@@ -24,7 +24,7 @@ LONG_START = 0.5  # of the time
 HEADROOM = 1.2  # of a change beyond what is needed
 MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
-BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, above which it is the limit
+BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
 BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
@@ -197,8 +197,7 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "the loop computes",
             model.without(waited),
         )
-    late = figures.waits["loop"] > figures.waits["hand-over"]
-    if late and (found := _busy_loop(model, late=True)) is not None:
+    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)) is not None:
         return found
     change: dict[str, Any] = {}
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
@@ -267,16 +266,16 @@ def _fetching(model: _Model) -> Diagnosis:
     )
 
 
-def _busy_loop(model: _Model, *, late: bool = False) -> Diagnosis | None:
-    """The event loop's thread has no time left; None if it has. `late`: batches that are made wait for the thread."""
+def _busy_loop(model: _Model) -> Diagnosis | None:
+    """The event loop's thread has no time left; None if it has."""
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
     if figures.blocked > BLOCKED_LOOP:
         return _blocked_loop(figures)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
-    if late or busy > BUSY_LOOP:
+    if busy + figures.engine_queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
         cpu = busy * figures.seconds / max(1, figures.samples)
-        evidence += f", {seconds(cpu)} for a sample"
+        evidence += f", {seconds(cpu)} for a sample, and waits for a core {share(figures.engine_queued)} of the time"
         advice = (
             f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that "
             f"are read together, or shards"

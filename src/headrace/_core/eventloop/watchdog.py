@@ -55,6 +55,7 @@ class LoopWatch:
 
     def __init__(self, dataset: str) -> None:
         self.blocked_seconds = 0.0  # for which user code has blocked the loop so far
+        self.queued_seconds = 0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
         self.place: str | None = None  # the line of user code that has blocked it longest
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
@@ -99,6 +100,7 @@ class LoopWatch:
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
         self._at_beat = self._scheduled()
+        self.queued_seconds = self._at_beat.queued
         self.due = time.monotonic() + BEAT
 
     def _scheduled(self) -> _Scheduled:

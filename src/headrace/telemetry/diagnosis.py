@@ -50,8 +50,6 @@ class Setup(NamedTuple):
     concurrency: int | str
     num_workers: int
     look_ahead: int  # batches that may be planned and not delivered
-    most_ahead: int  # the number that this may grow to
-    batch_size: int | None  # samples in a batch, if known
     in_order: bool
     memory_budget: int | None
     placement: str  # ``"thread"``, ``"process"`` or ``"inline"``
@@ -89,7 +87,7 @@ class _Model:
         of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
         self.floor = max(figures.engine_cpu * figures.period, of_workers)
         # Samples that are planned ahead.
-        self.ahead = setup.look_ahead * (setup.batch_size or figures.samples / max(1, figures.batches))
+        self.ahead = setup.look_ahead * figures.samples / figures.batches
 
     def needed(self, *, floor: float | None = None) -> float:
         """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
@@ -260,8 +258,7 @@ def _fetching(model: _Model) -> Diagnosis:
     return _more_in_flight(
         model,
         "look-ahead",
-        f"{in_flight} are in flight: the {setup.most_ahead} batches that may be planned ahead are not enough to keep "
-        f"more",
+        f"{in_flight} are in flight: the batches that may be planned ahead are not enough to keep more",
         model.ahead * factor,
     )
 

@@ -49,7 +49,7 @@ class Figures:
         engine_cpu: CPU seconds of the engine's thread per second.
         engine_queued: seconds per second in which that thread could have computed and had no core.
         blocked: share of the time, that of the first batch included, in which user code blocked the event loop.
-        blocked_in: the line that blocked it longest.
+        blocked_in: the line that blocked it last.
         requests: to stores, those before the first batch included.
         worker_deaths: workers that died.
         skipped: samples that were skipped.

@@ -98,8 +98,9 @@ class StageTimes(NamedTuple):
     nbytes: int = 0  # approximate size of the fetched samples
     engine_cpu: float = 0.0  # CPU seconds of the engine's thread until then
     blocked: float = 0.0  # seconds for which code of the user's has blocked the engine's event loop until then
-    blocked_in: str | None = None  # the line that has blocked it longest
+    blocked_in: str | None = None  # the line that has blocked it last
     worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
+    engine_queued: float = 0.0  # seconds for which the engine's thread could have computed and had no core, until then
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
     worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
@@ -108,7 +109,7 @@ class StageTimes(NamedTuple):
 
 
 NO_TIMES = StageTimes()
-GROWING = ("engine_cpu", "blocked", "blocked_before")  # sums since the engine's start
+GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # sums since the engine's start
 _LOAD = len(FetchLoad._fields)
 
 

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> bool:
     present = loop.run(present_parts(place))
     share = shards[number - 1 :: count]
     missing = [shard for shard in share if part_key(place, shard, indexing) not in present]
-    _build(missing, indexing, place, arguments.processes or max(1, int(usable_cores())))
+    _build(missing, indexing, place, max(1, arguments.processes or int(usable_cores())))
     if arguments.part is not None:
         print(f"{place.name}: part {number} of {count} is complete")
         return True

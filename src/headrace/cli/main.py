@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "function that gives the length of a sample, as its number of tokens; the index keeps lengths"
     add("--length", metavar="MODULE:FUNCTION", help=about)
     add("--check", action="store_true", help="compare the index with the store, and write nothing")
-    add("--processes", type=_positive, metavar="N", help="that read shards (as many as there are cores)")
+    add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
     about = "read the I-th of N shares, on one of N machines; then run the command without this option"
     add("--part", type=_part, metavar="I/N", help=about)
     doctor = commands.add_parser(
@@ -87,10 +87,3 @@ def _part(text: str) -> tuple[int, int]:
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text} is no share, as 1/4 to 4/4")
     return int(number), int(count)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value

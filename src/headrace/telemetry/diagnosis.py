@@ -24,7 +24,7 @@ LONG_START = 0.5  # of the time
 HEADROOM = 1.2  # of a change beyond what is needed
 MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
-BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, above which it is the limit
+BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
 BLOCKED_LOOP = 0.1  # of the time
 BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
 QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
@@ -50,8 +50,6 @@ class Setup(NamedTuple):
     concurrency: int | str
     num_workers: int
     look_ahead: int  # batches that may be planned and not delivered
-    most_ahead: int  # the number that this may grow to
-    batch_size: int | None  # samples in a batch, if known
     in_order: bool
     memory_budget: int | None
     placement: str  # ``"thread"``, ``"process"`` or ``"inline"``
@@ -89,7 +87,7 @@ class _Model:
         of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
         self.floor = max(figures.engine_cpu * figures.period, of_workers)
         # Samples that are planned ahead.
-        self.ahead = setup.look_ahead * (setup.batch_size or figures.samples / max(1, figures.batches))
+        self.ahead = setup.look_ahead * figures.samples / figures.batches
 
     def needed(self, *, floor: float | None = None) -> float:
         """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
@@ -197,8 +195,7 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "the loop computes",
             model.without(waited),
         )
-    late = figures.waits["loop"] > figures.waits["hand-over"]
-    if late and (found := _busy_loop(model, late=True)) is not None:
+    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)) is not None:
         return found
     change: dict[str, Any] = {}
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
@@ -261,22 +258,21 @@ def _fetching(model: _Model) -> Diagnosis:
     return _more_in_flight(
         model,
         "look-ahead",
-        f"{in_flight} are in flight: the {setup.most_ahead} batches that may be planned ahead are not enough to keep "
-        f"more",
+        f"{in_flight} are in flight: the batches that may be planned ahead are not enough to keep more",
         model.ahead * factor,
     )
 
 
-def _busy_loop(model: _Model, *, late: bool = False) -> Diagnosis | None:
-    """The event loop's thread has no time left; None if it has. `late`: batches that are made wait for the thread."""
+def _busy_loop(model: _Model) -> Diagnosis | None:
+    """The event loop's thread has no time left; None if it has."""
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
     if figures.blocked > BLOCKED_LOOP:
         return _blocked_loop(figures)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
-    if late or busy > BUSY_LOOP:
+    if busy + figures.engine_queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
         cpu = busy * figures.seconds / max(1, figures.samples)
-        evidence += f", {seconds(cpu)} for a sample"
+        evidence += f", {seconds(cpu)} for a sample, and waits for a core {share(figures.engine_queued)} of the time"
         advice = (
             f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that "
             f"are read together, or shards"

@@ -152,10 +152,6 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """The metrics."""
-        return self.describe() if self.exports else iter(())
-
-    def describe(self) -> Iterator[Any]:
-        """The metrics; without values when this is registered."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for kind, metrics in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
@@ -166,3 +162,5 @@ class _Collector:
                     for of, value in export.read(source, gauge=metrics is GAUGES):
                         family.add_metric(of, value)
                 yield family
+
+    describe = collect  # without values when this is registered

@@ -47,8 +47,9 @@ class Figures:
         workers_busy: mean number of batches that are transformed and collated at the same time.
         workers_cpu: CPU seconds per second of these, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
+        engine_queued: seconds per second in which that thread could have computed and had no core.
         blocked: share of the time, that of the first batch included, in which user code blocked the event loop.
-        blocked_in: the line that blocked it longest.
+        blocked_in: the line that blocked it last.
         requests: to stores, those before the first batch included.
         worker_deaths: workers that died.
         skipped: samples that were skipped.
@@ -78,6 +79,7 @@ class Figures:
     workers_cpu: float = 0.0
     steps_busy: float = 0.0  # mean number of calls of a stream's functions before batching at the same time
     engine_cpu: float = 0.0
+    engine_queued: float = 0.0
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
     blocked: float = 0.0
     blocked_in: str | None = None
@@ -148,6 +150,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
         steps_busy=(end.steps_seconds - begin.steps_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
+        engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,
         blocked=(end.blocked - blocked_before) / (start_up + seconds),
         blocked_in=end.blocked_in,

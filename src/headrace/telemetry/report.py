@@ -58,9 +58,6 @@ class Report(Figures):
         if not self.batches:
             return "No batch was delivered after the first." if self.start_up else "No batch has been delivered."
         waits = f"{share(self.wait_share)} of the time your loop waits for data."
-        if self.start_up > self.seconds:
-            total = (self.start_up + self.wait_share * self.seconds) / (self.start_up + self.seconds)
-            waits = f"{share(total)} of the time, that of the first batch included, your loop waits for data."
         if self.limit == "consumer":
             return f"{waits} The loader is not the limit: {self.evidence}."
         limit, assumed = _LIMITS[self.limit]
@@ -86,8 +83,7 @@ class Report(Figures):
         if self.concurrency:
             facts["fetches in flight"] = f"{self.in_flight:.0f} of {self.concurrency}"
         if self.fetch_seconds:
-            names = ("p50", "p90", "p99" if self.batches >= 100 else "longest")
-            pairs = zip(names, self.fetch_seconds, strict=True)
+            pairs = zip(("p50", "p90", "p99"), self.fetch_seconds, strict=True)
             facts["a fetch takes"] = ", ".join(f"{name} {seconds(each)}" for name, each in pairs)
         if self.workers_busy >= 0.05:
             facts["batches in work"] = f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"

@@ -32,8 +32,6 @@ __all__ = ["trace"]
 
 WAITING = 256  # batches that wait to be written: then `next()` blocks, so that memory is bounded and nothing is lost
 INTERVAL = 0.1  # seconds between two writes: being woken for each batch costs the consumer's thread the GIL
-# The slices of a batch on its way that are not called as the step in which `next()` waits for it.
-NAMES = {"work": "transform and collate", "loop": "hand-over", "hand-over": "ready"}
 
 
 @contextlib.contextmanager
@@ -168,7 +166,7 @@ class _Trace:
         for step, until in (*steps_of(record), ("delivery", record.returned)):
             to = min(_us(until), end)
             if to > at:  # known, and a microsecond or longer
-                inside += _span(NAMES.get(step, step), name, self._pid, 0, journey, at, to, _args(record))
+                inside += _span(step, name, self._pid, 0, journey, at, to, _args(record))
                 at = to
         yield _span("batch", name, self._pid, 0, journey, begin, end, _args(record), inside)
         yield _counters(self._pid, name, end, f'"ready batches":{record.ready}')

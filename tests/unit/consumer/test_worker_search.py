@@ -17,7 +17,7 @@ class Machine:
         self, workers=1, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5, ahead=0.01
     ):
         self.work, self.real_cores, self.nbytes, self.start = work, real_cores, nbytes, start
-        self.setup = Setup("auto", workers, 6, 6, 8, True, memory_budget, "thread", False, cores, 1024)
+        self.setup = Setup("auto", workers, 6, True, memory_budget, "thread", False, cores, 1024)
         self.search = WorkerSearch(1, workers)
         self.ahead = ahead  # seconds from a plan to the call that takes its batch
         self.working = workers  # workers that have started

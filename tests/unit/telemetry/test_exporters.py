@@ -118,11 +118,11 @@ def test_closed_and_dropped_loaders_leave_and_their_names_are_free(registry):
         list(other)
         del loader
         gc.collect()
-        assert generate_latest(registry) == b""
+        assert b"{" not in generate_latest(registry)
         export = hr.telemetry.prometheus(other, registry=registry)
         assert value(registry, "batches_total") == 8
         export.close()
-        assert generate_latest(registry) == b""
+        assert b"{" not in generate_latest(registry)
 
 
 def test_name_twice_and_names_of_the_users_are_errors(registry):

@@ -81,13 +81,10 @@ class LoaderSessions:
         from headrace.telemetry.diagnosis import Setup
 
         options = self.spec.options
-        least, most = self.spec.look_ahead(loader)
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
-            look_ahead=least,
-            most_ahead=most,
-            batch_size=loader.batch_size,
+            look_ahead=self.spec.look_ahead(loader)[0],
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
             placement=self.counters.placement.partition(":")[0],

@@ -354,6 +354,7 @@ class Session:
                 watch.blocked_seconds,
                 watch.place,
                 self._executor.take_deaths(),
+                watch.queued_seconds,
                 work.work_cpu,
                 self._blocked_before,
                 work.worked_by,

@@ -55,7 +55,8 @@ class LoopWatch:
 
     def __init__(self, dataset: str) -> None:
         self.blocked_seconds = 0.0  # for which user code has blocked the loop so far
-        self.place: str | None = None  # the line of user code that has blocked it longest
+        self.queued_seconds = 0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
+        self.place: str | None = None  # the line of user code that has blocked it last
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
@@ -65,9 +66,7 @@ class LoopWatch:
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: it is to end; without locks, for forks
-        # Seconds by function, used by the watchdog's thread: of the late beat, and of all blocks.
-        self._late: dict[types.CodeType, float] = {}
-        self._blocked: dict[types.CodeType, float] = {}
+        self._late: dict[types.CodeType, float] = {}  # seconds of the late beat, by function
 
     def begin(self) -> None:
         self._sessions += 1
@@ -99,6 +98,7 @@ class LoopWatch:
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
         self._at_beat = self._scheduled()
+        self.queued_seconds = self._at_beat.queued
         self.due = time.monotonic() + BEAT
 
     def _scheduled(self) -> _Scheduled:
@@ -143,16 +143,12 @@ class LoopWatch:
         late = self._late[code] = before + seconds
         if late < REPORTED:
             return
-        more = seconds if before >= REPORTED else late
-        self.blocked_seconds += more
-        blocked = self._blocked[code] = self._blocked.get(code, 0.0) + more
-        place = f"{code.co_filename}:{line} in {code.co_qualname}"
-        if blocked == max(self._blocked.values()):
-            self.place = place
+        self.blocked_seconds += seconds if before >= REPORTED else late
+        self.place = f"{code.co_filename}:{line} in {code.co_qualname}"
         key = code.co_filename, code.co_firstlineno
         if key not in _reported:
             _reported.add(key)
-            _log.warning(WARNING, self._dataset, place, late)
+            _log.warning(WARNING, self._dataset, self.place, late)
 
 
 def find_user_code(top: types.FrameType) -> types.FrameType | None:

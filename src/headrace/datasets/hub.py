@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from headrace._core.extras import require
-from headrace._core.retry_policy import RetryPolicy, as_policy
+from headrace._core.retry_policy import RetryPolicy
 from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
-from headrace._core.store.backoff import RetryGate, Tries
-from headrace._core.store.errors import CAUSES, HUB_REMEDY, Cause, RequestFailure, describe_error
+from headrace._core.store.errors import CAUSES, HUB_REMEDY, Cause, describe_error
 from headrace._core.store.head import Head
 from headrace._core.store.redaction import secrets_in
 from headrace._core.store.store import Store
-from headrace._core.streams.blocking import background_loop
 from headrace._version import __version__
 from headrace.errors import EmptyListingError, StoreError
 
@@ -51,7 +49,7 @@ def hub(
         files: path in the repository, or several, with braces and globs as for `TarDataset`.
         token: an access token; None for that of the environment, False for none.
         timeout: as for `Store`.
-        retry: as for `Store`; for the listing too. `huggingface_hub` also retries pages by itself.
+        retry: as for `Store`. `huggingface_hub` retries the pages of the listing by itself.
 
     Returns:
         Shards in the order of their paths, each once.
@@ -78,27 +76,22 @@ def hub(
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
     headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
     store_options = {"default_headers": headers, "allow_redirects": True}
-    gate, tries = RetryGate(), Tries(RetryPolicy() if retry is None else as_policy(retry))
 
-    def attempt(request: Callable[[], T]) -> T:
-        while True:
-            try:
-                return request()
-            except (HFValidationError, StoreError):
-                raise
-            except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
-                status = getattr(getattr(error, "response", None), "status_code", None)
-                text = describe_error(error, secrets_in(store_options)).rstrip(".")
-            cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
-            if not background_loop().run(gate.may_try_again(RequestFailure(cause, status), tries)):
-                break
+    def converted(request: Callable[[], T]) -> T:
+        try:
+            return request()
+        except (HFValidationError, StoreError):
+            raise
+        except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            text = describe_error(error, secrets_in(store_options)).rstrip(".")
+        cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
         remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
         # Raised here, so that the request, which has the token, is not its context.
-        text = f"listing: {text}. {remedy}".rstrip()
-        raise cause.error(text, url=page, status=status, attempts=tries.attempts)
+        raise cause.error(f"listing: {text}. {remedy}".rstrip(), url=page, status=status)
 
     where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
-    where["revision"] = commit = attempt(lambda: api.repo_info(name, timeout=timeout, **where)).sha
+    where["revision"] = commit = converted(lambda: api.repo_info(name, timeout=timeout, **where)).sha
     url = f"{page}@{commit}"
     given = [files] if isinstance(files, str) else files
     patterns = [each for pattern in given for each in expand_braces(pattern)]
@@ -124,4 +117,4 @@ def hub(
         return found
 
     store = Store(f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry)
-    return tuple(Shard(store, path, head) for path, head in sorted(attempt(list_files).items()))
+    return tuple(Shard(store, path, head) for path, head in sorted(converted(list_files).items()))

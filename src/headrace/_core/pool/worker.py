@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+import types
 from collections.abc import Callable
 from multiprocessing import current_process
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,7 @@ import torch
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.log_records import forward_records
-from headrace._core.transport.pickling import SentModule, format_error, picklable_error, prefer_references
+from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collate_into
@@ -81,7 +82,7 @@ class ProcessEnvironment(NamedTuple):
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
-        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = SentModule("__main__")
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
         vars(main).update(self.script)
         sys.path[:] = self.path
         sys.argv[:] = self.arguments

@@ -39,12 +39,11 @@ class Tries:
         key: str | None = None,
         index: object = None,
         *,
-        began: float | None = None,
         whole: Tries | None = None,
     ) -> None:
         self.policy, self.doing, self.key, self.index = policy, doing, key, index
         self.attempts = 0
-        self.began: float = whole.began if whole is not None else began or time.monotonic()
+        self.began: float = time.monotonic() if whole is None else whole.began
         self.renewed = False  # whether the credentials were renewed for this request
         self._progressed: list[float] = [self.began] if whole is None else whole._progressed
 

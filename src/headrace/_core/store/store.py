@@ -237,13 +237,9 @@ class Store:
     def _tries(self, doing: str, key: str | None = None, index: object = None) -> Tries:
         return Tries(self.stats.retry or self._retry, doing, key, index)
 
-    async def _attempt(
-        self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries, failure: RequestFailure | None = None
-    ) -> T:
-        """Make a request, with retries; `failure` is of a first attempt that the caller has made."""
+    async def _attempt(self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries) -> T:
+        """Make a request, with retries."""
         while True:
-            if failure is not None:
-                await self._retry_or_raise(failure, tries)
             store = self.backend()
             self.stats.requests += 1
             try:
@@ -254,6 +250,7 @@ class Store:
                 self._gate.successes += 1
                 tries.progress()
                 return answer
+            await self._retry_or_raise(failure, tries)
 
     async def _retry_or_raise(self, failure: RequestFailure, tries: Tries) -> None:
         """Wait until a failed request may be made again, or raise its error."""
@@ -344,34 +341,16 @@ class Store:
 
     async def _read(self, wanted: _Range, whole: Tries | None) -> memoryview:
         """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
-        store, stats = self.backend(), self.stats
-        stats.requests += 1
-        began = time.monotonic()
-        key, start, stop, index, size, etag, modified, checksum = wanted
-        # The first attempt stands here in full: one frame and no closure for what nearly always succeeds.
-        try:
-            if etag is None and size is None and modified is None and not self._ranges_ignored:
-                data = memoryview(await get_range_async(store, key, start=start, end=stop))
-                check_bytes(data, stop - start, checksum)
-            else:
-                data, _ = await self._get(wanted, False, store)
-        except FAILURES as error:
-            failure = failure_of(error)
-        else:
-            self._gate.successes += 1
-            if whole is not None:
-                whole.progress()
-            return data
+        key, start, stop, index, size, *_ = wanted
         doing = (
             f"reading object {key!r}" if (start, stop) == (0, size) else f"reading bytes {start} to {stop} of {key!r}"
         )
-        tries = Tries(stats.retry or self._retry, doing, key, index, began=began, whole=whole)
-        ignored = failure.cause is Cause.RANGE_IGNORED  # `_get` reads all of the object then
-        data, _ = await self._attempt(partial(self._get, wanted, False), tries, None if ignored else failure)
+        tries = Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
+        data, _ = await self._attempt(partial(self._get, wanted, False), tries)
         return data
 
-    async def _get(self, wanted: _Range, initial: bool, store: ObjectStore) -> tuple[memoryview, ObjectMeta]:
-        """Read a range by one request, and return the object's metadata too.
+    async def _get(self, wanted: _Range, initial: bool, store: ObjectStore) -> tuple[memoryview, Any]:
+        """Read a range by one request, and return the object's metadata too; None where no version is compared.
 
         If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a store that ignores
         ranges; from a negative `start` on, the last bytes. The checksum is of the object.
@@ -380,6 +359,16 @@ class Store:
         if initial and not key.strip("/"):  # a web server would send a page
             raise RequestFailure(Cause.NO_KEY, detail="it is empty")
         stats, whole, tag = self.stats, self._ranges_ignored, strong(etag)
+        if etag is None and size is None and modified is None and not (initial or whole):
+            try:
+                data = memoryview(await get_range_async(store, key, start=start, end=stop))
+            except NATIVE_ERRORS as error:
+                if classify_error(error).cause is not Cause.RANGE_IGNORED:
+                    raise
+                stats.requests += 1
+            else:
+                check_bytes(data, stop - start, checksum)
+                return data, None
         options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}

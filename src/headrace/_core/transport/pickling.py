@@ -170,29 +170,13 @@ def _code_in_file(name: str, make: Callable[..., types.CodeType], arguments: tup
     return make(*arguments).replace(co_filename=name)
 
 
-class SentModule(types.ModuleType):
-    """A module of the program where the program does not run: what was sent of it."""
-
-    def __repr__(self) -> str:
-        return f"<module {self.__name__!r} in a worker, which has not all of it: define this in a module of its own>"
-
-
-def _define(obj: Any, made: tuple[Callable[[Any, object], object], object]) -> None:
-    """Complete a class or function that is sent by value; where the program does not run, its module gets it."""
-    made[0](obj, made[1])
-    if isinstance(main := sys.modules["__main__"], SentModule):
-        setattr(main, obj.__qualname__, obj)
-
-
-_MAIN = ("__main__", "__mp_main__")  # in a child of `multiprocessing` the second, which is no name for another process
-_REDUCERS = {types.CodeType: _reduce_code, SentModule: _CLOUDPICKLES[types.ModuleType]}
+_REDUCERS = {types.CodeType: _reduce_code}
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
 
     descriptors: list[Descriptor]  # those that were met
-    defines = False  # whether what is sent of the main module can be looked up there where it is received
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
@@ -222,14 +206,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = super().reducer_override(obj)
             if type(reduced) is not tuple or len(reduced) < 6:  # by reference
                 return reduced
-            make, arguments, state, *_, complete = reduced
+            _, arguments, state, *_ = reduced
             if isinstance(obj, type) and not issubclass(obj, enum.Enum):  # what cloudpickle leaves out
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
                 state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
-            module = sys.modules.get(obj.__module__) if obj.__module__ in _MAIN else None
-            if self.defines and getattr(module, obj.__qualname__, None) is obj:
-                return make, arguments, (complete, state), None, None, _define
             return reduced
         return NotImplemented
 

@@ -137,8 +137,6 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
 
-    defines = True
-
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage) and _in_shared_memory(obj):
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]

@@ -134,9 +134,8 @@ def mix(
         if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
-    said = shorten(repr(weights)).replace("{", "{{").replace("}", "}}")  # for `format`
     seed = checked_seed(seed)
-    shown = f"mix({{}}, {said}, seed={seed}, stop={stop!r})"
+    shown = f"mix({{}}, {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
     if not are_streams:
         if stop == "once":

@@ -371,7 +371,7 @@ class MixedParts(IndexedParts):
         self.stop = stop
 
     def __repr__(self) -> str:
-        return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")
+        return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.sources))}]", 1)
 
 
 def refuse_mixes(sources: Sequence[Any]) -> None:

@@ -298,7 +298,7 @@ class SplitStream(OperatedStream[T_co]):
         return Split(start, shard, self._remainder)
 
 
-class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
+class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):
     """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
     def __init__(self, datasets: Sequence[object]) -> None:

@@ -61,7 +61,6 @@ def mix(
     temperature: float = 1.0,
     seed: int | None = None,
     stop: Stop = "first",
-    strict: bool = True,
     unit: Literal["samples", "lengths"] = "samples",
 ) -> Any:
     """Several datasets as one: each sample is drawn by weight.
@@ -98,9 +97,6 @@ def mix(
             A stream that ends without a sample is not drawn from any more.
             ``"once"``, of streams: a stream that has ended is not drawn from any more, and the mix
             ends with the last stream that has a weight.
-        strict: whether a state that was saved with other streams or weights is an error. Otherwise
-            the mix continues with those of now, and logs what has changed: streams are matched by
-            name, or else by position, and new ones start. States of map-style datasets are strict.
         unit: what weights are shares of: ``"samples"``; or ``"lengths"``, as the tokens of map-style
             datasets with `lengths` (`TokenDataset`; an index that was made with ``--length``).
 
@@ -138,13 +134,12 @@ def mix(
         if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
-    said = shorten(repr(weights)).replace("{", "{{").replace("}", "}}")  # for `format`
     seed = checked_seed(seed)
-    shown = f"mix({{}}, {said}, seed={seed}, stop={stop!r})"
+    shown = f"mix({{}}, {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
     if not are_streams:
-        if stop == "once" or not strict:
-            raise ValueError('stop="once" and strict=False are for streams')
+        if stop == "once":
+            raise ValueError('stop="once" is for streams')
         if unit == "lengths":
             means = [_mean_length(name, part) for name, part in zip(names, parts, strict=True)]
             for entry in schedule:
@@ -159,7 +154,6 @@ def mix(
         names=names,
         weights=schedule,
         stop=str(stop),
-        strict=strict,
         seed=seed,
         ranks=RankChoice(None, None),
     )

@@ -16,8 +16,8 @@ from headrace._core.shards.indexing import (
     OpenedIndex,
     all_shards,
     beside,
-    check_format,
     fetch_index,
+    match,
     open_index,
     place_of,
 )
@@ -162,11 +162,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
                 raise TypeError(f"{cls.__name__}.index: give shards, or index=")
             whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
             stream = cls(whole.shards[:1], **options)
-            rows = {row.format: number for number, row in enumerate(whole.file.shards)}
-            for number in rows.values():
-                format = stream.index_decoder(whole.shards[number]).format
-                check_format(whole.file, whole.file.shards[number], format)
-            return stream._indexed(whole, unpacked_bytes)
+            matched = match(whole.file, whole.shards, Indexing(stream.index_decoder))
+            return stream._indexed(matched, unpacked_bytes)
         stream = cls(shards, store=opened, **options)
         found = stream._parts
         place = beside(found) if index is None else place_of(index, opened)

@@ -278,10 +278,8 @@ class DispatchToWorkers(FetchStage):
 
     def _dispatch(self) -> None:
         while self._waiting and self._active:
-            worker: int | None = self._active[0]
-            if not self._in_order:
-                worker = next((each for each in self._active if self._loads[each] < PINNED_AHEAD), None)
-            if worker is None:
+            free = (each for each in self._active if self._in_order or self._loads[each] < PINNED_AHEAD)
+            if (worker := next(free, None)) is None:
                 return
             self._active.rotate(-self._active.index(worker) - 1)
             self._loads[worker] += 1

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.text import dataset_repr
 
 Functions = tuple[Callable[[Any], object], ...]
@@ -26,10 +25,6 @@ class Composition:
     def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
         """This composition over other sources, and the functions that its samples still need, given those of theirs."""
         raise NotImplementedError  # each composition has its own
-
-    def set_epoch(self, epoch: int) -> None:
-        for source in self.sources:
-            propagate_epoch(source, epoch)
 
 
 class MapComposition(Composition):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch.utils.data import IterableDataset
@@ -14,7 +14,7 @@ from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
 from headrace._core.streams.epochs import FollowsEpoch, checked_seed
-from headrace._core.streams.kinds import T_co, children, propagate_epoch
+from headrace._core.streams.kinds import T_co, children
 from headrace._core.streams.mixing import Mix
 from headrace._core.streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
@@ -67,7 +67,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> list(from_async_iterable(numbers).map(lambda i: i * i).filter(lambda square: square % 2))
             [1, 9, 25]
         """
-        return FilteredStream(self, fn)
+        check_function("the function of filter", fn)
+        return OperatedStream(self, f"{{}}.filter({function_name(fn)})", Steps, steps=(Step(fn, True),))
 
     def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
         """This stream several times in succession, or for ever; shuffled streams in another order each time.
@@ -216,46 +217,6 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         return SyncStream(*plan(self))
 
 
-class _SteppedStream(AsyncIterableDataset[T_co]):
-    """A stream with a function applied to each sample, or with the samples for which a predicate holds.
-
-    A loader applies the last functions of the expression together with `transform`; those before another operation, in
-    its workers before batching.
-    """
-
-    step: ClassVar[str]  # "map" or "filter"
-    works_on_parts = True
-
-    def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
-        check_function(f"the function of {self.step}", fn)
-        self.dataset = dataset
-        self.fn = fn
-
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.{self.step}({function_name(self.fn)})"
-
-    def __aiter__(self) -> AsyncIterator[T_co]:
-        """Read, and apply adjacent functions in one request."""
-        steps: list[Step] = []
-        dataset: Any = self
-        while isinstance(dataset, _SteppedStream):
-            steps.append(Step(dataset.fn, dataset.step == "filter"))
-            dataset = dataset.dataset
-        return Steps(dataset, tuple(reversed(steps)))
-
-    def set_epoch(self, epoch: int) -> None:
-        propagate_epoch(self.dataset, epoch)
-
-
-class MappedStream(MapComposition, _SteppedStream[T_co]):
-    step = "map"
-
-
-class FilteredStream(_SteppedStream[T_co]):
-    step = "filter"
-    ranks_differ = True
-
-
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of theirs.
 
@@ -273,8 +234,8 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def __repr__(self) -> str:
         if isinstance(self.dataset, tuple):
-            return self._shown.format(f"[{', '.join(map(dataset_repr, self.dataset))}]")
-        return self._shown.format(dataset_repr(self.dataset))
+            return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.dataset))}]", 1)
+        return self._shown.replace("{}", dataset_repr(self.dataset), 1)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         options = dict(self._options)
@@ -293,6 +254,20 @@ def _is_endless(stream: Any) -> bool:
         return True
     has_to_end = all if operator is Mix and stream._options["stop"] == "first" else any
     return has_to_end(map(_is_endless, children(stream)))
+
+
+class MappedStream(MapComposition, OperatedStream[T_co]):
+    """A stream with a function applied to each sample; made by `map`.
+
+    A loader applies the last functions of the expression together with `transform`; those before another operation, in
+    its workers before batching.
+    """
+
+    def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
+        check_function("the function of map", fn)
+        super().__init__(dataset, f"{{}}.map({function_name(fn)})", Steps, steps=(Step(fn, False),))
+        self.fn = fn
+        self.ranks_differ = False
 
 
 class SplitStream(OperatedStream[T_co]):
@@ -323,7 +298,7 @@ class SplitStream(OperatedStream[T_co]):
         return Split(start, shard, self._remainder)
 
 
-class ConcatenatedStreams(ConcatComposition, AsyncIterableDataset[object]):
+class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):
     """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
 
     def __init__(self, datasets: Sequence[object]) -> None:

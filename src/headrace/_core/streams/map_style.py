@@ -72,7 +72,8 @@ class AsyncDataset(Dataset[T_co]):
         return MappedDataset(self, fn)
 
     def __getitem__(self, index: Any) -> T_co:
-        sample: T_co = get_item(self, index)
+        source, functions = plan(self)  # functions of `map` run on this thread
+        sample: T_co = apply_functions(functions, background_loop().run(_aget(source, index)))
         return sample
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
@@ -80,17 +81,6 @@ class AsyncDataset(Dataset[T_co]):
         source, functions = plan(self)
         samples: Sequence[Any] = background_loop().run(fetch_all(source, indices))
         return [apply_functions(functions, each) for each in samples]
-
-
-def get_item(dataset: Any, index: Any) -> Any:
-    """One sample, read on the background loop; functions of `map` run on this thread."""
-    if isinstance(dataset, IndexedParts):  # in place of a plan of all parts
-        part, inner = dataset.locate(index)
-        return get_item(dataset.sources[part], inner)
-    if isinstance(dataset, MappedDataset):
-        return dataset.fn(get_item(dataset.dataset, index))
-    source, functions = plan(dataset)
-    return apply_functions(functions, background_loop().run(_aget(source, index)))
 
 
 async def _aget(dataset: Any, index: Any) -> Any:
@@ -381,7 +371,7 @@ class MixedParts(IndexedParts):
         self.stop = stop
 
     def __repr__(self) -> str:
-        return self._shown.format(f"[{', '.join(map(dataset_repr, self.sources))}]")
+        return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.sources))}]", 1)
 
 
 def refuse_mixes(sources: Sequence[Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import logging
 import math
 import operator
 from collections import Counter
@@ -24,17 +23,13 @@ from headrace._core.streams.resumable import (
     ResumableIterator,
     State,
     StreamOperation,
-    check_operation,
     close_all,
     expect,
     start_stream,
 )
-from headrace._core.text import shorten
-from headrace.errors import StateError
 
 _BLOCK = 1024  # random numbers of a mix
 Stop = Literal["first", "all", "once"]
-_log = logging.getLogger("headrace")
 
 
 class Mix(StreamOperation[object]):
@@ -56,7 +51,6 @@ class Mix(StreamOperation[object]):
         names: Sequence[str],
         weights: list[Any],
         stop: Stop,
-        strict: bool,
         order: Order,
         ranks: RankChoice,
     ) -> None:
@@ -66,7 +60,6 @@ class Mix(StreamOperation[object]):
         self._names = list(names)
         self._weights = weights
         self._stop = stop
-        self._strict = strict
         self._order = order
         self._rank = ranks.shard().in_worker().index  # 0 if the mix is read whole, and divided then
         self._drawn = 0  # numbers
@@ -168,27 +161,6 @@ class Mix(StreamOperation[object]):
         self._touched.clear()
         return self._states.copy()
 
-    def load_state_dict(self, state: State) -> None:
-        check_operation(state, self.operation)
-        before, now = expect(state, "names", list), self._names
-        changes = [f"{name!r} is new" for name in now if name not in before]
-        changes += [f"{name!r} is gone" for name in before if name not in now]
-        if not changes and before != now:
-            changes.append("the order of the streams is another one")
-        if (weights := state.get("weights")) != self._weights:
-            changes.append(f"the weights were {shorten(repr(weights))}, and are {shorten(repr(self._weights))}")
-        if changes:
-            text = f"the streams of a mix have changed since the state was saved: {shorten('; '.join(changes), 500)}"
-            if self._strict:
-                raise StateError(f"{text}. To continue with those of now, set strict=False of hr.mix()")
-            _log.warning("%s", text)
-            state = {**state, "names": now, "weights": self._weights}
-            for field, new in _OF_NEW.items():
-                values = expect(state, field, list, length=len(before))
-                state[field] = [values[before.index(name)] if name in before else new for name in now]
-        super().load_state_dict(state)
-        self._touched = {*range(len(now))}
-
     def _restore_inner(self, state: State) -> None:
         for stream, saved in zip(self._inner, expect(state, "inner", list, length=len(self._inner)), strict=True):
             if saved is not None:  # otherwise nothing was read of it
@@ -199,13 +171,11 @@ class Mix(StreamOperation[object]):
         await close_all(*self._inner)
 
     def _restored(self) -> None:
+        self._touched = {*range(len(self._inner))}
         self._weighed_until = 0
         for number, passes in enumerate(self._passes):
             if passes:
                 self._inner[number] = self._start(number)
-
-
-_OF_NEW: State = {"gave": False, "left_out": False, "passes": 0, "counts": 0, "inner": None}
 
 
 def _occurrences(datasets: Sequence[object]) -> Iterator[int]:

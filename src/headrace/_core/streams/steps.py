@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,8 +87,12 @@ class Steps(ReplayOperation[Any]):
 
     operation = "map, filter"
     fields = ("read",)
+    works_on_parts = True
+    ranks_differ = True  # a filter
 
-    def __init__(self, source: AsyncIterable[object], steps: tuple[Step, ...]) -> None:
+    def __init__(self, source: Any, steps: tuple[Step, ...]) -> None:
+        while getattr(source, "_operator", None) is Steps:  # adjacent functions are applied in one request
+            source, steps = source.dataset, (*source._options["steps"], *steps)
         super().__init__(source)
         self._steps = steps
         prepare = compute.get()

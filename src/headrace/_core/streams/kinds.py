@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +46,7 @@ class Capabilities(NamedTuple):
     aget: bool = False
     agets: bool = False
     ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
-    cached_reads: bool = False  # byte ranges may be on a local disk; see `RangedDataset.cached_reads`
+    cached_reads: bool = False  # byte ranges may be on a local disk; see `CachedDataset`
     aiter: bool = False
 
 
@@ -200,13 +200,6 @@ async def fetch_all(dataset: Any, indices: Sequence[Any]) -> Sequence[Any]:
         samples: Sequence[Any] = await dataset.agets(indices)
         return samples
     return await asyncio.gather(*map(dataset.aget, indices))
-
-
-Views = tuple[Sequence[int], Sequence[memoryview]]
-"""Positions among the requested samples, and the bytes of each."""
-
-ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
-"""Reads the bytes of an object, given by its number, from a start up to a stop."""
 
 
 _FIRST = 32  # elements of a container, which may be a list of a million keys: it has no dataset if these are none

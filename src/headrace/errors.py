@@ -327,13 +327,11 @@ class ShardError(HeadraceError, ValueError):
         shard: the shard's URL, without secrets.
         member: name of the damaged file in a tar, or of the last file before the damage; None if there is none.
         offset: position in the shard, in bytes; of a compressed one, in its decompressed bytes; None if unknown.
-        of_block: whether no sample of the same block, such as a row group, can be read.
     """
 
     shard: str | None = None
     member: str | None = None
     offset: int | None = None
-    of_block: bool = False
 
     def __init__(
         self, what: str, *, shard: str | None = None, member: str | None = None, offset: int | None = None

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +16,11 @@ from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
-from headrace._core.store.ranges import Ranges
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
     Capabilities,
-    ReadRange,
     T_co,
-    Views,
     blocks_of,
     capabilities,
     propagate_epoch,
@@ -186,7 +183,7 @@ class CachedDataset(AsyncDataset[T_co]):
         except ShardError:  # perhaps damaged in transit: read once more
             data = await dataset.read_bytes(index)
             sample = dataset.sample_of(index, data)
-        await self._keep([index], [data])
+        await self.cache_reads([index], [data])
         return sample
 
     def _name(self, index: int) -> bytes:
@@ -226,15 +223,7 @@ class CachedDataset(AsyncDataset[T_co]):
         """Read from the disk."""
         return await self._cache.read_many([*map(self._name, indices)])
 
-    async def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[int], read_range: ReadRange
-    ) -> AsyncGenerator[Views, None]:
-        """Read the samples by one request, and cache each."""
-        async for slots, views in self.dataset.read_missing(number, ranges, indices, read_range):
-            await self._keep([indices[slot] for slot in slots], views)
-            yield slots, views
-
-    async def _keep(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
+    async def cache_reads(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
         """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
         self._cache.counts().cache_misses += len(indices)
         await self._cache.write([*map(self._name, indices)], views)

@@ -305,13 +305,33 @@ def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
     """
     import pyarrow
 
-    taken = [part.take() for part in parts]
-    table = taken[0] if len(taken) == 1 else pyarrow.concat_tables(taken)
-    if order is None:
-        return Rows(table)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return Rows(_take(table.combine_chunks(), places))
+    if order is None and all(part.is_slice for part in parts):
+        return Rows(pyarrow.concat_tables([part.take() for part in parts]))
+    schema = parts[0].table.schema
+    columns = [_gathered(parts, place, order) for place in range(len(schema))]
+    others = [place for place, column in enumerate(columns) if column is None]
+    if others:
+        table = pyarrow.concat_tables([_take(part.table.select(others), part.rows) for part in parts])
+        if order is not None:
+            table = _take(table.combine_chunks(), np.argsort(order))
+        for place, column in zip(others, table.columns, strict=True):
+            columns[place] = column
+    return Rows(pyarrow.table(columns, schema=schema))
+
+
+def _gathered(parts: Sequence[_Part], place: int, order: IntArray | None) -> Any:
+    """Rows of a column of numbers without nulls, in less time than by `take`; None for other columns."""
+    import pyarrow
+    from pyarrow.types import is_floating, is_integer
+
+    columns = [part.table.column(place) for part in parts]
+    kind = columns[0].type
+    if not (is_integer(kind) or is_floating(kind)) or any(column.null_count for column in columns):
+        return None
+    found = np.concatenate([np.asarray(column)[part.rows] for column, part in zip(columns, parts, strict=True)])
+    if order is not None:
+        found[order] = found.copy()
+    return pyarrow.array(found)
 
 
 def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -102,6 +101,7 @@ class PartialBatch:
     samples: list[Any] = field(init=False)  # those that have arrived; `MISSING` in place of the others
     began: float = 0.0  # when its first fetch began; 0.0 before that
     fetch_seconds: float = 0.0  # the duration of that fetch
+    single: set[int] = field(default_factory=set)  # slots of samples fetched by `aget` after a fetch of several
 
     def __post_init__(self) -> None:
         self.missing = len(self.plan.indices)
@@ -138,15 +138,13 @@ class SampleFetch(FetchStage):
         if not plan.indices:
             self._deliver(batch, ())
             return
-        fetch, wanted = self._dataset.aget, iter(plan.indices)
+        fetch = self._dataset.aget
         if self._hedged is not None:
-            fetch, wanted = self._fetch_hedged, zip(itertools.repeat(plan.number), plan.indices, strict=False)
-        self._submit((batch, slot, fetch, argument) for slot, argument in enumerate(wanted))
+            fetch = functools.partial(self._fetch_hedged, self._hedged, plan.number)
+        self._submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
 
-    def _fetch_hedged(self, wanted: tuple[int, object]) -> Awaitable[object]:
-        assert self._hedged is not None
-        number, index = wanted
-        return self._hedged.first(number, 0, functools.partial(self._dataset.aget, index))
+    def _fetch_hedged(self, hedged: HedgedRequests, number: int, index: object) -> Awaitable[object]:
+        return hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size
@@ -190,8 +188,10 @@ class SampleFetch(FetchStage):
 
     def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:
         """Queue single samples, ahead of other jobs; an error is then about one sample, and names it."""
-        fetch = self._dataset.aget
-        jobs = [(batch, slot, fetch, batch.plan.indices[slot]) for batch, slot in members]
+        jobs = []
+        for batch, slot in members:
+            batch.single.add(slot)
+            jobs.append((batch, slot, self._dataset.aget, batch.plan.indices[slot]))
         self._submit(reversed(jobs), first=True)
 
     def _take_waiting(

@@ -94,7 +94,6 @@ class UnpackedShards:
             return self._keep(key, task.result())
         except Exception as error:
             if isinstance(error, ShardError):
-                error.of_block = True
                 self._corrupt[key] = error
             raise copy.deepcopy(error) from None
         finally:

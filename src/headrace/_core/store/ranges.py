@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -102,12 +102,6 @@ def plan_spans(ranges: Ranges, *, gap: int = LARGEST_GAP, largest: int = LARGEST
     return spans
 
 
-def cut(data: memoryview, start: int, ranges: Ranges) -> Iterator[memoryview]:
-    """The bytes of each range, of `data` that begins at `start` of their one object."""
-    bounds = zip((ranges.starts - start).tolist(), (ranges.stops - start).tolist(), strict=True)
-    return (data[begin:end] for begin, end in bounds)
-
-
 async def read_ranges(
     ranges: Ranges,
     read: Callable[[int, int, int], Awaitable[memoryview]],
@@ -123,9 +117,8 @@ async def read_ranges(
 
     async def fill(span: Span) -> None:
         data = await read(span.object, span.start, span.stop)
-        members = cut(data, span.start, ranges.at(span.members))
-        for position, view in zip(span.members.tolist(), members, strict=True):
-            views[position] = view
+        for position in span.members.tolist():
+            views[position] = data[ranges.starts[position] - span.start : ranges.stops[position] - span.start]
 
     await map_all(fill, plan_spans(ranges, gap=gap, largest=largest))
     return views

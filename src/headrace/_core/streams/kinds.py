@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +46,7 @@ class Capabilities(NamedTuple):
     aget: bool = False
     agets: bool = False
     ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
-    cached_reads: bool = False  # byte ranges may be on a local disk; see `RangedDataset.cached_reads`
+    cached_reads: bool = False  # byte ranges may be on a local disk; see `CachedDataset`
     aiter: bool = False
 
 
@@ -65,6 +65,7 @@ class Blocks(NamedTuple):
     borders: IntArray | None = None  # the first sample of each block that is read as a whole; None for equal blocks
     ahead: int = 0  # blocks whose samples are planned ahead; 0 for two times `at_once`
     content: str = ""  # a checksum: with other blocks a state is refused
+    sample_bytes: int = 0  # of a sample in memory, about; 0 if unknown
 
     @property
     def samples(self) -> int:
@@ -77,16 +78,15 @@ class Blocks(NamedTuple):
         sample_bytes = max(1, sample_bytes)
         size = size or max(1, BLOCK_BYTES // sample_bytes)
         most = min(MOST_BLOCKS, most_bytes // (size * sample_bytes))
-        if most < 3:
-            return cls(size, max(1, most))
-        return cls(size, 3 << (most // 3).bit_length() - 1)
+        at_once = max(1, most) if most < 3 else 3 << (most // 3).bit_length() - 1
+        return cls(size, at_once, sample_bytes=sample_bytes)
 
     @classmethod
     def whole(cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1) -> Blocks:
         """Blocks of `counts` samples that are read as a whole, together `nbytes` bytes.
 
         Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are larger than others.
-        An `ahead`-th of them is planned ahead.
+        An `ahead`-th of them is planned ahead, since samples take up to `ahead` times the bytes.
         """
         sizes = np.array([count for count in counts if count] or [0], np.int64)
         n = int(sizes.sum())
@@ -95,7 +95,8 @@ class Blocks(NamedTuple):
         at_once = min(found.at_once, max(1, MOST_SAMPLES // size))
         planned = max(1, min(-(-at_once // ahead), MOST_AHEAD // size))
         digest = hashlib.blake2b(sizes.tobytes() + text.encode(), digest_size=8).hexdigest()
-        return cls(size, at_once, np.cumsum(sizes) - sizes, planned, f"{len(sizes)} of {digest}")
+        borders, content = np.cumsum(sizes) - sizes, f"{len(sizes)} of {digest}"
+        return cls(size, at_once, borders, planned, content, found.sample_bytes * ahead)
 
     @property
     def shown(self) -> tuple[int, int, str]:
@@ -199,13 +200,6 @@ async def fetch_all(dataset: Any, indices: Sequence[Any]) -> Sequence[Any]:
         samples: Sequence[Any] = await dataset.agets(indices)
         return samples
     return await asyncio.gather(*map(dataset.aget, indices))
-
-
-Views = tuple[Sequence[int], Sequence[memoryview]]
-"""Positions among the requested samples, and the bytes of each."""
-
-ReadRange = Callable[[int, int, int], Awaitable[memoryview]]
-"""Reads the bytes of an object, given by its number, from a start up to a stop."""
 
 
 _FIRST = 32  # elements of a container, which may be a list of a million keys: it has no dataset if these are none

@@ -6,7 +6,7 @@ import asyncio
 import bisect
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -14,15 +14,13 @@ import torch
 from torch.utils.data import Dataset
 
 from headrace._core.array_types import IntArray, index_array
-from headrace._core.store.ranges import Ranges, cut, read_ranges
+from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
 from headrace._core.streams.kinds import (
     Blocks,
     Capabilities,
-    ReadRange,
     T_co,
-    Views,
     blocks_of,
     capabilities,
     capabilities_by_methods,
@@ -134,29 +132,8 @@ class RangedDataset(AsyncDataset[T_co]):
         """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
         return list(map(self.sample_of, indices, data))
 
-    async def cached_reads(self, indices: Sequence[Any]) -> Sequence[memoryview | None]:
-        """The bytes of the samples that are cached, None for others; called only with that capability."""
-        return [None] * len(indices)
-
     def _capabilities(self) -> Capabilities:
         return capabilities_by_methods(self)._replace(ranges=type(self).aget is RangedDataset.aget)
-
-    async def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[Any], read_range: ReadRange
-    ) -> AsyncGenerator[Views, None]:
-        """Read samples that are near each other in one object and not cached, some at a time, and cache them.
-
-        A loader reads in layers of one signature: the store (`read_range`), hedging around it, and around both the
-        cache (`cached_reads` and this). Samples that are left out must be fetched with `aget`.
-
-        Args:
-            number: the object's number.
-            ranges: the samples' ranges.
-            indices: the samples' indices.
-            read_range: makes each request: `read_range` of this dataset, hedged if the loader hedges.
-        """
-        start, stop = int(ranges.starts.min()), int(ranges.stops.max())
-        yield range(len(indices)), [*cut(await read_range(number, start, stop), start, ranges)]
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`; read it again once if `sample_of` raises `ShardError`."""
@@ -244,7 +221,8 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         counts = [np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)]
         content = " ".join(blocks.content for blocks in found)
         joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
-        return joined._replace(at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found))
+        ahead = min(blocks.ahead or at_once for blocks in found)
+        return joined._replace(at_once=at_once, ahead=ahead, sample_bytes=0)
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
@@ -332,16 +310,10 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
                     views[slot] = view
         return views
 
-    def read_missing(
-        self, number: int, ranges: Ranges, indices: Sequence[object], read_range: ReadRange
-    ) -> AsyncGenerator[Views, None]:
-        count = len(self.sources)
-        number, part = divmod(number, count)
-        inner = [self.locate(index)[1] for index in indices]
-        views: AsyncGenerator[Views, None] = self.sources[part].read_missing(
-            number, ranges, inner, lambda number, start, stop: read_range(number * count + part, start, stop)
-        )
-        return views
+    async def cache_reads(self, indices: Sequence[object], views: Sequence[memoryview]) -> None:
+        for part, slots, inner in self._by_part(indices):
+            if capabilities(self.sources[part]).cached_reads:
+                await self.sources[part].cache_reads(inner, [views[slot] for slot in slots])
 
 
 class MixedParts(IndexedParts):

@@ -182,15 +182,38 @@ def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refu
         merge_states(states)
 
 
-def test_orders_of_one_rank_cannot_be_merged(as_rank):
-    states = []
+def test_merged_states_of_orders_of_one_rank_continue_each_on_its_own_rank(as_rank):
+    states, rest = [], []
     for rank in range(2):
         as_rank(rank, 2)
         loader = DataLoader(list(range(9)), 2, shuffle=True)
-        next(iter(loader))
+        batches = iter(loader)
+        next(batches)
         states.append(loader.state_dict())
-    with pytest.raises(StateError, match="each rank had an order of its own"):
-        merge_states(states)
+        rest.append([batch.tolist() for batch in batches])
+    merged = merge_states(states)
+    for rank in range(2):
+        as_rank(rank, 2)
+        loader = DataLoader(list(range(9)), 2, shuffle=True)
+        loader.load_state_dict(merged)
+        assert [batch.tolist() for batch in loader] == rest[rank]
+    as_rank(0, 3)
+    loader = DataLoader(list(range(9)), 2, shuffle=True)
+    with pytest.raises(StateError, match="saved by rank 0 of 2"):
+        loader.load_state_dict(merged)
+        next(iter(loader))
+
+
+def test_state_out_of_order_is_of_its_rank_also_where_no_batch_is_missing(as_rank):
+    as_rank(1, 2)
+    loader = DataLoader(list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False)
+    next(iter(loader))
+    state = loader.state_dict()
+    as_rank(0, 2)
+    other = DataLoader(list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False)
+    with pytest.raises(StateError, match="saved by rank 1 of 2"):
+        other.load_state_dict(state)
+        next(iter(other))
 
 
 def test_without_a_process_group_the_gathered_state_is_the_loaders():

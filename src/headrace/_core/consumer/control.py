@@ -342,7 +342,7 @@ class LoaderControl:
             restored=resumed is not None,
             batched=loader._auto_collation,
             readers=(0 if kind.is_async else loader.num_workers) or 1,
-            of_rank=kind.is_iterable and self.is_of_rank(loader),
+            of_rank=self.is_of_rank(loader) if kind.is_iterable else not loader.in_order and rank.world_size > 1,
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
         )
 

@@ -254,11 +254,6 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
-    if not (_of_stream(first) or any(state.delivered for state in ordered)):
-        raise StateError(
-            "these states cannot be merged: each rank had an order of its own. Load each on its own rank; or use "
-            "seed= or an ElasticSampler"
-        )
     return tuple(ordered)
 
 

@@ -3,8 +3,7 @@
 12,000 objects of 4 KB, batches of 64, from a local server that responds after 0, 20 and 100 ms, and from one of 20 ms
 that responds 503 above 2,000 requests/s. First every fixed setting of the sweep runs; then the best of them and
 "auto", in turn, each round with new loaders and two epochs: the first includes connecting and the search; the second
-starts with the number found, as does the first of a third contestant, which continues from the state of an earlier run.
-Every byte is compared with the stored one.
+starts with the number found. Every byte is compared with the stored one.
 
 The store is the library's own test server, which can inject throttling; it shares the machine's cores with the loader.
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from typing import Any
 
 from contents import contents
 from contestants import BATCH, Setting, rate
@@ -27,7 +25,6 @@ from store import BUCKET, Store
 SIZE = 4_000
 OURS = FAMILIES["headrace"]
 AUTO = Setting(0, variant="auto")
-RESTORED = "auto, from a state"
 SWEPT = 2_000  # objects for each setting of the sweep: whether it is the best shows in as many
 # Latency, faults, and the settings that are tried; those that cannot be the best take most of the time.
 STORES: dict[str, tuple[float, tuple[Fault, ...], list[int]]] = {
@@ -38,15 +35,10 @@ STORES: dict[str, tuple[float, tuple[Fault, ...], list[int]]] = {
 }
 
 
-def epochs(
-    server: ObjectServer, store: Store, setting: Setting, count: int, *faults: Fault, state: Any = None
-) -> tuple[float, ...]:
+def epochs(server: ObjectServer, store: Store, setting: Setting, count: int, *faults: Fault) -> tuple[float, ...]:
     """Objects a second in a new loader's first epoch and in its second, and requests for each object."""
     server.misbehave(*faults)
     with OURS.open(store, setting, count) as epoch:
-        loader: Any = epoch()
-        if state is not None:
-            loader.load_state_dict(state)
         first, later = (rate(store, OURS, epoch, count) for _ in range(2))
     return first, later, len(server.seen()) / count / 2
 
@@ -59,16 +51,11 @@ def compare(name: str, count: int, rounds: int) -> None:
         swept = {fixed: epochs(server, store, Setting(fixed), min(SWEPT, count), *faults)[1] for fixed in sweep}
         best = max(sweep, key=swept.__getitem__)
         fixed = f"{best} in flight"
-        server.misbehave(*faults)
-        with OURS.open(store, AUTO, count) as epoch:
-            loader: Any = epoch()
-            rate(store, OURS, epoch, count)
-            state = loader.state_dict()
-        contestants = {"auto": (AUTO, None), RESTORED: (AUTO, state), fixed: (Setting(best), None)}
+        contestants = {"auto": AUTO, fixed: Setting(best)}
         first, later, requests = interleave_figures(
             {
-                shown: functools.partial(epochs, server, store, setting, count, *faults, state=given)
-                for shown, (setting, given) in contestants.items()
+                shown: functools.partial(epochs, server, store, setting, count, *faults)
+                for shown, setting in contestants.items()
             },
             rounds=rounds,
             units=("objects/s, first epoch", "objects/s, second epoch", "requests for each object"),
@@ -79,7 +66,6 @@ def compare(name: str, count: int, rounds: int) -> None:
     claim(
         f'concurrency="auto", {name}, of the best fixed setting',
         first.share("auto", fixed, "in the first epoch", at_least=0.9 if name == "100 ms" else 0.8),
-        first.share(RESTORED, fixed, "in the first from a state", at_least=0.95 if name == "100 ms" else 0.9),
         later.share("auto", fixed, "in the second", at_least=0.9),
         requests.figure("auto", "requests for each object"),
     )

@@ -67,7 +67,7 @@ def test_step_whose_batch_lost_all_its_samples_on_one_rank_is_skipped_on_all(two
     for workers in (0, 1):
         for rank, lost, discarded in ((0, 2, 0), (1, 0, 2)):
             position, steps = two[rank][f"{kind}, {workers}"]
-            assert position == [3, [[0, 0, 0], [0, 1, 0]], lost, discarded]
+            assert position == [3, [[0, 0], [0, 1]], lost, discarded]
             assert steps == [6, 6]
 
 

@@ -199,7 +199,7 @@ class EpochProgress(Iterator[BatchPlan]):
             self._points.append(self._last)
 
     def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> _Point:
-        batches, last_drawn, streams, last_worker, *_ = self._last
+        batches, last, streams, last_worker, *_ = self._last
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
@@ -211,15 +211,15 @@ class EpochProgress(Iterator[BatchPlan]):
             self._beyond[number] = *drawn, state, positions
         else:
             while True:
-                plan, first, after, sampler, *_ = drawn
-                batches, streams = batches + 1, streams if state is None else {**streams, None: state}
-                last_drawn = plan, first, after, sampler
+                batches, last = batches + 1, drawn
+                if state is not None:
+                    streams = {**streams, None: state}
                 if batches not in self._beyond:
                     break
                 drawn = self._beyond.pop(batches)
                 state = drawn[4]
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        return _Point(batches, last_drawn, streams, last_worker, delivered, skipped)
+        return _Point(batches, last, streams, last_worker, delivered, skipped)
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """The state before the next epoch: `fresh`, with the lost batches and the states of a user's dataset."""
@@ -240,12 +240,11 @@ class EpochProgress(Iterator[BatchPlan]):
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
         point, order = self._points[-1 - back], self._order
         size = self.begun.fingerprint.length
-        plan, first, samples, sampler = point.drawn
+        plan, _, samples, sampler, *_ = point.drawn
         cursor = self._origin + samples * self._ranks
         checked = None
         if plan is not None and order.is_walked and order.stateful is None:
-            indices = plan.indices if samples - first == len(plan.indices) else ()
-            checked = (*checksum(indices), self._part.rank)
+            checked = (*checksum(plan.indices), self._part.rank)
         position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
         earlier: list[Any] = [
             (first, count, *positions)

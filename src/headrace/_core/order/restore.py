@@ -202,15 +202,19 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
 
 
 def batches_left(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
-    """The number of batches after a position, of an epoch of known length, for the present ranks and batch size.
+    """The number of batches after a position, for the present ranks and batch size.
 
-    None for as many ranks as before, and for an order that gives no other position to other ranks.
+    None for an epoch of unknown length, for a stream of as many ranks as before, and for an order that gives no other
+    position to other ranks.
     """
     if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
         return None
     ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
-    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-    size = size or len(loader.dataset) * ranks  # type: ignore[arg-type]
+    try:
+        size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
+        _, size = len(loader), size or len(loader.dataset) * ranks  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a dataset or sampler without a length
+        return None
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
     left = left // ranks if drops else -(-left // ranks)

@@ -338,18 +338,17 @@ def _saturated(model: _Model) -> Diagnosis | None:
 
 def _more_in_flight(model: _Model, limit: str, evidence: str, wanted: float, condition: str = "") -> Diagnosis:
     """The diagnosis with a change by which so many samples are fetched at once, or the power of two after it."""
-    figures, setup, ahead = model.figures, model.setup, model.ahead
+    figures, setup = model.figures, model.setup
+    in_flight = figures.concurrency
     change: dict[str, Any] = {}
-    now = in_flight = figures.concurrency
-    if wanted > now or not setup.fixed_look_ahead:
+    if setup.fixed_look_ahead:
+        change["prefetch_factor"] = None  # then it follows `concurrency`
+    if wanted > in_flight or not change:
         in_flight = min(setup.most_concurrency, 1 << math.ceil(math.log2(max(1.0, wanted))))
         change["concurrency"] = in_flight
-    if setup.fixed_look_ahead and wanted > ahead:
-        per_batch = ahead / setup.look_ahead * max(1, setup.num_workers)
-        change["prefetch_factor"] = math.ceil(wanted / per_batch)
-        in_flight = min(in_flight, math.ceil(wanted))
     advice = ", ".join(f"{name}={value}" for name, value in change.items()) + condition
-    return model.faster(limit, evidence, advice, in_flight / max(1.0, min(now, ahead)), **change)
+    now = max(1.0, min(figures.concurrency, model.ahead))
+    return model.faster(limit, evidence, advice, in_flight / now, **change)
 
 
 def _working(model: _Model) -> Diagnosis:

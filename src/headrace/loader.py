@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -31,7 +30,7 @@ from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
-from headrace._core.text import dataset_repr, function_name
+from headrace._core.text import dataset_repr, function_name, whole_number
 from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
@@ -312,10 +311,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Without this call each iteration is the next epoch.
         """
-        epoch = operator.index(epoch)
-        if epoch < 0:
-            raise ValueError(f"epoch must not be negative, but got {epoch}")
-        self._control.set_epoch(self, epoch)
+        self._control.set_epoch(self, whole_number("epoch", epoch))
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """The position after the last batch that `next()` returned, in the iteration begun last.

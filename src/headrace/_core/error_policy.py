@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace._core.batches import HostBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.text import check_number, short_repr, shorten
+from headrace._core.text import check_number, short_repr, shorten, whole_number
 from headrace.errors import TooManySkippedError
 
 Decision: TypeAlias = Literal["raise", "skip"]
@@ -110,6 +110,7 @@ class SkipErrors(ErrorPolicy):
 
     Raises:
         ValueError: a limit is out of its range.
+        TypeError: `max_in_a_row` is not an int.
 
     Example:
         >>> SkipErrors(max_share=0.05)
@@ -121,7 +122,7 @@ class SkipErrors(ErrorPolicy):
 
     def __post_init__(self) -> None:
         check_number("SkipErrors: max_share", self.max_share, 0, 1)
-        check_number("SkipErrors: max_in_a_row", self.max_in_a_row, 0, whole=True)
+        whole_number("SkipErrors: max_in_a_row", self.max_in_a_row)
 
     @property
     def tolerance(self) -> Tolerance:  # type: ignore[override]

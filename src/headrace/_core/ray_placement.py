@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace._core.text import check_number
+from headrace._core.text import check_number, whole_number
 
 START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
 
@@ -35,6 +35,7 @@ class RayPlacement:
 
     Raises:
         ValueError: an argument is out of range, or names an option that is headrace's.
+        TypeError: a number of engines is not an int.
 
     Example:
         >>> import headrace as hr
@@ -52,8 +53,8 @@ class RayPlacement:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_number("engines", self.engines, 1, whole=True)
-        check_number("min_engines", self.least, 1, self.engines, whole=True)
+        whole_number("engines", self.engines, 1)
+        whole_number("min_engines", self.least, 1, self.engines)
         check_number("cpus_per_engine", self.cpus_per_engine, 0)
         if not 0 < self.start_timeout < math.inf:
             raise ValueError(f"start_timeout must be a positive number of seconds, but got {self.start_timeout!r}")

@@ -144,8 +144,15 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     # Whether the workers, or the thread without them, have work all the time after the first batch.
     working = figures.workers_busy + figures.steps_busy
     busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(1, setup.num_workers)
-    if not busy and waiting > LONG_START * total and figures.blocked * total > BLOCKED_WAITING * waiting:
-        return _blocked_loop(figures)
+    blocks = figures.blocked * total > max(BLOCKED_LOOP * total, BLOCKED_WAITING * waiting)
+    if blocks and not busy and waiting > FEW_WAITS * total:
+        place = f" in {figures.blocked_in}" if figures.blocked_in else ""
+        return Diagnosis(
+            "blocked-loop",
+            f"for about {share(figures.blocked)} of the time, a blocking call{place} stops all fetches",
+            "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
+            "transform=",
+        )
     if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
         return Diagnosis(
             "start-up",
@@ -211,7 +218,7 @@ def _fetching(model: _Model) -> Diagnosis:
     figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
     speed = f"{rate(figures.samples / figures.seconds)} samples/s"
-    if figures.blocked <= BLOCKED_LOOP and refused:
+    if refused:
         # Of an `aget` that does not count its requests: one for each sample and refusal.
         refused_share = refused / (figures.requests.requests or figures.samples + refused)
         if refused_share > THROTTLED:
@@ -266,8 +273,6 @@ def _fetching(model: _Model) -> Diagnosis:
 def _busy_loop(model: _Model) -> Diagnosis | None:
     """The event loop's thread has no time left; None if it has."""
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
-    if figures.blocked > BLOCKED_LOOP:
-        return _blocked_loop(figures)
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + figures.engine_queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
@@ -288,16 +293,6 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
         advice = 'placement="process"'
         return model.faster("event-loop", evidence, advice, 1 / max(0.05, busy), placement="process")
     return None
-
-
-def _blocked_loop(figures: Figures) -> Diagnosis:
-    place = f" in {figures.blocked_in}" if figures.blocked_in else ""
-    return Diagnosis(
-        "blocked-loop",
-        f"for about {share(figures.blocked)} of the time, a blocking call{place} stops all fetches",
-        "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
-        "transform=",
-    )
 
 
 def _order(model: _Model) -> Diagnosis:
@@ -343,18 +338,17 @@ def _saturated(model: _Model) -> Diagnosis | None:
 
 def _more_in_flight(model: _Model, limit: str, evidence: str, wanted: float, condition: str = "") -> Diagnosis:
     """The diagnosis with a change by which so many samples are fetched at once, or the power of two after it."""
-    figures, setup, ahead = model.figures, model.setup, model.ahead
+    figures, setup = model.figures, model.setup
+    in_flight = figures.concurrency
     change: dict[str, Any] = {}
-    now = in_flight = figures.concurrency
-    if wanted > now or not setup.fixed_look_ahead:
+    if setup.fixed_look_ahead:
+        change["prefetch_factor"] = None  # then it follows `concurrency`
+    if wanted > in_flight or not change:
         in_flight = min(setup.most_concurrency, 1 << math.ceil(math.log2(max(1.0, wanted))))
         change["concurrency"] = in_flight
-    if setup.fixed_look_ahead and wanted > ahead:
-        per_batch = ahead / setup.look_ahead * max(1, setup.num_workers)
-        change["prefetch_factor"] = math.ceil(wanted / per_batch)
-        in_flight = min(in_flight, math.ceil(wanted))
     advice = ", ".join(f"{name}={value}" for name, value in change.items()) + condition
-    return model.faster(limit, evidence, advice, in_flight / max(1.0, min(now, ahead)), **change)
+    now = max(1.0, min(figures.concurrency, model.ahead))
+    return model.faster(limit, evidence, advice, in_flight / now, **change)
 
 
 def _working(model: _Model) -> Diagnosis:

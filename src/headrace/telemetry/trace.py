@@ -24,7 +24,6 @@ from typing import Any
 
 from headrace._core.ranks.rankinfo import get_rank_info
 from headrace._core.text import add_note
-from headrace._version import __version__
 from headrace.telemetry.counters import BatchRecord, Counters
 from headrace.telemetry.figures import steps_of
 
@@ -101,10 +100,7 @@ class _Trace:
                 self._file: Any = gzip.open(path, "wt", compresslevel=1, encoding="utf-8")  # noqa: SIM115
             else:
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-            rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
-            about = json.dumps({"program": "headrace", "version": __version__})
-            consumer = self._name(self._pid, 0, f"consumer, rank {rank}" if rank and ranks != "1" else "consumer")
-            self._file.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{consumer}')
+            self._file.write('{"traceEvents":[\n' + self._name(self._pid, 0, "consumer").removeprefix(",\n"))
             self._file.flush()
             self._thread = threading.Thread(target=self._run, name="headrace-trace", daemon=True)
             self._thread.start()
@@ -142,8 +138,7 @@ class _Trace:
         self._thread.join()
         try:
             if self._error is None:
-                labels = _meta("process_labels", self._pid, 0, '"labels":"headrace"')
-                self._file.write(labels.removesuffix(",\n") + "\n]}\n")
+                self._file.write("\n]}\n")
             self._file.close()
         except OSError as error:
             self._error = self._error or error
@@ -201,8 +196,8 @@ class _Trace:
         yield self._name(pid, tid, "transform and collate")
         begin, end = _us(times.work_began), _us(times.work_ended)
         yield (
-            f'{{"ph":"X","cat":"{name}","name":"transform and collate","pid":{pid},"tid":{tid},"ts":{begin},'
-            f'"dur":{end - begin},"args":{_args(record)}}},\n'
+            f',\n{{"ph":"X","cat":"{name}","name":"transform and collate","pid":{pid},"tid":{tid},"ts":{begin},'
+            f'"dur":{end - begin},"args":{_args(record)}}}'
         )
 
     def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
@@ -219,7 +214,8 @@ class _Trace:
         if (pid, tid) in self._named:
             return ""
         self._named.add((pid, tid))
-        return _meta("thread_name" if tid else "process_name", pid, tid, f'"name":"{name}"')
+        kind = "thread_name" if tid else "process_name"
+        return f',\n{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":"{name}"}}}}'
 
 
 def _us(seconds: float) -> int:
@@ -235,12 +231,8 @@ def _span(
 ) -> str:
     """An async slice, with what is nested in it."""
     of = f'"cat":"{loader}","id2":{{"local":{number}}},"pid":{pid},"tid":{tid},"name":"{name}"'
-    return f'{{"ph":"b",{of},"ts":{begin},"args":{args}}},\n{inside}{{"ph":"e",{of},"ts":{end}}},\n'
+    return f',\n{{"ph":"b",{of},"ts":{begin},"args":{args}}}{inside},\n{{"ph":"e",{of},"ts":{end}}}'
 
 
 def _counters(pid: int, name: str, at: int, values: str) -> str:
-    return f'{{"ph":"C","pid":{pid},"tid":0,"name":"{name}","ts":{at},"args":{{{values}}}}},\n'
-
-
-def _meta(kind: str, pid: int, tid: int, args: str) -> str:
-    return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{{args}}}}},\n'
+    return f',\n{{"ph":"C","pid":{pid},"tid":0,"name":"{name}","ts":{at},"args":{{{values}}}}}'

@@ -214,10 +214,10 @@ def test_event_loop_that_holds_the_gil_is_the_limit_where_it_slows_the_rest(step
     assert report(thread, cpu=0.5, **steps).limit != "event-loop"
 
 
-def test_prefetch_factor_that_was_given_is_changed_with_the_concurrency():
+def test_prefetch_factor_that_was_given_is_left_out_with_more_concurrency():
     setup = SETUP._replace(look_ahead=4, num_workers=4, fixed_look_ahead=True)
     found = report(setup, fetch=0.08, load=FULL._replace(in_flight=40, limit=40))
-    assert found.change == {"concurrency": 512, "prefetch_factor": 11}
+    assert found.change == {"concurrency": 512, "prefetch_factor": None}
 
 
 def test_slow_shard_of_a_stream_is_read_beside_more_others():

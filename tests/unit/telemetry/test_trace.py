@@ -202,7 +202,7 @@ def test_rank_is_put_into_the_name(tmp_path, as_rank):
     with hr.trace(tmp_path / "rank-{rank}.json") as path:
         pass
     assert path.name == "rank-3.json"
-    assert events_of(path)[0]["args"] == {"name": "consumer, rank 3"}
+    assert events_of(path)[0]["args"] == {"name": "consumer"}
 
 
 @pytest.fixture

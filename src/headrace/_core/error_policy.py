@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace._core.batches import HostBatch
 from headrace._core.failure import Failure, Stage
-from headrace._core.text import check_number, short_repr, shorten
+from headrace._core.text import check_number, short_repr, shorten, whole_number
 from headrace.errors import TooManySkippedError
 
 Decision: TypeAlias = Literal["raise", "skip"]
@@ -109,6 +109,7 @@ class SkipErrors(ErrorPolicy):
         max_in_a_row: largest number of errors that may be skipped one after the other.
 
     Raises:
+        TypeError: `max_in_a_row` is not a whole number.
         ValueError: a limit is out of its range.
 
     Example:
@@ -121,7 +122,7 @@ class SkipErrors(ErrorPolicy):
 
     def __post_init__(self) -> None:
         check_number("SkipErrors: max_share", self.max_share, 0, 1)
-        check_number("SkipErrors: max_in_a_row", self.max_in_a_row, 0, whole=True)
+        whole_number("SkipErrors: max_in_a_row", self.max_in_a_row)
 
     @property
     def tolerance(self) -> Tolerance:  # type: ignore[override]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace._core.text import check_number
+from headrace._core.text import check_number, whole_number
 
 START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
 
@@ -34,6 +34,7 @@ class RayPlacement:
             ``label_selector``.
 
     Raises:
+        TypeError: a number of engines is not a whole number.
         ValueError: an argument is out of range, or names an option that is headrace's.
 
     Example:
@@ -52,8 +53,8 @@ class RayPlacement:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_number("engines", self.engines, 1, whole=True)
-        check_number("min_engines", self.least, 1, self.engines, whole=True)
+        whole_number("engines", self.engines, 1)
+        whole_number("min_engines", self.least, 1, self.engines)
         check_number("cpus_per_engine", self.cpus_per_engine, 0)
         if not 0 < self.start_timeout < math.inf:
             raise ValueError(f"start_timeout must be a positive number of seconds, but got {self.start_timeout!r}")

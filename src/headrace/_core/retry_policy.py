@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace._core.text import check_number
+from headrace._core.text import check_number, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RetryPolicy:
         burst: how many retries may be made before any is earned; a tenth of it is earned each second.
 
     Raises:
+        TypeError: `max_attempts` or `burst` is not a whole number.
         ValueError: a number is out of its range.
 
     Example:
@@ -37,7 +38,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         for name in ("max_attempts", "burst"):
-            check_number(f"RetryPolicy: {name}", getattr(self, name), 1, whole=True)
+            whole_number(f"RetryPolicy: {name}", getattr(self, name), 1)
         for name in ("initial_backoff", "max_backoff", "deadline", "retry_ratio"):
             check_number(f"RetryPolicy: {name}", getattr(self, name), 0)
 

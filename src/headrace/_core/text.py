@@ -65,12 +65,11 @@ def check_function(name: str, function: object) -> None:
         raise TypeError(f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}")
 
 
-def check_number(name: str, value: object, least: float, most: float = math.inf, *, whole: bool = False) -> None:
-    """Raise ValueError unless `value` is a finite number, or an int if `whole`, from `least` to `most`."""
-    kind: Any = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most or value == math.inf:
+def check_number(name: str, value: object, least: float, most: float = math.inf) -> None:
+    """Raise ValueError unless `value` is a finite number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or value == math.inf:
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {'an int' if whole else 'a number'} {bounds}, but got {value!r}")
+        raise ValueError(f"{name} must be a number {bounds}, but got {value!r}")
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:

@@ -58,7 +58,7 @@ def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds(clock):
 
 def test_a_policy_that_makes_no_sense_is_refused_and_an_int_is_a_number_of_attempts():
     for name, value in {"max_attempts": 1.5, "initial_backoff": -1, "deadline": float("inf"), "burst": 0}.items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises((TypeError, ValueError), match=name):
             RetryPolicy(**{name: value})
     assert as_policy(3) == RetryPolicy(max_attempts=3)
     for wrong in (True, "3", 2.0, None):

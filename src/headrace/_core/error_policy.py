@@ -109,6 +109,7 @@ class SkipErrors(ErrorPolicy):
         max_in_a_row: largest number of errors that may be skipped one after the other.
 
     Raises:
+        TypeError: `max_in_a_row` is not a whole number.
         ValueError: a limit is out of its range.
         TypeError: `max_in_a_row` is not an int.
 

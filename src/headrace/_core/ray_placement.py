@@ -34,6 +34,7 @@ class RayPlacement:
             ``label_selector``.
 
     Raises:
+        TypeError: a number of engines is not a whole number.
         ValueError: an argument is out of range, or names an option that is headrace's.
         TypeError: a number of engines is not an int.
 

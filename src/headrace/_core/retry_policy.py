@@ -21,6 +21,7 @@ class RetryPolicy:
         burst: how many retries may be made before any is earned; a tenth of it is earned each second.
 
     Raises:
+        TypeError: `max_attempts` or `burst` is not a whole number.
         ValueError: a number is out of its range.
         TypeError: `max_attempts` or `burst` is not an int.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Never, Self
@@ -24,8 +23,6 @@ from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
 __all__ = ["ObjectDataset", "ObjectSample"]
-
-_BARE_MD5 = re.compile(r"[0-9a-f]{32}(?:-\d+)?")  # S3's tags in inventories; in responses they are quoted
 
 
 class ObjectSample(NamedTuple):
@@ -262,9 +259,7 @@ def _size(value: Any) -> int:
 
 
 def _etag(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
-    return f'"{value}"' if _BARE_MD5.fullmatch(value) else strong(value) or ""
+    return (strong(value) or "") if isinstance(value, str) else ""
 
 
 def _checksum(value: object) -> str:

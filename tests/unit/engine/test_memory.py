@@ -27,11 +27,6 @@ def test_before_sizes_are_known_few_samples_are_admitted_and_then_no_more_than_a
     assert admitted(budget, PLANS[33:]) == 67
 
 
-def test_plans_are_admitted_up_to_the_budget_if_the_dataset_says_the_size_of_a_sample():
-    budget = MemoryBudget(40 * SIZE, SampleSizes(fetched=SIZE))
-    assert admitted(budget, PLANS, at_once=None) == 20
-
-
 def test_sizes_that_repeat_by_powers_of_two_are_measured_evenly():
     sizes = SampleSizes()
     for number in range(160):

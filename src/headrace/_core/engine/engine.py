@@ -40,7 +40,7 @@ from headrace._core.retry_policy import as_policy
 from headrace._core.seeding import batch_seed
 from headrace._core.store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._core.streams.epochs import session_epoch, session_seed
-from headrace._core.streams.kinds import DatasetKind, blocks_of, capabilities, reads_whole_blocks, sample_key
+from headrace._core.streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
 from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -58,9 +58,7 @@ class Engine:
         self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
         bounded = config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
-        blocks = blocks_of(config.dataset)
-        known = float(blocks.sample_bytes) if blocks is not None and blocks.sample_bytes else None
-        self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY, known)
+        self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY)
         self.executor: Executor
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)

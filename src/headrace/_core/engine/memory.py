@@ -20,9 +20,9 @@ WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes
 class SampleSizes:
     """Running means of a sample's size in bytes; of one loader, for all its epochs. None before the first."""
 
-    def __init__(self, every: int = MEASURED_BATCHES, fetched: float | None = None) -> None:
+    def __init__(self, every: int = MEASURED_BATCHES) -> None:
         self._every = every  # batches
-        self.fetched = fetched
+        self.fetched: float | None = None
         self.assembled: float | None = None  # in its batch: decoding an image can take fifty times its bytes
         # Batches so far. Counted here: the numbers of an engine's batches may all leave the same rest.
         self._counts = {"fetched": 0, "assembled": 0}
@@ -54,9 +54,9 @@ class MemoryBudget:
     also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
     here. The next batch that it can take is always admitted, whatever its size.
 
-    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches, unless the blocks of
-    the dataset tell the size of a sample. Until the first batch is assembled, no more is admitted than is fetched at
-    once: what a transform makes of a sample is not known.
+    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the size of a sample is
+    not known. Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes
+    of a sample is not known.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:

@@ -65,7 +65,6 @@ class Blocks(NamedTuple):
     borders: IntArray | None = None  # the first sample of each block that is read as a whole; None for equal blocks
     ahead: int = 0  # blocks whose samples are planned ahead; 0 for two times `at_once`
     content: str = ""  # a checksum: with other blocks a state is refused
-    sample_bytes: int = 0  # of a sample in memory, about; 0 if unknown
 
     @property
     def samples(self) -> int:
@@ -78,15 +77,16 @@ class Blocks(NamedTuple):
         sample_bytes = max(1, sample_bytes)
         size = size or max(1, BLOCK_BYTES // sample_bytes)
         most = min(MOST_BLOCKS, most_bytes // (size * sample_bytes))
-        at_once = max(1, most) if most < 3 else 3 << (most // 3).bit_length() - 1
-        return cls(size, at_once, sample_bytes=sample_bytes)
+        if most < 3:
+            return cls(size, max(1, most))
+        return cls(size, 3 << (most // 3).bit_length() - 1)
 
     @classmethod
     def whole(cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1) -> Blocks:
         """Blocks of `counts` samples that are read as a whole, together `nbytes` bytes.
 
         Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are larger than others.
-        An `ahead`-th of them is planned ahead, since samples take up to `ahead` times the bytes.
+        An `ahead`-th of them is planned ahead.
         """
         sizes = np.array([count for count in counts if count] or [0], np.int64)
         n = int(sizes.sum())
@@ -95,8 +95,7 @@ class Blocks(NamedTuple):
         at_once = min(found.at_once, max(1, MOST_SAMPLES // size))
         planned = max(1, min(-(-at_once // ahead), MOST_AHEAD // size))
         digest = hashlib.blake2b(sizes.tobytes() + text.encode(), digest_size=8).hexdigest()
-        borders, content = np.cumsum(sizes) - sizes, f"{len(sizes)} of {digest}"
-        return cls(size, at_once, borders, planned, content, found.sample_bytes * ahead)
+        return cls(size, at_once, np.cumsum(sizes) - sizes, planned, f"{len(sizes)} of {digest}")
 
     @property
     def shown(self) -> tuple[int, int, str]:

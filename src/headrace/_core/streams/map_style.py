@@ -221,8 +221,7 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         counts = [np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)]
         content = " ".join(blocks.content for blocks in found)
         joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
-        ahead = min(blocks.ahead or at_once for blocks in found)
-        return joined._replace(at_once=at_once, ahead=ahead, sample_bytes=0)
+        return joined._replace(at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found))
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""

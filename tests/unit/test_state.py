@@ -199,8 +199,9 @@ def test_merged_states_of_orders_of_one_rank_continue_each_on_its_own_rank(as_ra
         assert [batch.tolist() for batch in loader] == rest[rank]
     as_rank(0, 3)
     loader = DataLoader(list(range(9)), 2, shuffle=True)
+    loader.load_state_dict(merged)
     with pytest.raises(StateError, match="saved by rank 0 of 2"):
-        loader.load_state_dict(merged)
+        iter(loader)
 
 
 def test_state_out_of_order_is_of_its_rank_also_where_no_batch_is_missing(as_rank):
@@ -210,8 +211,9 @@ def test_state_out_of_order_is_of_its_rank_also_where_no_batch_is_missing(as_ran
     state = loader.state_dict()
     as_rank(0, 2)
     other = DataLoader(list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False)
+    other.load_state_dict(state)
     with pytest.raises(StateError, match="saved by rank 1 of 2"):
-        other.load_state_dict(state)
+        iter(other)
 
 
 def test_without_a_process_group_the_gathered_state_is_the_loaders():

@@ -26,7 +26,7 @@ __all__ = ["IndexStream"]
 
 _IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
 _SINGLY = 32  # samples fetched at once from a dataset that has no batches
-_AT_MOST = 1024  # samples of a block: they are made on the event loop, where other tasks wait
+_AT_MOST = 1 << 14  # samples of a call: they are made on the event loop, where other tasks wait, in up to 40 ms
 
 
 class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):

@@ -15,7 +15,6 @@ from headrace._core.torchcompat import portable_collate
 from tests.forks import Forks
 from tests.rendezvous import Rendezvous
 
-TIMEOUT = 240  # seconds, for all ranks of a program; below that of a test (Makefile)
 
 
 class Launcher:
@@ -52,7 +51,7 @@ class Launcher:
                 stack.enter_context(self._forks.start(functools.partial(_report, file, program, arguments), **each))
                 for file, each in zip(files, variables, strict=True)
             ]
-            outputs = ["".join(each.communicate(TIMEOUT)) for each in programs]
+            outputs = ["".join(each.communicate()) for each in programs]
             ended = [(each.wait(), output) for each, output in zip(programs, outputs, strict=True)]
             results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
         return ended, results

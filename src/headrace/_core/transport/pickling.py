@@ -31,7 +31,7 @@ from headrace._core.descriptors import Descriptor, received, received_descriptor
 from headrace._core.text import add_note, error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART
-from headrace.collate import NUMPY_DTYPES, tensor_of
+from headrace.collate import tensor_of
 from headrace.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -230,12 +230,17 @@ def dump_parts(
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:
+    try:
+        values: Any = tensor.numpy()  # faster than a look at each property of the tensor
+    except (TypeError, RuntimeError):
+        pass
+    else:
+        if values.nbytes and values.flags.c_contiguous:
+            # Not `bytearray(values)`, which takes an array of one integer for a length.
+            buffer = bytearray(values.data) if values.nbytes <= SMALL else pickle.PickleBuffer(values)
+            return _restore_array, (buffer, values.dtype, values.shape)
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or not tensor.is_cpu:
         return NotImplemented  # torch's own pickling is used
-    simple = tensor.dtype in NUMPY_DTYPES and not (tensor.requires_grad or tensor.is_neg())
-    if simple and tensor.is_contiguous() and tensor.nbytes:
-        values: Any = tensor.numpy()
-        return _restore_tensor, (pickle.PickleBuffer(values), tensor.dtype, values.shape)
     if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once
@@ -256,6 +261,10 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         tensor.requires_grad,
         strides,
     )
+
+
+def _restore_array(buffer: bytearray | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.ndarray(shape, dtype, buffer))
 
 
 def _restore_tensor(
@@ -309,7 +318,8 @@ class _SimplePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
             return _reduce_tensor(obj)
-        if type(obj) is torch.dtype or obj is _restore_tensor:
+        known = _restore_array, _restore_tensor, np.dtype
+        if isinstance(obj, torch.dtype | np.dtype) or any(obj is each for each in known):
             return NotImplemented
         raise TypeError
 

@@ -16,7 +16,6 @@ from tests.forks import Forks
 from tests.rendezvous import Rendezvous
 
 
-
 class Launcher:
     """Starts ranks as torchrun does, in forks of an interpreter that has imported a trainer; a context manager.
 

@@ -250,7 +250,7 @@ def test_progress_program_shows_its_line(forks):
 def test_report_program_names_a_limit_of_the_page(run):
     printed = " ".join(run(REPORT))
     assert "Fetching is the limit: 16 in flight" in printed
-    assert printed.index("Predicted wait after it") < printed.index("waits for plan")
+    assert printed.index("Predicted wait after it") < printed.index("first batch after")
     named = re.findall(r'"([a-z-]+)"', " ".join(re.findall(r"^\| (\S*`\"[^|]*)\|", text_of(WAITS), re.M)))
     assert {*LIMITS, "consumer"} == set(named)
 

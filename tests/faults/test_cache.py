@@ -64,7 +64,6 @@ def read_all(dataset):
 
     async def read():
         session_stats.set(counts)
-        dataset.set_epoch(0)
         return await asyncio.gather(*(dataset.aget(index) for index in range(len(dataset))))
 
     counts = RequestStats()
@@ -127,8 +126,7 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
         assert entries_in(folder) == 0
         server.misbehave()
         before = server.requests()["GET"]
-        for epoch in range(2):
-            cached.set_epoch(epoch)
+        for _ in range(2):
             assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [body_of(n) for n in range(3)]
         assert server.requests()["GET"] == before + 3
 
@@ -272,6 +270,7 @@ def test_folder_deleted_while_in_use_is_created_again(server, folder):
     fresh = pickle.loads(pickle.dumps(cached))
     expect(fresh, hits=0, misses=8)
     expect(fresh, hits=8, misses=0)
+    expect(cached, hits=0, misses=8)
     expect(cached, hits=8, misses=0)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 

@@ -36,7 +36,6 @@ def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> None:
 
 async def read_through(cache, name, fetch):
     """An entry's bytes, which are fetched and cached if they are not there."""
-    cache.begin_epoch()
     (data,) = await cache.read_many([name])
     if data is None:
         data = await fetch()

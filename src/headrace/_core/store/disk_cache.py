@@ -41,6 +41,7 @@ _STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process
 Records = np.ndarray[Any, np.dtype[np.void]]
 
 GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
+RECENT = 1 << 16  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
 PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
 SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
@@ -53,9 +54,10 @@ _VALID, _DEAD, _GONE = range(1, 4)
 class _Segment:
     """A segment, whose files are opened for each read: 1 µs, and an evicted segment takes no room."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, own: bool = False) -> None:
         self.stem = os.path.basename(path)  # the name of its files
         self.path = path
+        self.own = own  # whether this process writes it
         self._consumed = 0  # bytes of the index that were read
 
     def new_records(self, number: int) -> Records:
@@ -138,6 +140,7 @@ class DiskCache:
         self._segments: list[_Segment | None] = []
         self._numbers: dict[str, int] = {}
         self._table = _Table(np.empty(0, RECORD), bytearray())
+        self._recent: dict[bytes, _Entry] = {}  # written by this process, and not in the table yet
         self._own: _Writer | None = None
         self._next_refresh = 0.0
         self._writable = True
@@ -203,6 +206,10 @@ class DiskCache:
                     warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
+        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
+        recent = self._recent.get(name)
+        if recent is not None:
+            return recent if recent.states[0] < _DEAD else None
         if not name:
             return None
         low, high = _HALVES.unpack(name)
@@ -228,10 +235,11 @@ class DiskCache:
             # A share of the time, however large the cache and often the misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _read_indices(self) -> None:
-        """Sort the new records of segments into the table."""
+    def _read_indices(self, *, own: bool = False) -> None:
+        """Sort the new records of segments into the table, those of this process's too if `own`."""
         stems = sorted(self._files())  # the oldest first
-        for stem in self._numbers.keys() - stems:  # evicted
+        gone = self._numbers.keys() - stems
+        for stem in gone:  # evicted
             self._segments[self._numbers.pop(stem)] = None
         found = []
         for stem in stems:
@@ -240,7 +248,7 @@ class DiskCache:
                     self._add(_Segment(os.path.join(self._folder, stem)))
                 number = self._numbers[stem]
                 segment = self._segments[number]
-                if segment is not None:
+                if segment is not None and (own or not segment.own):
                     found.append(segment.new_records(number))
         new = np.concatenate([np.empty(0, RECORD), *found])
         if len(new):
@@ -249,6 +257,9 @@ class DiskCache:
             old = alive[records["segment"]] & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
+        if own or gone:
+            kept_recent = {} if own else self._recent
+            self._recent = {name: each for name, each in kept_recent.items() if each.segment.stem in self._numbers}
 
     def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
@@ -274,11 +285,14 @@ class DiskCache:
                 own = self._own = _Writer(self._folder)
                 self._add(own.segment)
             try:
-                own.append(new)
+                entries = own.append(new)
             except BaseException:  # a new segment is begun the next time: this one's index may be torn
                 self._own = None
                 own.abandon()
                 raise
+            self._recent.update(zip(new, entries, strict=True))
+            if len(self._recent) > RECENT:
+                self._read_indices(own=True)
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the oldest segments so that `nbytes` fit, and a segment."""
@@ -333,7 +347,7 @@ class _Writer:
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
-        self.segment = _Segment(path)
+        self.segment = _Segment(path, own=True)
         self.end = 0  # bytes of the data
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{path}.data", flags, 0o600)
@@ -350,14 +364,16 @@ class _Writer:
         """Whether it was evicted, or the folder deleted."""
         return os.fstat(self._data).st_nlink == 0
 
-    def append(self, new: Mapping[bytes, memoryview]) -> None:
-        end, records = self.end, b""
+    def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
+        start, entries = self.end, []
         for name, view in new.items():
-            records += _RECORD.pack(name, end, len(view), _checksum(name, end, view), 0)
-            end += len(view)
+            entries.append(_Entry(name, self.segment, start, len(view), _checksum(name, start, view), bytearray(1), 0))
+            start += len(view)
+        records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
         _write_all(self._data, new.values())
         _write_all(self._index, [records])
-        self.end = end
+        self.end = start
+        return entries
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""

@@ -37,6 +37,17 @@ def test_chunks_stay_together() -> None:
     assert deal(dealer, [6], range(2)) == {0: [6]}
 
 
+def test_batch_that_ended_an_engine_waits_for_the_batches_before_it() -> None:
+    dealer = Dealer(2, in_order=True)
+    assert deal(dealer, [0, 1], range(2)) == {0: [0], 1: [1]}
+    assert dealer.take_back([1]) == (1, 1)
+    assert deal(dealer, [2], range(2)) == {1: [2]}
+    assert receive(dealer, 1, 2) == []
+    assert deal(dealer, [], range(2)) == {}
+    assert receive(dealer, 0, 0) == [0]
+    assert deal(dealer, [], range(2)) == {0: [1]}
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
     for seed in range(60):

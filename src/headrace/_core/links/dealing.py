@@ -39,14 +39,18 @@ class Dealer:
         self._lost_alone: collections.Counter[int] = collections.Counter()
 
     def deal(self, engines: Collection[int]) -> dict[int, list[BatchPlan]]:
-        """Give the waiting plans to some of `engines`, those that can take plans; returns what each gets, ascending."""
+        """Give the waiting plans to some of `engines`, those that can take plans; returns what each gets, ascending.
+
+        In order, a batch that may end engines is dealt again when the batches before it have arrived, which are then
+        delivered, whatever happens.
+        """
         waiting, self.waiting = self.waiting, deque()
         size = -(-len(waiting) // len(engines)) if self._chunked and waiting else 1
         dealt: dict[int, list[BatchPlan]] = {}
         engine = -1
         for position, plan in enumerate(waiting):
             free = [engine for engine in engines if len(self.shares[engine].plans) < self.shares[engine].room]
-            if not free:
+            if not free or (plan.number in self._lost_alone and self._makes_earlier(plan.number)):
                 self.waiting.append(plan)
                 continue
             if not position % size or engine not in free:
@@ -73,6 +77,10 @@ class Dealer:
     def engine_of(self, number: int) -> int | None:
         """The engine that has a plan; None if it waits for one, or its batch has been made."""
         return next((engine for engine, share in enumerate(self.shares) if number in share.plans), None)
+
+    def _makes_earlier(self, number: int) -> bool:
+        """Whether, in order, an engine makes a batch before this one."""
+        return self._in_order and any(other < number for share in self.shares for other in share.plans)
 
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:
         """Let the plans of engines that have died wait for others.

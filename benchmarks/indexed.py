@@ -174,7 +174,7 @@ def measure(case: Case, latency: float, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1000, help="of 56 KB in a shard; 20 times as many smaller ones")
+    parser.add_argument("--samples", type=int, default=1000, help="of 56 KB in a shard; 16 times as many smaller ones")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, samples=100, rounds=1)
     print(describe_machine())
@@ -182,8 +182,8 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder))  # indices that are built are kept there
         cases = (
             tar_case(56_064, arguments.samples),
-            tar_case(1_024, 20 * arguments.samples),
-            lines_case(20 * arguments.samples),
+            tar_case(1_024, 16 * arguments.samples),
+            lines_case(16 * arguments.samples),
         )
         for case in cases:
             for latency in (0.0, 0.02):

@@ -129,6 +129,7 @@ class SampleFetch(FetchStage):
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
+        self._waking = False  # a fetcher was woken and does not run yet: it wakes the next one
         self._surplus = False  # fetchers must check whether to park
         self._submitted = 0
         self._controlled = False
@@ -223,6 +224,7 @@ class SampleFetch(FetchStage):
     async def _run(self) -> None:
         context, queue, clock = self.context, self._queue, time.perf_counter
         while True:
+            self._waking = False
             if len(queue) > 1:
                 self._wake_one()
             while queue:
@@ -268,11 +270,12 @@ class SampleFetch(FetchStage):
             self.context.requests.throttle_events += 1
 
     def _wake_one(self) -> None:
-        if self._busy >= self._size:
+        if self._waking or self._busy >= self._size:
             return
+        self._waking = True
         if self._parked:
             fetcher = self._parked.pop()
-            if not fetcher.done():  # else it is being cancelled
+            if not fetcher.done():  # else it is being cancelled, with all others
                 fetcher.set_result(None)
         else:
             self._spawned += 1

@@ -98,7 +98,7 @@ def reader_divides() -> bool:
     """
     if _divided.get():
         return True
-    if _DIVIDERS.keys().isdisjoint(sys.modules):
+    if not any(module in sys.modules for module in _DIVIDERS):
         return False
     frame: FrameType | None = sys._getframe()
     while frame is not None:

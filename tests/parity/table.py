@@ -6,7 +6,6 @@ import contextlib
 import io
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,15 @@ HEAD = """\
 # Parity with torch's DataLoader
 
 Each line is a behaviour of `torch.utils.data.DataLoader`. A test runs the same program with torch's loader and with
-headrace's, in the same run, and compares batches, errors, warnings and side effects, in each of these settings:
+headrace's, in the same run, and compares batches, errors, warnings and side effects, in four settings:
 
 {settings}
 
-Where a line does not apply to a setting, the reason stands behind it. An async dataset is compared with torch reading
-the same samples from a sync one. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines
+If a line does not apply to a setting, the reason stands behind the line. An async dataset is compared with a sync dataset in torch's
+loader. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines
 on pinned memory compare torch's warnings and plain tensors.
 
-This page is made from the tests in `tests/parity` by `make parity-table`. What is different on purpose is listed
+This page is made from the tests in `tests/parity` by `make parity-table`. Intended differences are listed
 [at the end](#differences).
 """
 
@@ -68,7 +67,8 @@ def rendered(items: list[pytest.Item]) -> str:
         for name, answer in [*marker.kwargs["not_for"].items(), (setting, PROVEN)]:
             if line.setdefault(name, answer) != answer:
                 raise ValueError(f"{item.nodeid}: two answers for {name!r}: {answer!r} and {line[name]!r}")
-    parts = [HEAD.format(settings="\n".join(f"- {name}" for name in NAMES))]
+    letters = dict(zip(NAMES, "ABCD", strict=True))
+    parts = [HEAD.format(settings="\n".join(f"- {letter}: {name}" for name, letter in letters.items()))]
     for title, behaviours in rows.items():
         parts.append(f"## {title.capitalize()}\n")
         for behaviour, line in behaviours.items():
@@ -77,17 +77,11 @@ def rendered(items: list[pytest.Item]) -> str:
             reasons: dict[str, list[str]] = defaultdict(list)
             for name in NAMES:
                 if line[name] != PROVEN:
-                    reasons[line[name]].append(name)
-            exceptions = "; ".join(f"{_together(names, NAMES)}: {reason}" for reason, names in reasons.items())
+                    reasons[line[name]].append(letters[name])
+            exceptions = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())
             parts.append(f"- {behaviour}" + (f" (*{exceptions}*)" if exceptions else ""))
         parts.append("")
     return "\n".join(parts)
-
-
-def _together(names: list[str], every: Sequence[str]) -> str:
-    """`names`, or the kind of dataset alone if they are all settings of it."""
-    kind = names[0].split(",")[0]
-    return kind if names == [name for name in every if name.startswith(kind)] else " and ".join(names)
 
 
 def made_anew() -> str:

@@ -16,13 +16,13 @@ def with_each(same, make, ways, count=1):
         same(lambda DataLoader, options=options: epochs(DataLoader(make(), **options), count))
 
 
-@parity("`batch_size` cuts samples into batches, the last of which may be smaller")
+@parity("`batch_size` cuts samples into batches; the last batch may be smaller")
 def test_batches_have_torchs_boundaries(same):
     with_each(same, Map, SIZES)
     with_each(same, Stream, SIZES)
 
 
-@parity("`drop_last` leaves the last batch out if it is not full")
+@parity("`drop_last` leaves out a last batch that is not full")
 def test_drop_last_drops_the_incomplete_batch(same):
     for make in (Map, Stream):
         with_each(same, make, [{**size, "drop_last": True} for size in SIZES])
@@ -45,13 +45,13 @@ class Each(Map):
         }
 
 
-@parity("`batch_size=None` gives samples as they are, arrays as tensors (`default_convert`)")
+@parity("`batch_size=None` gives single samples, arrays as tensors (`default_convert`)")
 def test_batch_size_none_gives_converted_samples(same):
     with_each(same, Each, [{"batch_size": None}, {"batch_size": None, "shuffle": True}])
     with_each(same, Stream, [{"batch_size": None}])
 
 
-@parity("`batch_size=None` with a `collate_fn` of the user's: it is given one sample")
+@parity("`batch_size=None` with a user's `collate_fn`: called with one sample")
 def test_batch_size_none_calls_collate_fn_for_each_sample(same):
     with_each(same, Map, [{"batch_size": None, "collate_fn": str}])
     with_each(same, Stream, [{"batch_size": None, "collate_fn": str}])
@@ -71,7 +71,7 @@ def test_batch_sampler_with_batches_of_any_size(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED[kind]())))
 
 
-@parity("a `batch_sampler` may ask for no samples at all; `collate_fn` makes of that what it will")
+@parity("a `batch_sampler` may ask for no samples; `collate_fn` gets an empty list")
 def test_empty_batch(same):
     torchs = same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED["an empty one"](), collate_fn=len)))
     assert torchs == [[1, 0, 1], [1, 0, 1]]
@@ -100,7 +100,7 @@ LENGTHS = (
 )
 
 
-@parity("`len(loader)`, of an iterable that knows its own: torch's estimate; a TypeError where it is unknown")
+@parity("`len(loader)` of an iterable: torch's estimate; a TypeError where the length is unknown")
 def test_length_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(make(), **options) for make in (Map, Count) for options in LENGTHS]
@@ -113,14 +113,14 @@ def test_length_is_torchs(same):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str)
-@parity("a warning when an iterable gives more than its length, once the length was asked for", warns=True)
+@parity("a warning when an iterable exceeds its length, once the length was asked for", warns=True)
 def test_wrong_length_of_a_stream_warns_as_in_torch(DataLoader, options):
     loader = DataLoader(Count(6, said=2), **options)
     silent = [next(iter(loader))]  # without a call of len
     return silent, len(loader), [batch for batch in loader]  # noqa: C416 — `list` would ask for it
 
 
-@parity("no such warning where the length is right, or was not asked for")
+@parity("no warning where the length is right, or was not asked for")
 def test_right_length_of_a_stream_does_not_warn(same):
     def program(DataLoader):
         honest, liar = DataLoader(Count(6)), DataLoader(Count(6, said=2), batch_size=2)

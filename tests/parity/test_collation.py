@@ -56,14 +56,14 @@ def test_tensors_of_different_dtypes_collate_as_in_torch(same):
     batches_of(same, lambda i: torch.ones(2, dtype=torch.int32 if i % 2 else torch.float64))
 
 
-@parity("tensors that require gradients, which torch refuses in workers and so does headrace for torch's datasets")
+@parity("tensors that require gradients are refused in workers, for torch's datasets")
 def test_tensors_with_gradients_collate_as_in_torch(same):
     fails = same.setting.name == "torch dataset, 2 workers"
     dataset = Made(lambda i: torch.full((2,), float(i)).requires_grad_())
     same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
 
 
-@parity("torch: without workers a batch can be resized in place; here none can if it is of numbers or large")
+@parity("torch: without workers a batch can be resized in place; here not if the batch is large or of numbers")
 def test_batches_cannot_be_resized_in_place(same):
     dataset = Made(lambda i: (i, torch.zeros(1 << 20)))
 
@@ -95,7 +95,7 @@ def test_scalars_become_tensors(same):
     batches_of(same, lambda i: i)
 
 
-@parity("mappings: dicts and other classes, which are kept")
+@parity("mappings: dicts and other classes are kept")
 def test_mappings_are_collated_by_key(same):
     batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}, 1: i, ("a", 2): i})
     batches_of(same, lambda i: [OrderedDict(b=i, a=2 * i), defaultdict(list, a=i), UserDict(a=i)])
@@ -107,7 +107,7 @@ def test_sequences_are_collated_by_position(same):
     batches_of(same, lambda i: [i, (i, float(i)), (i, [i, "x"]), UserList([i, i + 1]), range(i, i + 2)])
 
 
-@parity("all of these within each other")
+@parity("all of the above within each other")
 def test_nested_samples_are_collated_recursively(same):
     batches_of(same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()})
 
@@ -126,7 +126,7 @@ RAGGED = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in RAGGED if "None" not in kind])
-@parity("what does not go together is an error, with torch's message")
+@parity("samples that do not fit together are an error, with torch's message")
 def test_ragged_samples_fail_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
 
@@ -170,7 +170,7 @@ COLLATES = {
 
 
 @pytest.mark.parametrize("kind", COLLATES)
-@parity("`collate_fn`: a function of the user's, which may return anything")
+@parity("`collate_fn`: a user's function may return anything")
 def test_users_collate_fn_is_called_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Map(), batch_size=4, collate_fn=COLLATES[kind])))
 

@@ -57,17 +57,17 @@ def all_refused(same, make, ways):
     same(lambda DataLoader: [raised_by(functools.partial(DataLoader, make(), **options)) for options in ways])
 
 
-@parity("every `ValueError` and `TypeError` of torch, with its message")
+@parity("every `ValueError` and `TypeError` of torch, with the message")
 def test_invalid_options_are_refused_as_in_torch(same):
     all_refused(same, Map, REFUSED)
 
 
-@parity("the same for an iterable dataset, which takes no order from outside")
+@parity("the same for an iterable dataset, where no order can be given")
 def test_invalid_options_for_a_stream_are_refused_as_in_torch(same):
     all_refused(same, Stream, REFUSED_FOR_A_STREAM)
 
 
-@parity("`shuffle` of a dataset that holds nothing, with torch's message")
+@parity("`shuffle` of an empty dataset, with torch's message")
 def test_shuffled_empty_dataset_is_refused_as_in_torch(same):
     all_refused(same, lambda: Map(0), [{"shuffle": True}])
 
@@ -91,7 +91,7 @@ ATTRIBUTES = (
 
 
 @pytest.mark.parametrize("make", [Map, Count], ids=["map", "stream"])
-@parity("`isinstance(loader, torch.utils.data.DataLoader)`, with torch's public attributes and their values")
+@parity("`isinstance(loader, torch.utils.data.DataLoader)`, with torch's public attributes and values")
 def test_attributes_are_torchs(same, make):
     def program(DataLoader):
         # These are about the object, which is made as if there were no workers in every setting.
@@ -103,7 +103,7 @@ def test_attributes_are_torchs(same, make):
     assert same(program)[2]
 
 
-@parity("`prefetch_factor` reads 2 where there are workers, None elsewhere, and what was given otherwise")
+@parity("`prefetch_factor` reads 2 with workers, None without, or the given number")
 def test_default_prefetch_factor_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(Map(), num_workers=0), DataLoader(Map(), num_workers=2)]
@@ -125,7 +125,7 @@ def test_attributes_frozen_in_torch_are_frozen(DataLoader):
     return refused, list(loader)
 
 
-@parity("what is set between epochs holds from the next one on", moves=True)
+@parity("changes between epochs hold from the next epoch on", moves=True)
 def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
     came = [list(loader)]
@@ -137,7 +137,7 @@ def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
     return came
 
 
-@parity("`multiprocessing_context`, a name or an object, reads back as the object; set later, it is checked as well")
+@parity("`multiprocessing_context`, a name or an object, reads back as the object; a later value is checked too")
 def test_multiprocessing_context_is_kept_and_checked_as_in_torch(DataLoader):
     came = []
     for method in ("fork", "spawn", "forkserver"):
@@ -176,7 +176,7 @@ WAYS_TO_MAKE = (
 )
 
 
-@parity("made anew from its public attributes, as Lightning does, it gives the same batches")
+@parity("made anew from its public attributes, as by Lightning, a loader gives the same batches")
 def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
     came = []
     for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [(Stream(), {"batch_size": 4})]:
@@ -188,7 +188,7 @@ def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
     return came
 
 
-@parity("made anew with another sampler, for one rank of several")
+@parity("the same with another sampler, for one of several ranks")
 def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(DataLoader):
     loader = DataLoader(Numbers(), batch_size=2, shuffle=True)
     sampler = data.DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=True)
@@ -197,7 +197,7 @@ def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(DataLoader):
     return epochs(other)
 
 
-@parity("a subclass of the loader, with its own arguments", not_for={})
+@parity("a subclass of the loader, with other arguments", not_for={})
 def test_subclass_may_override_as_in_torch(DataLoader):
     class Named(DataLoader.loader_class):
         def __init__(self, *args, name, **options):

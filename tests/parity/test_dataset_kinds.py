@@ -9,7 +9,7 @@ import headrace as hr
 from tests.parity.datasets import LENGTH, Count, Endless, Map, Numbers, Stream, tensors
 from tests.parity.harness import ASYNC, TORCH, epochs, parity
 
-IN_MEMORY = dict.fromkeys(ASYNC, "its samples are in memory: there is nothing to wait for")
+IN_MEMORY = dict.fromkeys(ASYNC, "samples in memory: there is nothing to wait for")
 # The first few are enough where workers have to be started for each.
 WAYS = (
     {"batch_size": 4},
@@ -41,7 +41,7 @@ def test_iterable_dataset(same):
     in_every_way(same, lambda twin: Stream(), STREAM_WAYS)
 
 
-@parity("an iterable that never ends")
+@parity("an endless iterable")
 def test_infinite_iterable_dataset(DataLoader):
     batches = iter(DataLoader(Endless(), batch_size=3))
     return [next(batches) for _ in range(20)]
@@ -61,7 +61,7 @@ class OneShot(data.IterableDataset):
 
 
 @parity(
-    "an iterable that is its own iterator is read once",
+    "an iterable that is an iterator is read once",
     not_for={
         "torch dataset, 2 workers": "each worker reads a copy",
         "async dataset, workers": "the reading process has a copy",
@@ -72,7 +72,7 @@ def test_exhausted_iterable_dataset(same):
 
 
 @pytest.mark.parametrize("make", [lambda: Map(0), lambda: Count(0)], ids=["map", "stream"])
-@parity("a dataset that holds nothing")
+@parity("an empty dataset")
 def test_empty_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
 
@@ -109,8 +109,8 @@ def test_stack_dataset(same):
 
 
 @parity(
-    "`ConcatDataset` and `StackDataset` of async and of other datasets, read as torch reads them",
-    not_for=dict.fromkeys(IN_MEMORY, "it is read inside the workers, or by the caller"),
+    "`ConcatDataset` and `StackDataset` of async and of other datasets, read as by torch",
+    not_for=dict.fromkeys(IN_MEMORY, "read inside the workers, or by the caller"),
 )
 def test_concat_of_different_datasets(same):
     in_every_way(same, lambda twin: data.ConcatDataset([AsyncMap(), Map()]), WAYS[:3])
@@ -150,9 +150,9 @@ def itself(batch):
 
 
 @parity(
-    "`__getitems__` may answer with a batch that it has put together itself",
+    "`__getitems__` may return a collated batch",
     not_for=dict.fromkeys(
-        ASYNC, "`agets` answers with samples; putting them together is `collate_fn`'s, in the workers"
+        ASYNC, "`agets` returns samples; `collate_fn` collates, in the workers"
     ),
 )
 def test_getitems_of_composed_datasets(same):
@@ -167,7 +167,7 @@ class Growing(Map):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str)
-@parity("a dataset that grows, and shrinks, between epochs")
+@parity("a dataset that grows or shrinks between epochs")
 def test_dataset_that_grows(DataLoader, options):
     dataset = Growing()
     loader = DataLoader(dataset, **options)
@@ -183,7 +183,7 @@ def test_dataset_that_grows(DataLoader, options):
     [lambda: [10 * i for i in range(LENGTH)], lambda: range(LENGTH), lambda: "characters"],
     ids=["list", "range", "str"],
 )
-@parity("a list, a range, a string: whatever has `__getitem__` and `__len__`", not_for=IN_MEMORY)
+@parity("a list, a range, a string: anything with `__getitem__` and `__len__`", not_for=IN_MEMORY)
 def test_sequence_as_dataset(same, make):
     in_every_way(same, lambda twin: make())
 
@@ -215,7 +215,7 @@ class Keyed:
         return f"value of {key}"
 
 
-@parity("keys that are no numbers, and a dataset without a length, with a sampler")
+@parity("keys other than numbers, and a dataset without a length, with a sampler")
 def test_sampler_of_keys(same):
     same(lambda DataLoader: epochs(DataLoader(Keyed(), sampler=["a", ("b", 1), "c"], batch_size=2)))
 
@@ -236,7 +236,7 @@ class AsyncStream(hr.AsyncIterableDataset):
 
 @pytest.mark.parametrize("make", [AsyncMap, AsyncStream], ids=["map", "stream"])
 @parity(
-    "an async dataset in torch's own loader gives what it gives in ours",
+    "an async dataset gives the same samples in torch's own loader",
     not_for=dict.fromkeys(TORCH, "the dataset is async"),
 )
 def test_blocking_reads_of_an_async_dataset(same, make):

@@ -28,7 +28,7 @@ def dataset(stream):
 
 
 @KINDS
-@parity("an epoch that was left early does not shorten the next, nor change its order where it is shuffled")
+@parity("leaving an epoch early does not change length or order of the next epoch")
 def test_break_ends_the_epoch_as_in_torch(DataLoader, stream):
     loader = DataLoader(dataset(stream), batch_size=2, shuffle=None if stream else True)
     came = []
@@ -41,7 +41,7 @@ def test_break_ends_the_epoch_as_in_torch(DataLoader, stream):
 
 
 @KINDS
-@parity("an iterator that has ended stays ended, has the loader's length whatever was read, and `iter` of it is itself")
+@parity("an ended iterator stays ended, has the loader's length, and `iter` returns the iterator itself")
 def test_next_after_the_end_raises_stop_iteration(same, stream):
     def program(DataLoader):
         iterator = iter(DataLoader(dataset(stream), batch_size=5))
@@ -76,8 +76,8 @@ def test_nested_loops_over_one_loader_are_independent(same):
     assert len(same(program)) == 4
 
 
-@parity("torch: with `persistent_workers` a second `iter` takes the first's place; here both read the whole",
-        not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "its workers always persist"})  # fmt: skip
+@parity("torch: with `persistent_workers` a second `iter` replaces the first; here both read the whole",
+        not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "workers always persist"})  # fmt: skip
 def test_second_iterator_with_persistent_workers_resets_the_first(same):
     def program(DataLoader):
         loader = DataLoader(Indices(), batch_size=5, persistent_workers=True)
@@ -118,7 +118,7 @@ class Nests(data.Dataset):
         return [batch.tolist() for batch in loader]
 
 
-@parity("a loader inside a dataset, wherever that is read")
+@parity("a loader inside a dataset, in any process")
 def test_dataset_may_iterate_a_loader(same):
     def program(DataLoader):
         return list(DataLoader(Nests(DataLoader.loader_class), batch_size=2, collate_fn=list))
@@ -126,7 +126,7 @@ def test_dataset_may_iterate_a_loader(same):
     assert same(program)[0] == [[[0, 1], [2, 3]], [[1, 2], [3, 4]]]
 
 
-@parity("torch refuses workers inside a worker (they are daemons), in the words of `multiprocessing`",
+@parity("workers inside a worker are refused, with the message of `multiprocessing`",
         not_for={INLINE: "no worker", THREAD: "no worker", WORKERS: "the dataset is not in the workers"})  # fmt: skip
 def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
     def program(DataLoader):
@@ -162,7 +162,7 @@ def test_async_dataset_may_iterate_a_loader(same):
 
 
 @KINDS
-@parity("a loader that was never iterated, or an iterator never asked, ends with its last reference")
+@parity("a loader or an iterator that was never used ends with the last reference")
 def test_iterator_without_any_next_call_ends_as_in_torch(DataLoader, stream):
     loader = DataLoader(dataset(stream), batch_size=2)
     iter(loader)
@@ -269,7 +269,7 @@ def interrupted(forks):
     return run
 
 
-@parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program ends as it likes")
+@parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program decides how to end")
 def test_ctrl_c_in_mid_epoch_raises_keyboard_interrupt(same, interrupted):
     body = textwrap.dedent(INTERRUPTED)
     torchs, ours = (interrupted(child(same, ours) + body) for ours in (False, True))

@@ -15,7 +15,7 @@ LENGTH, BAD = 10, 5
 INLINE, READING, THREAD, WORKERS = NAMES
 
 NO_WORKERS = "no workers"
-OWN_WORDS = "keeps its own message; the traceback is in a note"
+OWN_WORDS = "keeps the original message; the traceback is in a note"
 IN_THIS_PROCESS = "raised in this process, with its traceback"
 NO_WORDING = {INLINE: IN_THIS_PROCESS, THREAD: IN_THIS_PROCESS, WORKERS: OWN_WORDS}
 NOT_IN_WORKERS = {INLINE: NO_WORKERS, THREAD: NO_WORKERS}
@@ -236,7 +236,7 @@ def first_error(loader):
     return None
 
 
-@parity("what `__getitem__` raises keeps its type and message, and iteration goes on behind its batch")
+@parity("errors of `__getitem__` keep type and message, and iteration goes on behind the batch")
 def test_getitem_error_costs_its_batch(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Map(*FAILURES.values()), batch_size=2)))
@@ -256,7 +256,7 @@ def test_error_costs_its_sample_in_every_epoch(DataLoader):
     ]
 
 
-@parity("with `in_order=False` an error costs its batch and no other")
+@parity("with `in_order=False` an error costs no other batch")
 def test_error_with_in_order_false_costs_its_batch(DataLoader):
     came = drained(iter(DataLoader(Map(bad), batch_size=2, in_order=False)))
     errors = [one for one in came if isinstance(one, Raised)]
@@ -270,12 +270,12 @@ class Many(Map):
         return indices
 
 
-@parity("what `__getitems__` raises keeps its type and message")
+@parity("errors of `__getitems__` keep type and message")
 def test_getitems_error_costs_its_batch(same):
     same(lambda DataLoader: drained(iter(DataLoader(Many(bad), batch_size=4))))
 
 
-@parity("what a stream's `__next__` raises is raised at its place; the next batch begins behind it")
+@parity("errors of a stream's `__next__` are raised in order; the next batch begins behind the error")
 def test_stream_error_is_raised_at_its_batch(same):
     def program(DataLoader):
         dataset = Stream(*FAILURES.values())
@@ -286,7 +286,7 @@ def test_stream_error_is_raised_at_its_batch(same):
     assert any(isinstance(batch, Raised) for batch in same(program))
 
 
-@parity("a generator that raises has ended behind its error")
+@parity("a generator ends with its error")
 def test_generator_error_ends_the_stream(same):
     def program(DataLoader):
         return [drained(iter(DataLoader(Breaking(bad), batch_size=2, drop_last=last))) for last in (False, True)]
@@ -294,7 +294,7 @@ def test_generator_error_ends_the_stream(same):
     assert all(isinstance(batches[-1], Raised) for batches in same(program))
 
 
-@parity("what a stream's `__iter__` raises keeps its type and message")
+@parity("errors of a stream's `__iter__` keep type and message")
 def test_iter_error_is_raised_at_the_first_batch(same):
     def program(DataLoader):
         dataset = CannotStart(bad)
@@ -311,7 +311,7 @@ def fussy(samples):
     return samples
 
 
-@parity("what `collate_fn` raises keeps its type and message, and iteration goes on")
+@parity("errors of `collate_fn` keep type and message, and iteration goes on")
 def test_collate_error_costs_its_batch(same):
     same(lambda DataLoader: drained(iter(DataLoader(Numbers(), batch_size=2, collate_fn=fussy))))
 
@@ -320,7 +320,7 @@ def init_fails(worker):
     raise LookupError(f"worker {worker} cannot start")
 
 
-@parity("what `worker_init_fn` raises keeps its type and message", not_for=NOT_IN_WORKERS)
+@parity("errors of `worker_init_fn` keep type and message", not_for=NOT_IN_WORKERS)
 def test_worker_init_fn_error_is_raised_for_each_batch(same):
     def program(DataLoader):
         options = {"batch_size": 2, "num_workers": 1, "worker_init_fn": init_fails}
@@ -329,7 +329,7 @@ def test_worker_init_fn_error_is_raised_for_each_batch(same):
     assert same(program) == [Raised(LookupError, "worker 0 cannot start")] * 2
 
 
-@parity("torch: a worker that could not start raises `UnboundLocalError` from its second batch on; here the same again",
+@parity("torch: a worker that could not start raises `UnboundLocalError` from the second batch on; here the same error",
         not_for=NOT_IN_WORKERS)  # fmt: skip
 def test_worker_that_cannot_start_raises_its_reason_each_time(same):
     def program(DataLoader):
@@ -371,7 +371,7 @@ SAMPLERS = {
 
 # Torch's iterator complains of its own half-made state when its constructor fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@parity("what a sampler raises keeps its type and message")
+@parity("errors of a sampler keep type and message")
 def test_sampler_error_is_raised_at_its_place(same):
     def program(DataLoader):
         return [first_error(DataLoader(Numbers(), **options)) for options in SAMPLERS.values()]
@@ -520,7 +520,7 @@ def stopping(samples):
     return samples
 
 
-@parity("torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here it is an error")
+@parity("torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here an error")
 def test_stop_iteration_of_the_dataset_or_of_collate_is_an_error(same):
     def program(DataLoader):
         loaders = DataLoader(Map(stops), batch_size=2), DataLoader(Numbers(), batch_size=2, collate_fn=stopping)
@@ -544,7 +544,7 @@ def locked(samples):
     return threading.Lock() if BAD in samples else samples
 
 
-@parity("torch: a batch that cannot be pickled hangs; here it is an error, and iteration goes on",
+@parity("torch: a batch that cannot be pickled hangs; here an error, and iteration goes on",
         not_for={INLINE: "nothing is pickled", THREAD: "nothing is pickled"})  # fmt: skip
 def test_unpicklable_batch_is_an_error(same):
     def program(DataLoader):
@@ -559,7 +559,7 @@ def test_unpicklable_batch_is_an_error(same):
     assert rest == [[1], [2]]
 
 
-@parity("torch: an exception whose class cannot be pickled hangs; here its text arrives",
+@parity("torch: an exception that cannot be pickled hangs; here the text arrives",
         not_for={INLINE: "nothing is pickled", THREAD: "nothing is pickled"})  # fmt: skip
 def test_unpicklable_exception_is_an_error(same):
     class Local(Refuses):
@@ -592,8 +592,8 @@ class StartsOnce(data.IterableDataset):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@parity("torch: with `persistent_workers` a second `__iter__` that raises kills the worker; here it is its error",
-        not_for=NOT_IN_WORKERS | {WORKERS: "its workers always persist, and read nothing"})  # fmt: skip
+@parity("torch: with `persistent_workers` an error of a second `__iter__` kills the worker; here the error is raised",
+        not_for=NOT_IN_WORKERS | {WORKERS: "workers always persist, and read nothing"})  # fmt: skip
 def test_stream_that_cannot_be_restarted_raises_torchs_error(same):
     def program(DataLoader):
         loader = DataLoader(StartsOnce(), batch_size=2, num_workers=1, persistent_workers=True)

@@ -28,7 +28,7 @@ def test_seeded_shuffle_gives_torchs_order(same):
     assert len({str(epoch) for epoch in same(program)}) == 4
 
 
-@parity("`generator`: torch's order for the same seed; it and the global one are left as torch leaves them")
+@parity("`generator`: torch's order for the same seed; after the epoch both generators are in torch's state")
 def test_loaders_generator_gives_torchs_order(DataLoader):
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
@@ -82,12 +82,12 @@ def test_torchs_samplers_give_torchs_order(same, kind):
 
 
 @pytest.mark.parametrize("kind", ANY)
-@parity("`sampler` as any iterable, also one that draws all of its order at once")
+@parity("`sampler` as any iterable, also if the whole order is drawn at once")
 def test_any_iterable_is_a_sampler(same, kind):
     with_sampler(same, ANY[kind])
 
 
-@parity("`sampler` as an iterator, which is used up by one epoch")
+@parity("`sampler` as an iterator is used up by one epoch")
 def test_iterator_as_sampler_is_used_up(same):
     def program(DataLoader):
         return epochs(DataLoader(Numbers(), sampler=iter([3, 1, 2]), batch_size=2))
@@ -116,7 +116,7 @@ def test_batch_samplers_give_torchs_batches(same, kind):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@parity("`DistributedSampler` with `set_epoch`: each rank its part, another order in each epoch")
+@parity("`DistributedSampler` with `set_epoch`: a part for each rank, another order in each epoch")
 def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
     def program(DataLoader):
         orders = []
@@ -132,7 +132,7 @@ def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
 
 
 @parity(
-    "a sampler is begun once for each epoch, and read to its end",
+    "a sampler is begun once for each epoch, and read to the end",
     not_for={"torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"},
 )
 def test_sampler_is_started_and_read_as_in_torch(same):
@@ -210,8 +210,8 @@ class HeldStream(data.IterableDataset):
         return ((index, worker) for index in range(5 * worker, 5 * worker + 5))
 
 
-FREE_WORKERS = "`in_order=False`: batches go to workers that are free, not in turn"
-ONLY_THERE = {TORCH[0]: "no workers", ASYNC[0]: "no workers", ASYNC[1]: "a batch goes to the first worker that is free"}
+FREE_WORKERS = "`in_order=False`: batches go to free workers, not in turn"
+ONLY_THERE = {TORCH[0]: "no workers", ASYNC[0]: "no workers", ASYNC[1]: "a batch goes to the first free worker"}
 
 
 def held(loader_class, dataset, first):

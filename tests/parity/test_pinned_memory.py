@@ -38,7 +38,7 @@ def in_containers(samples):
     }
 
 
-@parity("`pin_memory` on containers, whose classes are kept")
+@parity("`pin_memory` on containers keeps their classes")
 def test_containers_are_pinned(same):
     read(same, collate_fn=in_containers)
 
@@ -69,13 +69,13 @@ class Batch:
         return vars(self) == vars(other)
 
 
-@parity("a batch of a user's class: its own `pin_memory` is called, once, if there is an accelerator")
+@parity("a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator")
 def test_custom_pin_memory_is_called(same):
     assert {batch.pinned for batch in read(same, collate_fn=Batch)} == {int(ACCELERATED)}
 
 
 @pytest.mark.skipif(ACCELERATED, reason="with an accelerator the test above has a real one")
-@parity("a batch of a user's class: its own `pin_memory` is called, once, if there is an accelerator")
+@parity("a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator")
 def test_custom_pin_memory_is_called_with_an_accelerator(same, monkeypatch):
     # No tensor is pinned here, so none is needed: torch has only to say that there is one. torch's loader is compared
     # without workers, since its pinning thread would ask for the device.
@@ -93,7 +93,7 @@ def test_custom_pin_memory_is_called_with_an_accelerator(same, monkeypatch):
     assert first.pinned == second["a"][0].pinned == second["a"][1][0].pinned == 1
 
 
-@parity("without an accelerator torch's warning, at each epoch, and batches as they are")
+@parity("without an accelerator torch's warning, at each epoch, and unpinned batches")
 def test_missing_accelerator_warns_as_in_torch(same):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4, pin_memory=True)  # nothing is said yet

@@ -25,7 +25,7 @@ INLINE, READING, THREAD, WORKERS = NAMES
 NO_WORKERS = {INLINE: "no workers", THREAD: "no workers"}
 NOT_READ_THERE = "the dataset is not in the workers"
 ONE_READER = "the stream has one reader"
-BY_BATCH = "each batch has its own seed, whatever worker it goes to"
+BY_BATCH = "each batch has its own seed, in any worker"
 
 
 def as_it_is(samples):
@@ -37,7 +37,7 @@ def pids(samples):
 
 
 @parity("`num_workers` processes take the batches in turn",
-        not_for=NO_WORKERS | {WORKERS: "a batch goes to the first worker that is free"})  # fmt: skip
+        not_for=NO_WORKERS | {WORKERS: "a batch goes to the first free worker"})  # fmt: skip
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 20])
 def test_workers_make_batches_in_turn(same, num_workers):
     def program(DataLoader):
@@ -78,7 +78,7 @@ class Noisy(data.Dataset):
         return index, random.random(), np.random.random(), torch.rand(2), random.randrange(9), np.random.randint(9)
 
 
-DRAWS = "what `random`, NumPy and torch draw in the dataset is torch's, also where `worker_init_fn` seeds them"
+DRAWS = "draws of `random`, NumPy and torch in the dataset are torch's, also where `worker_init_fn` seeds"
 
 
 def reseed(worker):
@@ -102,7 +102,7 @@ def threads(main, samples):
     return os.getpid() == main, torch.get_num_threads()
 
 
-@parity("batches are made in worker processes, in which torch computes with one thread", not_for=NO_WORKERS)
+@parity("batches are made in worker processes, where torch computes with one thread", not_for=NO_WORKERS)
 def test_worker_has_one_torch_thread(same):
     def program(DataLoader):
         collate = functools.partial(threads, os.getpid())
@@ -229,7 +229,7 @@ class Counting(Indices):
         return index + self.offset, self.asked, os.getpid()
 
 
-KEEPS = "with `persistent_workers` a dataset in a worker keeps its state; else each epoch has a new copy"
+KEEPS = "with `persistent_workers` a dataset in a worker keeps its state; else each epoch has another copy"
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -285,7 +285,7 @@ class Waits(Indices):
         return index
 
 
-@parity("a batch that takes longer than `timeout` raises torch's error, and iteration can go on",
+@parity("a batch slower than `timeout` raises torch's error, and iteration can go on",
         not_for={INLINE: "torch asserts that there are workers"})  # fmt: skip
 def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
     num_workers = int(same.setting.name != THREAD)
@@ -326,7 +326,7 @@ class Sharded(data.IterableDataset):
         return iter(range(worker, worker + workers * self.lengths[worker], workers))
 
 
-@parity("a stream that splits itself by the worker info is read once")
+@parity("a stream divided by the worker info is read once")
 def test_stream_may_be_split_by_worker_info(same):
     def program(DataLoader):
         return list(DataLoader(Sharded([5, 5]), batch_size=2))
@@ -349,14 +349,14 @@ UNEVEN = (
 
 
 @pytest.mark.parametrize(("lengths", "options"), UNEVEN, ids=str)
-@parity("workers whose streams are of unequal length end one after the other, the batches in torch's order",
+@parity("workers with streams of unequal length end in turn, with batches in torch's order",
         not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
 def test_uneven_streams_of_workers_end_as_in_torch(DataLoader, lengths, options):
     loader = DataLoader(Sharded(lengths), num_workers=len(lengths), **options)
     return [list(loader) for _ in range(2)]
 
 
-@parity("a stream that does not split itself is read by every worker",
+@parity("an undivided stream is read by every worker",
         not_for={INLINE: ONE_READER, THREAD: ONE_READER, WORKERS: ONE_READER})  # fmt: skip
 def test_unsplit_stream_is_read_by_every_worker(same):
     def program(DataLoader):
@@ -374,7 +374,7 @@ class Kills(Indices):
 
 # torch raises its error in a handler of SIGCHLD, wherever the program happens to be: even in a `__del__`.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@parity("torch: a worker that is killed ends the run; here it is replaced, and an error names the batch",
+@parity("torch: a killed worker ends the run; here the worker is replaced, and an error names the batch",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
 def test_killed_worker_is_an_error_as_in_torch(same):
     def to_the_first_error(DataLoader):  # behind it torch gives batches, or waits for ever

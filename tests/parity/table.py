@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "parity.md"
 ROWS = ("dataset kinds", "batching", "order", "workers", "collation", "pinned memory", "errors", "constructor", "ends")
 PROVEN = "a test"
+NO_WORKERS = "no workers"
 HEAD = """\
 # Parity with torch's DataLoader
 
@@ -22,9 +23,9 @@ headrace's, in the same run, and compares batches, errors, warnings and side eff
 
 {settings}
 
-If a line does not apply to a setting, the reason stands behind the line. An async dataset is compared with a sync dataset in torch's
-loader. Memory is pinned only where the tests run beside an accelerator; elsewhere the lines
-on pinned memory compare torch's warnings and plain tensors.
+A and C have no workers. If a line does not apply to a setting for another reason, the reason stands behind the line.
+An async dataset is compared with a sync dataset in torch's loader. Memory is pinned only where the tests run beside an
+accelerator; elsewhere the lines on pinned memory compare torch's warnings and plain tensors.
 
 This page is made from the tests in `tests/parity` by `make parity-table`. Intended differences are listed
 [at the end](#differences).
@@ -76,7 +77,7 @@ def rendered(items: list[pytest.Item]) -> str:
                 raise ValueError(f"{title}: {behaviour}: no test and no reason for {empty}")
             reasons: dict[str, list[str]] = defaultdict(list)
             for name in NAMES:
-                if line[name] != PROVEN:
+                if line[name] not in (PROVEN, NO_WORKERS):
                     reasons[line[name]].append(letters[name])
             exceptions = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())
             parts.append(f"- {behaviour}" + (f" (*{exceptions}*)" if exceptions else ""))

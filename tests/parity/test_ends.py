@@ -127,7 +127,7 @@ def test_dataset_may_iterate_a_loader(same):
 
 
 @parity("workers inside a worker are refused, with the message of `multiprocessing`",
-        not_for={INLINE: "no worker", THREAD: "no worker", WORKERS: "the dataset is not in the workers"})  # fmt: skip
+        not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "the dataset is not in the workers"})  # fmt: skip
 def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1)))

@@ -111,7 +111,6 @@ class SkipErrors(ErrorPolicy):
     Raises:
         TypeError: `max_in_a_row` is not a whole number.
         ValueError: a limit is out of its range.
-        TypeError: `max_in_a_row` is not an int.
 
     Example:
         >>> SkipErrors(max_share=0.05)

@@ -36,7 +36,6 @@ class RayPlacement:
     Raises:
         TypeError: a number of engines is not a whole number.
         ValueError: an argument is out of range, or names an option that is headrace's.
-        TypeError: a number of engines is not an int.
 
     Example:
         >>> import headrace as hr

@@ -23,7 +23,6 @@ class RetryPolicy:
     Raises:
         TypeError: `max_attempts` or `burst` is not a whole number.
         ValueError: a number is out of its range.
-        TypeError: `max_attempts` or `burst` is not an int.
 
     Example:
         >>> RetryPolicy(max_attempts=3)

@@ -49,9 +49,9 @@ server = ObjectServer(bucket, latency=0.020).start()
 # %%
 # The loader
 # ----------
-# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work: workers are started for
-# it where that is faster. Its random numbers follow from the seed, the epoch and the sample, whatever the number of
-# workers.
+# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work. It runs inside `next()`,
+# or in worker processes with `num_workers=`. The random numbers follow from the seed, the epoch and the sample,
+# whatever the number of workers.
 
 photos = hr.ObjectDataset(hr.Store(server.url + "/train", options=server.store_options), suffix=".jpg", labels="folder")
 decode = hr.decode.image(size=64, dtype=torch.float32)

@@ -151,9 +151,7 @@ def itself(batch):
 
 @parity(
     "`__getitems__` may return a collated batch",
-    not_for=dict.fromkeys(
-        ASYNC, "`agets` returns samples; `collate_fn` collates, in the workers"
-    ),
+    not_for=dict.fromkeys(ASYNC, "`agets` returns samples; `collate_fn` collates, in the workers"),
 )
 def test_getitems_of_composed_datasets(same):
     same(lambda DataLoader: epochs(DataLoader(PutTogether(), batch_size=4, collate_fn=itself)))

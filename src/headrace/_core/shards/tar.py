@@ -492,7 +492,8 @@ def plain_sample(
             stop = start + int(digits, 8)
         except ValueError:
             return None
-        sample[field] = bytes(data[start:stop])
+        is_wanted = selected is None or field in selected
+        sample[field] = bytes(data[start:stop]) if is_wanted else b""
         position = stop + -stop % TAR_BLOCK
     if position != end or not prefix:
         return None

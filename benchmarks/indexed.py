@@ -1,8 +1,8 @@
 """How close a loader of indexed shards comes to ranged requests alone, in order and shuffled.
 
 Tar shards of samples of 56 KB and of 1 KB, and lines of JSON, from the library's own test server, with 20 ms to the
-first byte and without. In the same run, for each: a bare obstore loop that asks for the same bytes in ranges of 8 MiB,
-8 at once, and throws them away (for lines: parses them with `json.loads`). Contents are checked in an epoch before
+first byte and without. In the same run, for each: a bare obstore loop that asks for the same bytes in ranges of 4 MiB,
+16 at once, and throws them away (for lines: parses them with `json.loads`). Contents are checked in an epoch before
 those that are timed; requests are counted there too.
 
     python benchmarks/indexed.py
@@ -33,8 +33,8 @@ import headrace as hr
 
 SHARDS = 8
 BATCH = 64
-AT_ONCE = 8  # requests of the bare loop
-RANGE = 8 << 20  # bytes of each
+AT_ONCE = 16  # requests of the bare loop
+RANGE = 4 << 20  # bytes of each
 
 
 class Case(NamedTuple):

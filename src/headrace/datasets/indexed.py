@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ MOST_DECODERS = 1024  # that are kept, of a kilobyte each
 class IndexedShards(RangedShards[T_co]):
     """The samples of shards with an index, map-style; made by `index` of a stream.
 
-    A sample is one ranged GET, and its CRC-32 is checked. A corrupt sample is read a second time.
+    A sample is one ranged GET. A corrupt sample is read a second time.
     A loader reads samples of its look-ahead that are near each other by one request.
 
     Args:
@@ -71,19 +70,13 @@ class IndexedShards(RangedShards[T_co]):
         return Ranges(shards, *self._index.bounds(numbers, places))
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; raises `ShardError` if the checksum is wrong."""
+        """Make the sample at `index` of its bytes; raises `ShardError` for invalid bytes."""
         return self.samples_of([index], [data])[0]
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
-        """Make the samples of a batch; raises `ShardError` if the checksum of a sample is wrong."""
+        """Make the samples of a batch; raises `ShardError` for invalid bytes."""
         shards, _, places = self._at(indices)
         starts = self._index.starts(places)
-        expected = self._index.checksums[places].tolist()
-        found = list(map(zlib.crc32, data))
-        if found != expected:
-            slot = [*map(int.__eq__, found, expected)].index(False)
-            what = f"the checksum of a sample of {len(data[slot])} bytes, by {self._index.name}, is wrong"
-            raise self._shards[int(shards[slot])].error(what, offset=int(starts[slot]))
         return list(map(self.decode, shards.tolist(), starts.tolist(), data))
 
     @property

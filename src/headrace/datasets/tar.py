@@ -34,7 +34,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
     A corrupt or truncated archive raises a `ShardError` with shard, member and offset, after the samples before the
     damage. The stream then continues with the other shards; so does an epoch with the loader's ``on_error="skip"``.
     A member with an unsafe name, a link or a member above `member_limit` is an error of its sample alone.
-    A flipped bit *within* a member of a plain tar goes undetected in a stream; gzip, zstd and `index` have checksums.
+    A flipped bit *within* a member of a plain tar goes undetected; gzip and zstd have checksums.
 
     The constructor waits for a listing if there is a glob or a directory; in an async program use
     ``await asyncio.to_thread(TarDataset, ...)``.

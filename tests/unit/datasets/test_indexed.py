@@ -288,7 +288,7 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
             assert hr.TarDataset.index(folder).__getitems__(range(60)) == whole
         except ShardError as error:
             errors.append(str(error))
-    assert len(errors) > 380, "only the hash of what was not read may change"
+    assert len(errors) > 380, "only the hash of the content, which is not computed again, may change"
     assert all("headrace.index" in error for error in errors)
     path.write_bytes(b"")
     with pytest.raises(ShardError, match=r"damaged one; make it again by `headrace index`"):

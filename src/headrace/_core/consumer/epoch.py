@@ -24,10 +24,11 @@ from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
+from headrace._core.order.samplers import BlockSampler
 from headrace._core.order.spec import TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.streams.kinds import DatasetKind, joined_part
+from headrace._core.streams.kinds import DatasetKind, capabilities, joined_part
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler
@@ -89,11 +90,16 @@ class Epoch:
         self._session = session
         self._failures = FailureHandler(arguments, progress, counters, coordinated=agreement is not None)
         self._in_workers = arguments.kind is DatasetKind.MAP
+        sampler: object = loader.sampler
+        is_ranged = arguments.kind is DatasetKind.ASYNC_MAP and capabilities(arguments.source).ranges
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
-            group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source),
+            group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler),
+            group_of=sampler.groups_in(progress.begun.epoch)
+            if is_ranged and isinstance(sampler, BlockSampler)
+            else None,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,

@@ -47,6 +47,8 @@ class Prefetcher:
     ahead: LookAheadSize | None  # None to plan one batch at a time
     # Plans always go in groups of this part of the look-ahead, also after a stall, to join requests. 0 for no groups.
     group: float = 0
+    # The group of blocks at a position: plans of a group are sent together, so that a block is read by one request.
+    group_of: Callable[[int], int] | None = None
     free: float = math.inf  # number of plans that may be drawn at any time
     by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed
     # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups too.
@@ -69,11 +71,19 @@ class Prefetcher:
                 self.held.append(plan)
                 self.planned += 1
         finally:  # plans drawn before a Ctrl-C in the sampler are not lost
-            if self.held and (self._due or not self.under_way):
-                drawn = self.held.copy()
-                self.held.clear()
+            if self.held and (self._due or not self.under_way) and (count := self._complete()):
+                drawn = self.held[:count]
+                del self.held[:count]
                 self.under_way.update((plan.number, plan) for plan in drawn)
                 self.admit(drawn)
+
+    def _complete(self) -> int:
+        """The number of plans that were held and begin in groups of blocks of which all plans were drawn."""
+        held, group_of = self.held, self.group_of
+        if group_of is None or self.exhausted or not self.under_way:
+            return len(held)
+        last = group_of(held[-1].positions[-1])
+        return sum(group_of(plan.positions[0]) != last for plan in held)
 
     def _most(self) -> int:
         """The most plans that may be outstanding when the next one is drawn."""

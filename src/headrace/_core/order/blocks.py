@@ -82,6 +82,10 @@ class BlockOrder:
             else:
                 yield begin + self._group_in_order(size, part - start)
 
+    def group_at(self, position: int) -> int:
+        """The number of the group of blocks at a position."""
+        return self._group_at((position + self._shift) % self._n)[0]
+
     def _group_at(self, place: int) -> tuple[int, int, int]:
         """The number of the group at a place of all groups in turn, the place where it begins, and its size."""
         if self._borders is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -268,6 +268,13 @@ class BlockSampler(RankSampler):
     def order_of(self) -> str:
         """What the order consists of; orders of which this differs cannot continue each other."""
         return "blocks" if self.shuffle or self.num_replicas > 1 else "samples"
+
+    def groups_in(self, epoch: int) -> Callable[[int], int] | None:
+        """The function that gives the group of blocks at a position of an epoch; None in the order of the dataset."""
+        order = self._order(epoch)
+        if not isinstance(order, BlockOrder):
+            return None
+        return lambda position: order.group_at(self.whole(epoch, position))
 
     def _order(self, epoch: int) -> BaseOrder:
         ranks = self._shard().count

@@ -95,9 +95,9 @@ class LoaderSpec(NamedTuple):
         workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
         # What a sampler has ahead, so that ranges near each other, and blocks, are read together.
-        samples = getattr(loader.sampler, "samples_ahead", 0) if joined_part(self.source) else 0
+        samples = getattr(loader.sampler, "samples_ahead", 0) if joined_part(self.source, loader.sampler) else 0
         if given is None:
-            least = max(least, samples // (batch_size or 1))
+            least = max(least, samples // (batch_size or 1) + 1)  # whole groups of blocks
         if self.device is not None:  # what waits there has left the workers nothing to do: it does not count
             least += options["device_prefetch"]
         most = least

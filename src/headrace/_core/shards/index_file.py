@@ -1,13 +1,13 @@
-"""The file format of an index: where the samples of a dataset's shards are, and their checksums.
+"""The file format of an index: where the samples of a dataset's shards are.
 
-The first 64 bytes have the magic, a hash of the rest, the length of the header, and a hash of the
-header, which is all that is checked when an index is mapped: each sample has a checksum. The header is
-JSON, padded to 8 bytes. Five little-endian arrays follow:
+The first 64 bytes have the magic, a hash of the rest, the length of the header, and the CRC-32 of
+all that follows, which is checked whenever an index is mapped. The header is JSON, padded to 8
+bytes. Four little-endian arrays follow:
 
 - for each block of about 256 KiB, the offset in the shard and the number of the first sample
   (int64);
-- for each sample, the offset in the block, the CRC-32 of the sample's bytes, and the sample's
-  length if lengths were asked for (uint32).
+- for each sample, the offset in the block, and the sample's length if lengths were asked for
+  (uint32).
 
 A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
 the unpacked bytes.
@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-MAGIC = b"headrace index 2"
+MAGIC = b"headrace index 3"
 BLOCK_BYTES = 256 << 10  # what one request reads well
-PREFIX = struct.Struct("<16s 32s Q 8s")  # magic, hash of all that follows, bytes and hash of the header
+PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash of all that follows, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<i8", "<u4", "<u4", "<u4")
+ARRAYS = ("<i8", "<i8", "<u4", "<u4")
 
 
 class IndexedShard(NamedTuple):
@@ -100,7 +101,6 @@ class IndexFile:
         shards: the shards, sorted by name.
         counts: number of samples of each shard, int64.
         firsts: number of the first sample of each shard, int64.
-        checksums: CRC-32 of the bytes of each sample, uint32.
         lengths: length of each sample, uint32; empty without lengths.
         length: the function that gave the lengths; empty without lengths.
 
@@ -135,10 +135,9 @@ class IndexFile:
             raise ValueError("its first bytes are not those of an index, or are of another version")
         if expected not in (None, self.digest):
             raise ValueError("it was replaced")
-        text = bytes(data[PREFIX.size : PREFIX.size + length])
-        if content_digest([text])[:8] != check:
-            raise ValueError("the hash of its header is wrong")
-        header = json.loads(text)
+        if zlib.crc32(data[PREFIX.size :]) != check:
+            raise ValueError("its checksum is wrong")
+        header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
         self.folder, blocks = str(header["folder"]), int(header["blocks"])
         self.length = str(header["length"])
         self.shards = [IndexedShard(*row) for row in header["shards"]]
@@ -151,12 +150,12 @@ class IndexFile:
         total = int(self.counts.sum())
         offset, arrays = PREFIX.size + length, []
         lengths = total if self.length else 0
-        for count, kind in zip((blocks, blocks, total, total, lengths), ARRAYS, strict=True):
+        for count, kind in zip((blocks, blocks, total, lengths), ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._block_begins, self._block_firsts, self._begins, self.checksums, self.lengths = arrays
+        self._block_begins, self._block_firsts, self._begins, self.lengths = arrays
 
     def verify(self) -> None:
         """Raise `ShardError` if the hash is not that of the content, which is read."""
@@ -193,7 +192,7 @@ class IndexFile:
             (shard,) = part.shards
             shards.append(shard._replace(name=shard.name.removeprefix(folder)))
             firsts = part._block_firsts + total
-            arrays = (part._block_begins, firsts, part._begins, part.checksums, part.lengths)
+            arrays = (part._block_begins, firsts, part._begins, part.lengths)
             for column, array in zip(columns, arrays, strict=True):
                 column.append(array)
             total += shard.samples
@@ -203,11 +202,10 @@ class IndexFile:
     def of_shard(
         shard: IndexedShard,
         ends: IntArray,
-        checksums: NDArray[np.uint32],
         lengths: NDArray[np.uint32],
         length: str,
     ) -> bytes:
-        """The bytes of an index of one shard, of the ends, checksums and lengths of its samples."""
+        """The bytes of an index of one shard, of the ends and lengths of its samples."""
         begins = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
         firsts: list[int] = []
         first = 0
@@ -217,7 +215,7 @@ class IndexFile:
         sizes = np.diff(firsts, append=len(begins)) if firsts else 0
         block_begins = begins[firsts]
         relative = begins - np.repeat(block_begins, sizes)
-        arrays = [block_begins, np.array(firsts, np.int64), relative, checksums, lengths]
+        arrays = [block_begins, np.array(firsts, np.int64), relative, lengths]
         return _dump("", [shard], length, arrays)
 
 
@@ -239,7 +237,7 @@ def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequ
     header += b" " * (-len(header) % 8)
     parts = [header]
     parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
-    check = content_digest([header])[:8]
+    check = zlib.crc32(b"".join(parts))
     rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
     return b"".join([PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts])
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import warnings
-import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -83,21 +82,19 @@ class OpenedIndex(NamedTuple):
 
 
 class IndexingDecoder(Decoder):
-    """Notes where the samples of another decoder end and their checksums; yields nothing.
+    """Notes where the samples of another decoder end; yields nothing.
 
-    A sample begins where the sample before ends. The bytes after the last complete sample are held.
+    A sample begins where the sample before ends.
     """
 
     def __init__(self, shard: Shard, indexing: Indexing) -> None:
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
         self.pages = self._decoder.pages
-        self._ends, self._checksums, self._lengths = array("q"), array("I"), array("I")
-        self._held = bytearray()  # from the end of the last sample on
+        self._ends, self._lengths = array("q"), array("I")
         self._problem: str | None = None
 
     def feed(self, data: Buffer) -> Iterator[Any]:
-        self._held += data
         self._note(self._decoder.feed(data))
         return iter(())
 
@@ -106,19 +103,12 @@ class IndexingDecoder(Decoder):
         return iter(())
 
     def _note(self, samples: Iterator[Any]) -> None:
-        done = 0
-        begin = self._ends[-1] if self._ends else 0  # of the bytes that are held
-        with memoryview(self._held) as view:
-            for sample in samples:
-                end = self._decoder.complete
-                self._checksums.append(zlib.crc32(view[done : end - begin]))
-                self._ends.append(end)
-                done = end - begin
-                if type(sample) is BadRecord and self._problem is None:
-                    self._problem = str(sample.error)
-                if self._indexing.length is not None:
-                    self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
-        del self._held[:done]
+        for sample in samples:
+            self._ends.append(self._decoder.complete)
+            if type(sample) is BadRecord and self._problem is None:
+                self._problem = str(sample.error)
+            if self._indexing.length is not None:
+                self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
 
     def index(self) -> bytes:
         """The bytes of an index of the shard, of known version, which was read to its end."""
@@ -137,8 +127,8 @@ class IndexingDecoder(Decoder):
             end=int(ends[-1]) if len(ends) else 0,
             problem=self._problem,
         )
-        checksums, lengths = np.array(self._checksums, np.uint32), np.array(self._lengths, np.uint32)
-        return IndexFile.of_shard(row, ends, checksums, lengths, self._indexing.length_name)
+        lengths = np.array(self._lengths, np.uint32)
+        return IndexFile.of_shard(row, ends, lengths, self._indexing.length_name)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:

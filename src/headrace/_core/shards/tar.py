@@ -467,16 +467,15 @@ def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
 def plain_sample(
     data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
 ) -> dict[str, Any] | None:
-    """The sample of the bytes of plain members; None if `TarSamples` has to judge the bytes.
-
-    The bytes are those that were indexed, so that the checksums of the headers are not computed again.
-    """
+    """The sample of the bytes of plain members; None if `TarSamples` has to judge the bytes."""
     sample: dict[str, Any] = {"__key__": "", "__url__": shard}
     prefix = b""  # of all names: the key and a dot
     position, end = 0, len(data)
     while (start := position + TAR_BLOCK) <= end:
-        name, digits, size_end, _, kind, folder = _PLAIN.unpack_from(data, position)
+        name, digits, size_end, checksum, kind, folder = _PLAIN.unpack_from(data, position)
         if kind != b"0" or folder != b"\0" or size_end not in _SIZE_ENDS:
+            return None
+        if zlib.adler32(data[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
             return None
         if not prefix:
             above, slash, file = name.rpartition(b"/")
@@ -493,7 +492,8 @@ def plain_sample(
             stop = start + int(digits, 8)
         except ValueError:
             return None
-        sample[field] = bytes(data[start:stop])
+        is_wanted = selected is None or field in selected
+        sample[field] = bytes(data[start:stop]) if is_wanted else b""
         position = stop + -stop % TAR_BLOCK
     if position != end or not prefix:
         return None

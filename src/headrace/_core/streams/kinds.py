@@ -125,11 +125,12 @@ def capabilities(dataset: object) -> Capabilities:
     return found
 
 
-def joined_part(dataset: object) -> float:
+def joined_part(dataset: object, sampler: object) -> float:
     """The part of the look-ahead that is planned at once, since a request serves several samples; 0 if none does."""
-    if reads_whole_blocks(dataset):
-        return 1 / 8
-    return 0.5 if capabilities(dataset).ranges else 0
+    ranges = capabilities(dataset).ranges
+    if reads_whole_blocks(dataset) or (ranges and getattr(sampler, "order_of", "") == "samples"):
+        return 1 / 8  # of neighbours, which a request serves anyway
+    return 0.5 if ranges else 0
 
 
 def capabilities_by_methods(dataset: object) -> Capabilities:

@@ -91,12 +91,8 @@ class Report(Figures):
             facts["event loop busy"] = share(self.engine_cpu)
         if self.blocked >= 0.01:
             facts["event loop blocked"] = share(self.blocked)
-        if self.worker_deaths:
-            facts["workers that died"] = f"{self.worker_deaths:,}"
         if self.chosen:
             facts["chosen"] = f"\n{'':22}".join(self.chosen)
-        if self.skipped:
-            facts["skipped samples"] = f"{self.skipped:,}"
         if total := sum(self.mixed.values()):
             drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
             shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]

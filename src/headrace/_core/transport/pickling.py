@@ -186,6 +186,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
             return _reduce_tensor(obj)
+        if isinstance(obj, np.dtype) or obj is np.dtype or obj is _restore_array:  # in each batch
+            return NotImplemented
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
@@ -312,18 +314,6 @@ def _restore_table(data: Any) -> Any:
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(data)).read_all()
 
 
-class _SimplePickler(pickle.Pickler):
-    """Pickles tensors, and values of Python, in a quarter of the time; TypeError for anything else."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            return _reduce_tensor(obj)
-        known = _restore_array, _restore_tensor, np.dtype
-        if isinstance(obj, torch.dtype | np.dtype) or any(obj is each for each in known):
-            return NotImplemented
-        raise TypeError
-
-
 class PickledPayload:
     """A pickled object, and the buffers it refers to; other processes forward it without running the classes in it."""
 
@@ -344,11 +334,7 @@ class PickledPayload:
                 buffers.append(view)
             return view.nbytes <= SMALL
 
-        try:
-            pickled = dump_parts(obj, keep_large, [], _SimplePickler)
-        except TypeError:
-            buffers.clear()
-            pickled = dump_parts(obj, keep_large, [])
+        pickled = dump_parts(obj, keep_large, [])
         if copied:
             buffers = [copy_of(buffer) for buffer in buffers]
         return cls(pickled, *buffers)

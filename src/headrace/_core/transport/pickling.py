@@ -20,7 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -33,9 +33,6 @@ from headrace._core.transport.exceptions import reduce_exception, without_unpick
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
 from headrace.errors import RemoteError
-
-if TYPE_CHECKING:
-    import obstore
 
 E = TypeVar("E", bound=BaseException)
 
@@ -192,9 +189,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
             return obj.copy().__reduce_ex__(5)  # which arrives writable, as any copy of an array is
-        # obstore is not imported here: 4 ms, for which a program without a store need not wait.
-        if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
-            return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
         if is_table(obj):
             return _restore_table, (pickle.PickleBuffer(_table_bytes(obj)),)
         if isinstance(obj, BaseException):
@@ -290,12 +284,6 @@ def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tup
         return memoryview(buffer).toreadonly()
     values = np.empty(shape, item_format) if 0 in shape else np.frombuffer(buffer, item_format).reshape(shape)
     return values.data.toreadonly()
-
-
-def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
-    import obstore
-
-    return obstore.Bytes(bytes(buffer))
 
 
 def _table_bytes(table: Any) -> Any:

@@ -100,20 +100,14 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
 
 
 def merged_options(url: str, options: Options) -> dict[str, object]:
-    """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
+    """The options with all of the HTTP client's under ``client_options``.
 
-    obstore reads them from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none at
-    all, and headrace always gives some. ``allow_http`` is on by default where the URL or the endpoint is ``http://``.
+    ``allow_http`` is on by default where the URL or the endpoint is ``http://``.
     """
     prefix = traits_of(url).prefix
     client: dict[str, object] = {}
     if (endpoint_of(url, options) or "").lower().startswith("http:"):
         client["allow_http"] = True
-    if prefix:
-        found = {_short(name, prefix): value for name, value in os.environ.items() if name.startswith(prefix.upper())}
-        client |= {name: found[name] for name in sorted(found) if found[name] and _CLIENT_OPTION.fullmatch(name)}
-        for name in ("default_headers", "root_certificate"):  # which obstore does not read
-            client.pop(name, None)
     own = {**nested_options(options, "config"), **options}
     own.pop("config", None)
     own.pop("client_options", None)

@@ -73,7 +73,7 @@ class Copier:
         finally:  # copies enqueued before an error read the batch too
             event = self._side.record_event()
             self._read.append((event, kept))
-        data = _replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
+        data = _replaced(batch, lambda leaf: moved.get(id(leaf), leaf))
         return DeviceBatch(data, event, placed, bool(found["late"]))
 
     def _copy(
@@ -152,14 +152,6 @@ class Copier:
             else:
                 others.append(tensor)
         return in_slab, others
-
-
-def _pinned(leaf: object) -> object:
-    """A batch of a user's class that can only be pinned is pinned, as by torch's loader."""
-    if isinstance(leaf, torch.Tensor | type) or _moves(leaf):
-        return leaf
-    pin = getattr(leaf, "pin_memory", None)
-    return pin() if callable(pin) else leaf
 
 
 def _travels_in_a_region(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from headrace._core.eventloop.loop_thread import carried
-from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.head import Head
 from headrace.errors import ObjectNotFoundError
 
 T = TypeVar("T")
@@ -59,10 +59,7 @@ class Answers:
             return Head(*content)
         if kind == "bytes":
             return self._data[slice(*content)]
-        if kind == "missing":
-            return ObjectNotFoundError(content)
-        values = {key: self._decoded(each) for key, each in content.items()}
-        return InitialRead(**values) if kind == "initial" else values
+        return ObjectNotFoundError(content)
 
 
 def _encoded(value: Any, data: bytearray) -> Any:
@@ -72,17 +69,16 @@ def _encoded(value: Any, data: bytearray) -> Any:
         start = len(data)
         data += value
         return {"bytes": [start, len(data)]}
-    if isinstance(value, InitialRead):
-        return {"initial": {"data": _encoded(value.data, data), "head": _encoded(value.head, data)}}
     if isinstance(value, ObjectNotFoundError):
         return {"missing": str(value)}
-    if isinstance(value, dict):
-        return {"dict": {key: _encoded(each, data) for key, each in value.items()}}
     return [_encoded(each, data) for each in value]
 
 
 async def answered(url: str, request: Callable[..., Awaitable[T]], *arguments: object) -> T:
-    """The answer to ``request(*arguments)`` of a store; within `headrace.open_cached` that of the file."""
+    """The answer to ``request(*arguments)`` of a store; within `headrace.open_cached` that of the file.
+
+    It is a `Head`, bytes, or a sequence of such, which may arrive as a list.
+    """
     answers = carried.get()
     if not isinstance(answers, Answers):
         return await request(*arguments)

@@ -327,23 +327,20 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
-    """The objects in a directory whose names match, and the directories in it whose names do, by their keys.
+async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
+    """The objects in a directory whose names match, and the directories whose names do, whose keys end in a slash.
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.
     """
     return await answered(store.url, _list_level, store, glob, folder)
 
 
-async def _list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
+async def _list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
     level = await store.level(folder)
-    found: tuple[dict[str, Head], ...] = {}, {}
     folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]
-    for head in _distinct((_heads(level["objects"]), folders), store):
-        name, below, _ = head.key[len(folder) :].partition("/")
-        if name and head.key.startswith(folder) and glob.fullmatch(name):
-            found[bool(below)][folder + name] = head
-    return found
+    heads = _distinct((_heads(level["objects"]), folders), store)
+    inside = [head for head in heads if head.key.startswith(folder) and head.key != folder]
+    return [head for head in inside if glob.fullmatch(head.key[len(folder) :].removesuffix("/"))]
 
 
 class _UnorderedError(Exception):

@@ -234,8 +234,8 @@ class Store:
         """The counters of the running loader, or of this store outside of one."""
         return session_stats.get(self._own_stats)
 
-    def _tries(self, doing: str, key: str | None = None, index: object = None) -> Tries:
-        return Tries(self.stats.retry or self._retry, doing, key, index)
+    def _tries(self, doing: str, key: str | None = None, index: object = None, whole: Tries | None = None) -> Tries:
+        return Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
 
     async def _attempt(self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries) -> T:
         """Make a request, with retries."""
@@ -345,7 +345,7 @@ class Store:
         doing = (
             f"reading object {key!r}" if (start, stop) == (0, size) else f"reading bytes {start} to {stop} of {key!r}"
         )
-        tries = Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
+        tries = self._tries(doing, key, index, whole)
         data, _ = await self._attempt(partial(self._get, wanted, False), tries)
         return data
 
@@ -480,7 +480,7 @@ class Store:
         `checksum` is of the whole object; other arguments and errors are those of `read`.
         """
         wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
-        return await answered(self.url, self._read_initial, wanted, f"reading object {key!r}")
+        return InitialRead(*await answered(self.url, self._read_initial, wanted, f"reading object {key!r}"))
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
@@ -495,7 +495,7 @@ class Store:
             data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
             return InitialRead(data, head)
         wanted = _Range(key, -length, 0, None, None, None, None, None)
-        return await answered(self.url, self._read_initial, wanted, f"reading the end of {key!r}")
+        return InitialRead(*await answered(self.url, self._read_initial, wanted, f"reading the end of {key!r}"))
 
     async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
         request = partial(self._get, wanted, True)

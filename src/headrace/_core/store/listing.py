@@ -15,7 +15,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.extras import require
-from headrace._core.store.answers import answered
+from headrace._core.store.answers import answerable
 from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
@@ -282,9 +282,10 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
 
 async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Catalog:
     """All objects of a store whose keys end in `suffix`, sorted, without markers of folders; raises `StoreError`."""
-    return Catalog.from_buffers(await answered(store.url, _list_objects, store, suffix))
+    return Catalog.from_buffers(await _list_objects(store, suffix))
 
 
+@answerable
 async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
     count = 0
 
@@ -308,12 +309,9 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
     return EmptyListingError(f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url)
 
 
+@answerable
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
-    return await answered(store.url, _list_heads, store, prefix)
-
-
-async def _list_heads(store: Store, prefix: str) -> list[Head]:
     return _distinct(await _list_in_parts(store, prefix.strip("/"), _heads), store)
 
 
@@ -327,15 +325,12 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
+@answerable
 async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
     """The objects in a directory whose names match, and the directories whose names do, whose keys end in a slash.
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.
     """
-    return await answered(store.url, _list_level, store, glob, folder)
-
-
-async def _list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
     level = await store.level(folder)
     folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]
     heads = _distinct((_heads(level["objects"]), folders), store)

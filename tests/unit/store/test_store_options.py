@@ -6,7 +6,7 @@ import re
 import pytest
 from obstore.store import HTTPStore
 
-from headrace._core.store.open import merged_options, store_id
+from headrace._core.store.open import StoreOptions, store_id
 from headrace._core.store.store import Store
 
 
@@ -35,7 +35,7 @@ def test_misspelt_urls_and_options_are_named(url, options, says):
 
 
 def client_of(url, options):
-    return merged_options(url, options)["client_options"]
+    return StoreOptions(url, options).client
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,7 @@ class Counters:
         self._ended = record.returned
         if record.requests is not None:
             self._add(record.requests)
-        # Only subscribers need single fetches.
-        self._kept.append(record if record.fetches is None else record._replace(fetches=None))
+        self._kept.append(record)
         for subscriber in tuple(self._subscribers):
             subscriber(self, record)
 

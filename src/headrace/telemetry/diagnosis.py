@@ -58,7 +58,6 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    chosen: tuple[str, ...] = ()  # see `Report.chosen`
 
 
 class Diagnosis(NamedTuple):

@@ -32,7 +32,6 @@ class Report(Figures):
         factor: by how much the change makes the limiting stage faster; None if that is not known.
         mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
             position; up to where a restored loader reads on, and of all ranks if the mix is split.
-        chosen: numbers of workers that ``num_workers="auto"`` has chosen or tried in vain, and why, the oldest first.
     """
 
     limit: str
@@ -42,7 +41,6 @@ class Report(Figures):
     change: Mapping[str, Any]
     factor: float | None
     mixed: Mapping[str, int]
-    chosen: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
@@ -91,8 +89,6 @@ class Report(Figures):
             facts["event loop busy"] = share(self.engine_cpu)
         if self.blocked >= 0.01:
             facts["event loop blocked"] = share(self.blocked)
-        if self.chosen:
-            facts["chosen"] = f"\n{'':22}".join(self.chosen)
         if total := sum(self.mixed.values()):
             drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
             shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]
@@ -127,4 +123,4 @@ def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}), chosen=setup.chosen)
+    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}))

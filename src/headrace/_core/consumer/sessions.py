@@ -92,7 +92,6 @@ class LoaderSessions:
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
-            chosen=tuple(self.search.chosen),
         )
 
     def _cores(self, loader: TorchLoader) -> int:

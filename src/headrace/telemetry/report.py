@@ -91,14 +91,11 @@ class Report(Figures):
             facts["event loop blocked"] = share(self.blocked)
         if total := sum(self.mixed.values()):
             drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
-            shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]
-            more = f", and {len(drawn) - _SHOWN:,} others" if len(drawn) > _SHOWN else ""
-            facts["mixed"] = ", ".join(shown) + more
+            facts["mixed"] = ", ".join(f"{name} {share(count / total)} ({count:,})" for name, count in drawn)
         requests = dataclasses.asdict(self.requests).items()
         return facts | {name.replace("_", " "): f"{count:,}" for name, count in requests if count}
 
 
-_SHOWN = 8  # streams of a mix
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
 _LIMITS = {

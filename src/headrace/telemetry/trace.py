@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace._core.ranks.rankinfo import get_rank_info
 from headrace.telemetry.counters import BatchRecord, Counters
 from headrace.telemetry.figures import steps_of
 
@@ -36,15 +35,14 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     that run already are in it from their next batch on.
 
     Args:
-        path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. ``{rank}`` in it is replaced
-            by the rank of this process; ranks must not write the same file. A file that exists is replaced.
+        path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. A file that exists is
+            replaced: give each rank a file of its own.
 
     Yields:
         The file's path.
 
     Raises:
         OSError: the file cannot be written; at the block's end if that is found out later.
-        UnknownRankError: as for `get_rank_info`, with ``{rank}`` in the path.
 
     Example:
         >>> import headrace as hr, tempfile
@@ -54,10 +52,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
         >>> batches, path.name
         (3, 'epoch.json.gz')
     """
-    written = str(path)
-    if "{rank}" in written:
-        written = written.replace("{rank}", str(get_rank_info().rank))
-    place, pid = Path(written), os.getpid()
+    place, pid = Path(path), os.getpid()
     place.write_bytes(b"")  # an error before the block, not after it
     delivered: list[tuple[Counters, BatchRecord, int]] = []
     end = Counters.subscribe(lambda loader, record: delivered.append((loader, record, threading.get_native_id())))
@@ -118,15 +113,13 @@ class _Events:
         yield _counters(self.pid, name, end, f'"ready batches":{record.ready}')
 
     def _fetches(self, record: BatchRecord, name: str) -> Iterator[str]:
-        """The fetch of the batch on the event loop, and the single fetches that have ended since the one before."""
+        """The single fetches on the event loop that have ended since the batch before, and the load of the loop."""
         times, fetches = record.times, record.fetches
         if fetches is None or not times.began:
             return
         pid, tid, load = fetches.pid, fetches.thread, times.load
         yield from self._name(pid, 0, f"loader of {name}")
         yield from self._name(pid, tid, f"event loop of {name}")
-        begin, end = _us(times.began), _us(times.fetched)
-        yield from _span("fetch of a batch", name, pid, tid, next(self._ids), begin, end, _args(record))
         for batch, slot, began, ended in struct.iter_unpack("4d", fetches.rows):
             args = f'{{"batch":{batch:.0f},"slot":{slot:.0f}}}'
             yield from _span("single fetch", name, pid, tid, next(self._ids), _us(began), _us(ended), args)
@@ -135,7 +128,7 @@ class _Events:
                 f'"fetches in flight":{load.in_flight},"fetches allowed":{load.limit},'
                 f'"samples that wait":{load.queued},"plans that wait for memory":{load.held_plans}'
             )
-            yield _counters(pid, name, end, values)
+            yield _counters(pid, name, _us(times.fetched), values)
 
     def _work(self, record: BatchRecord, name: str) -> Iterator[str]:
         """Transforms and collation, on the thread that did them."""

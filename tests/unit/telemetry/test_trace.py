@@ -163,8 +163,7 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
     """)
     assert {rows[0], rows[1]} == {("batch", "consumer"), ("plan", "consumer")}
     elsewhere = [row for row in rows if row[1] != "consumer"]
-    assert elsewhere[0] == ("fetch of a batch", "loader of Photos")
-    assert elsewhere[1:] in [[("transform and collate", f"worker {number} of Photos")] for number in (0, 1)]
+    assert elsewhere in [[("transform and collate", f"worker {number} of Photos")] for number in (0, 1)]
     assert rows[-1] == ("delivery", "consumer")
 
 
@@ -192,14 +191,6 @@ def test_two_traces_at_once_are_the_same_and_a_file_that_exists_is_replaced(tmp_
         with hr.trace(path):
             pass
         assert len(events_of(path)) == 1  # complete
-
-
-def test_rank_is_put_into_the_name(tmp_path, as_rank):
-    as_rank(3, 4)
-    with hr.trace(tmp_path / "rank-{rank}.json") as path:
-        pass
-    assert path.name == "rank-3.json"
-    assert events_of(path)[0]["args"] == {"name": "consumer"}
 
 
 @pytest.fixture

@@ -287,20 +287,14 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
 
 @answerable
 async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
-    count = 0
-
     def take(page: Sequence[ObjectMeta]) -> Catalog:
-        nonlocal count
-        count += len(page)
         return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
 
     catalog = join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
         return catalog.buffers()
-    if suffix is None or not count:
-        message = "the listing is empty; a URL names a whole directory, not a file or the beginning of a name"
-    else:
-        message = f"{count} objects were listed, but no key ends in suffix={suffix!r}"
+    named = "" if suffix is None else f" whose key ends in suffix={suffix!r}"
+    message = f"no object{named} is listed; a URL names a whole directory, not a file or the beginning of a name"
     raise nothing_listed(store, message, store.url)
 
 

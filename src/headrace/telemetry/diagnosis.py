@@ -68,7 +68,6 @@ class Diagnosis(NamedTuple):
     advice: str = ""
     predicted: float | None = None
     change: Mapping[str, Any] = {}
-    factor: float | None = None
 
 
 class _Model:
@@ -117,7 +116,7 @@ class _Model:
     ) -> Diagnosis:
         """The diagnosis with a change that makes the limiting stage faster by a factor."""
         predicted = self.at_period(self.figures.period / factor, floor=floor)
-        return Diagnosis(limit, evidence, advice, predicted, change, factor)
+        return Diagnosis(limit, evidence, advice, predicted, change)
 
 
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
@@ -398,4 +397,4 @@ def _working(model: _Model) -> Diagnosis:
     if waits:
         advice = f"await in aget what transforms wait for: a worker waits for one thing at a time; or {advice}"
     predicted = model.at_period(each / number, floor=figures.engine_cpu * figures.period, in_call=others)
-    return Diagnosis("workers", evidence, advice, predicted, change, number / max(1, workers))
+    return Diagnosis("workers", evidence, advice, predicted, change)

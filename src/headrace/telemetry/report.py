@@ -29,7 +29,6 @@ class Report(Figures):
         predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
             text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is made elsewhere.
-        factor: by how much the change makes the limiting stage faster; None if that is not known.
         mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
             position; up to where a restored loader reads on, and of all ranks if the mix is split.
     """
@@ -39,7 +38,6 @@ class Report(Figures):
     advice: str
     predicted: float | None
     change: Mapping[str, Any]
-    factor: float | None
     mixed: Mapping[str, int]
 
     def __repr__(self) -> str:

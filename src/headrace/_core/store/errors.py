@@ -167,13 +167,12 @@ def classify_error(error: BaseException) -> RequestFailure:
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
     status = None if found is None else int(found[1])
-    for kinds, cause in _CLASSES:
-        if isinstance(error, kinds):
-            expired = cause is Cause.REFUSED and _EXPIRED.search(text)
-            return RequestFailure(Cause.EXPIRED if expired else cause, status)
+    known = [cause for kinds, cause in _CLASSES if isinstance(error, kinds)]
     if status is not None:
-        expired = status in (400, 401, 403) and _EXPIRED.search(text)
-        return RequestFailure(Cause.EXPIRED if expired else CAUSES.get(status, Cause.OTHER), status)
+        known.append(CAUSES.get(status, Cause.OTHER))
+    if known:
+        expired = (known[0] is Cause.REFUSED or status == 400) and _EXPIRED.search(text)
+        return RequestFailure(Cause.EXPIRED if expired else known[0], status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:

@@ -258,7 +258,7 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
             memory_budget=mebibytes * 2**20,
         )
-    if figures.slow_waits > 0.5 * (figures.waits["queue"] + figures.waits["fetch"]):
+    if setup.in_order and figures.slow_waits > 0.5 * (figures.waits["queue"] + figures.waits["fetch"]):
         return _order(model)
     return _more_in_flight(
         model,
@@ -295,16 +295,13 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
 
 def _order(model: _Model) -> Diagnosis:
     """One slow sample holds up the batches after it."""
-    figures, setup = model.figures, model.setup
-    hedge = 'hedge="auto" if a second request is faster'
+    figures = model.figures
     evidence = (
         f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample that takes more "
         f"than three times the usual time, while later batches are complete"
     )
-    if not setup.in_order:
-        return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
-    predicted = model.without(figures.slow_waits)
-    return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
+    advice = 'in_order=False, or hedge="auto" if a second request is faster'
+    return Diagnosis("order", evidence, advice, model.without(figures.slow_waits), {"in_order": False})
 
 
 def _saturated(model: _Model) -> Diagnosis | None:

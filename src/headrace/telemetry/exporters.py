@@ -28,7 +28,6 @@ class Export:
             )
         exports[name] = counters
         self._end = weakref.finalize(counters, exports.pop, name, None)
-        self._end.atexit = False
 
     def close(self) -> None:
         """End the export; any number of times."""

@@ -123,10 +123,6 @@ _STATUSES = {
     Cause.THROTTLED: (429, 503),
     Cause.OTHER: (501, 505),
 }
-_IN_DUMPS = {
-    f" {BLACKHOLE_PROXY},": Cause.REDIRECTED,
-    "Parse(": Cause.UNUSABLE,
-}
 CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
 """What the HTTP status of a refusal means."""
 
@@ -186,9 +182,10 @@ def classify_error(error: BaseException) -> RequestFailure:
 def _transport_cause(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
-    for words, cause in _IN_DUMPS.items():
-        if words in dump:
-            return cause
+    if f" {BLACKHOLE_PROXY}," in dump:
+        return Cause.REDIRECTED
+    if "Parse(" in dump:
+        return Cause.UNUSABLE
     kinds = _KIND.findall(dump)
     if "Timeout" in kinds[:1]:
         return Cause.TIMED_OUT

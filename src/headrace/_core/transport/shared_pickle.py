@@ -114,13 +114,12 @@ def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tupl
         with tempfile.TemporaryFile() as file:
             memory = Descriptor.duplicate(file.fileno())
     extents, end = [], 0
-    for view in views:
-        extents.append((end, view.nbytes))
-        rest, offset = view, end
-        while rest:
-            written = os.pwrite(memory.number, rest, offset)
-            rest, offset = rest[written:], offset + written
-        end += aligned(view.nbytes)
+    with open(memory.number, "wb", closefd=False) as file:
+        for view in views:
+            extents.append((end, view.nbytes))
+            file.seek(end)
+            file.write(view)
+            end += aligned(view.nbytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return memory, tuple(extents)

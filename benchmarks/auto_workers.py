@@ -20,6 +20,7 @@ import asyncio
 import functools
 import hashlib
 import itertools
+import logging
 import multiprocessing
 import os
 import time
@@ -159,7 +160,7 @@ def of_rank(rank: int, ranks: int, workers: int | str, seconds: float, begin: An
         next(iter(loader))  # the process is ready
         begin.wait()
         rate = read(loader, 0.0, seconds, seconds / 2).rate
-        results.put((rate, loader.report().chosen))
+        results.put(rate)
 
 
 def compare_ranks(arguments: argparse.Namespace) -> None:
@@ -178,9 +179,7 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
             reached = [results.get() for _ in ranks]
             for process in ranks:
                 process.join()
-            found[workers] = sum(rate for rate, _ in reached)
-            for _, chosen in reached:
-                print(*(f"  {sentence}" for sentence in chosen), sep="\n")
+            found[workers] = sum(reached)
         print(", ".join(f"{workers}: {rate:.1f}" for workers, rate in found.items()), "batches/s", flush=True)
         shares.append(found["auto"] / max(rate for workers, rate in found.items() if workers != "auto"))
     claim(f'num_workers="auto" on {arguments.ranks} ranks of a host', Figure("of the best", shares, at_least=0.9))
@@ -197,6 +196,8 @@ def main() -> None:
     parser.add_argument("--sweep", type=int, nargs="+", default=SWEEP)
     arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
     print(describe_machine())
+    logging.basicConfig(format="  %(message)s")
+    logging.getLogger("headrace").setLevel(logging.INFO)  # the decisions
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return
@@ -227,7 +228,6 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
                 with make(num_workers="auto") as loader:
                     loader._control.sessions.search.number = start  # as by a state in which the number was found
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
-                    print(*(f"  {sentence}" for sentence in loader.report().chosen), sep="\n")
                 assert {reading.digest} == {each.digest for each in found.values()}, f"{case}: batches differ"
                 share = reading.rate / found[best].rate
                 shares.setdefault(f"{case}, from {start}", []).append(share)

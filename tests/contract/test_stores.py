@@ -123,15 +123,15 @@ def test_allow_http_beside_store_options_is_applied(recorder):
     assert read_from(recorder, skip_signature=True, allow_http="true") == ""
 
 
-def test_allow_http_of_the_environment_applies_without_an_endpoint_option(monkeypatch, tmp_path):
+def test_allow_http_applies_without_an_endpoint_option(monkeypatch, tmp_path):
     with ObjectServer({"train/a": b"0"}) as server:
         account = {"gcs_base_url": server.endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
         (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
         with pytest.raises(StoreError, match="allow_http"):
             ObjectDataset("gs://bucket/train")
-        monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
-        assert bytes(ObjectDataset("gs://bucket/train")[0].data) == b"0"
+        store = hr.Store("gs://bucket/train", options={"allow_http": "true"})
+        assert bytes(ObjectDataset(store)[0].data) == b"0"
 
 
 def test_disabled_allow_http_is_named_in_the_error(refused_port):
@@ -238,12 +238,6 @@ def test_error_of_a_refused_proxy_hides_its_password(monkeypatch, refused_port, 
     error = failure_of("http://example.org/data", client_options=client)
     assert f"Connection refused (127.0.0.1:{refused_port})" in str(error)
     assert PASSWORD not in str(error)
-
-
-def test_proxy_of_obstores_environment_variable_is_used(monkeypatch, refused_port):
-    monkeypatch.setenv("AWS_PROXY_URL", f"http://127.0.0.1:{refused_port}")
-    error = failure_of("s3://photos", endpoint="http://10.0.0.7:9000", skip_signature=True)
-    assert f"(127.0.0.1:{refused_port})" in str(error)
 
 
 def test_missing_bucket_and_missing_key_are_different_errors(bucket):

@@ -32,7 +32,6 @@ class BatchRecord(NamedTuple):
     ready: int  # number of batches that were ready after it was taken
     requests: RequestCounts | None  # to stores, since the batch before it
     cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
-    skipped: int = 0  # samples skipped since the batch before it, its own included
     fetches: FetchTimes | None = None  # single fetches since then; measured only while a trace is written
 
 
@@ -84,55 +83,53 @@ class Counters:
     """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
 
     Subscribers are given each batch of all loaders as it is delivered, on that thread. Attributes that `LoaderStats`
-    has too are described there.
+    has too are described there. A copy of a loader has counts of its own.
     """
 
-    # Whether each wants single fetches measured. A dict changes in one step, in whichever thread.
-    _subscribers: ClassVar[dict[Subscriber, bool]] = {}
+    # A dict changes in one step, in whichever thread.
+    _subscribers: ClassVar[dict[Subscriber, None]] = {}
 
     def __init__(self, name: str = "loader") -> None:
         self.name = name  # of the dataset's class
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
         self.lost_batches = self.discarded_batches = self.worker_deaths = 0
+        self.nbytes = 0  # approximate size of the samples fetched
+        self.wait_seconds = self.fetch_seconds = 0.0  # `fetch_seconds`: of one fetch of each batch
         self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
         self._counted: RequestCounts | None = None
         self._began: float | None = None
-        self._last = self._waited = 0.0
-        # Of this object, and not of its copies:
+        self._ended = 0.0  # when the last batch was returned
         self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
-        self.open: set[object] = set()  # iterations that are neither over nor closed
 
-    def __getstate__(self) -> dict[str, object]:
-        """A copy of a loader has its counts, no batches, and no iteration."""
-        return {name: value for name, value in vars(self).items() if name not in ("_kept", "open")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Counters.__init__(self)
-        vars(self).update(state)
+    @property
+    def last(self) -> BatchRecord:
+        """The last batch; `IndexError` before the first one."""
+        return self._kept[-1]
 
     @property
     def traced(self) -> bool:
         """Whether single fetches are measured."""
-        return any(self._subscribers.values())
+        return bool(self._subscribers)
 
     def begin(self) -> None:
         """Count an iteration."""
         self.epochs += 1
         if self._began is None:
-            self._began = self._last = time.perf_counter()
+            self._began = self._ended = time.perf_counter()
 
     def delivered(self, record: BatchRecord) -> None:
         """Count a batch that `next()` returns."""
         self.batches += 1
         self.samples += record.size
-        self._last = record.returned
-        self._waited += record.returned - record.called
+        self.nbytes += record.times.nbytes
+        self.fetch_seconds += record.times.fetch_seconds
+        self.wait_seconds += record.returned - record.called
+        self._ended = record.returned
         if record.requests is not None:
             self._add(record.requests)
-        # Only subscribers need single fetches.
-        self._kept.append(record if record.fetches is None else record._replace(fetches=None))
+        self._kept.append(record)
         for subscriber in tuple(self._subscribers):
             subscriber(self, record)
 
@@ -152,8 +149,8 @@ class Counters:
     def snapshot(self) -> LoaderStats:
         """A frozen copy."""
         counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
-        elapsed = self._last - self._began if self._began is not None else 0.0
-        counts |= {"skipped": tuple(self.skipped), "wait_seconds": self._waited, "elapsed_seconds": elapsed}
+        counts["skipped"] = tuple(self.skipped)
+        counts["elapsed_seconds"] = self._ended - self._began if self._began is not None else 0.0
         return LoaderStats(**counts)
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
@@ -168,12 +165,9 @@ class Counters:
         return found
 
     @staticmethod
-    def subscribe(subscriber: Subscriber, *, single_fetches: bool = False) -> Callable[[], object]:
-        """Call `subscriber` with each batch of every loader from its next one on; returns what ends it.
-
-        With `single_fetches` these are measured.
-        """
-        Counters._subscribers[subscriber] = single_fetches
+    def subscribe(subscriber: Subscriber) -> Callable[[], object]:
+        """Call `subscriber` with each batch of every loader from its next one on; returns what ends it."""
+        Counters._subscribers[subscriber] = None
         return lambda: Counters._subscribers.pop(subscriber, None)
 
 

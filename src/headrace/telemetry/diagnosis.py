@@ -58,7 +58,6 @@ class Setup(NamedTuple):
     most_concurrency: int  # fetches that the descriptors allow
     fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
     engines: int = 1
-    chosen: tuple[str, ...] = ()  # see `Report.chosen`
 
 
 class Diagnosis(NamedTuple):
@@ -69,7 +68,6 @@ class Diagnosis(NamedTuple):
     advice: str = ""
     predicted: float | None = None
     change: Mapping[str, Any] = {}
-    factor: float | None = None
 
 
 class _Model:
@@ -118,7 +116,7 @@ class _Model:
     ) -> Diagnosis:
         """The diagnosis with a change that makes the limiting stage faster by a factor."""
         predicted = self.at_period(self.figures.period / factor, floor=floor)
-        return Diagnosis(limit, evidence, advice, predicted, change, factor)
+        return Diagnosis(limit, evidence, advice, predicted, change)
 
 
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
@@ -260,7 +258,7 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
             memory_budget=mebibytes * 2**20,
         )
-    if figures.slow_waits > 0.5 * (figures.waits["queue"] + figures.waits["fetch"]):
+    if setup.in_order and figures.slow_waits > 0.5 * (figures.waits["queue"] + figures.waits["fetch"]):
         return _order(model)
     return _more_in_flight(
         model,
@@ -297,16 +295,13 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
 
 def _order(model: _Model) -> Diagnosis:
     """One slow sample holds up the batches after it."""
-    figures, setup = model.figures, model.setup
-    hedge = 'hedge="auto" if a second request is faster'
+    figures = model.figures
     evidence = (
         f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample that takes more "
         f"than three times the usual time, while later batches are complete"
     )
-    if not setup.in_order:
-        return Diagnosis("order", evidence, hedge, change={"hedge": "auto"})
-    predicted = model.without(figures.slow_waits)
-    return Diagnosis("order", evidence, f"in_order=False, or {hedge}", predicted, {"in_order": False})
+    advice = 'in_order=False, or hedge="auto" if a second request is faster'
+    return Diagnosis("order", evidence, advice, model.without(figures.slow_waits), {"in_order": False})
 
 
 def _saturated(model: _Model) -> Diagnosis | None:
@@ -399,4 +394,4 @@ def _working(model: _Model) -> Diagnosis:
     if waits:
         advice = f"await in aget what transforms wait for: a worker waits for one thing at a time; or {advice}"
     predicted = model.at_period(each / number, floor=figures.engine_cpu * figures.period, in_call=others)
-    return Diagnosis("workers", evidence, advice, predicted, change, number / max(1, workers))
+    return Diagnosis("workers", evidence, advice, predicted, change)

@@ -5,98 +5,65 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headrace._core.batches import FetchLoad
-from headrace.telemetry.counters import BatchRecord, Counters, counters_of
-from headrace.telemetry.figures import WAITS, waits_of
+from headrace.telemetry.counters import Counters, counters_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 __all__ = ["COUNTERS", "GAUGES", "Export", "prometheus"]
 
+_Exports: TypeAlias = "weakref.WeakValueDictionary[str, Counters]"
+
 
 class Export:
     """A loader's metrics, exported until `close`, or the end of the loader."""
 
-    def __init__(self, exports: dict[str, Export], counters: Counters, name: str) -> None:
+    def __init__(self, exports: _Exports, counters: Counters, name: str) -> None:
         if name in exports:
             raise ValueError(
                 f"the name {name!r} is exported already: give each loader a name= of its own, or close() the other "
                 f"export"
             )
-        self.name: str = name
-        self.stats = counters.snapshot()
-        # Sums over the batches since then, and figures of the last of them:
-        self.fetched = self.fetch_seconds = 0.0  # bytes, and seconds
-        self.step_waits = dict.fromkeys(WAITS, 0.0)  # seconds of `next()`, by the step that the awaited batch was in
-        self.load, self.ready = FetchLoad(), 0
-        self._counters: weakref.ref[Counters] = weakref.ref(counters, lambda _: self.close())
-        self._exports = exports
-        self._unsubscribe = Counters.subscribe(self._on_batch)
-        exports[name] = self
-
-    def _on_batch(self, counters: Counters, record: BatchRecord) -> None:
-        if counters is not self._counters():
-            return
-        times = record.times
-        for step, seconds in waits_of(record).items():
-            self.step_waits[step] += seconds
-        self.fetched += times.nbytes
-        self.fetch_seconds += times.fetch_seconds
-        self.load, self.ready = times.load, record.ready
-
-    def read(self, source: str, *, gauge: bool) -> Iterator[tuple[list[str], float]]:
-        """The values of a metric, each with the values of its labels: the loader's name, and the step."""
-        if (counters := self._counters()) is None:
-            return
-        self.stats = counters.snapshot()
-        value = 0 if gauge and not counters.open else operator.attrgetter(source)(self)
-        if isinstance(value, dict):
-            for step, each in value.items():
-                yield [self.name, step.replace(" ", "_").replace("-", "_")], each
-        else:
-            yield [self.name], value
+        exports[name] = counters
+        self._end = weakref.finalize(counters, exports.pop, name, None)
 
     def close(self) -> None:
         """End the export; any number of times."""
-        self._unsubscribe()
-        if self._exports.get(self.name) is self:
-            del self._exports[self.name]
+        self._end()
 
 
-# The name without the prefix, the help, and the attribute of an `Export`: a dict there is by the value of `step`.
+# The name without the prefix, the help, and the attribute of `Counters`.
 COUNTERS = (
-    ("epochs", "Iterations begun.", "stats.epochs"),
-    ("batches", "Batches delivered.", "stats.batches"),
-    ("samples", "Samples delivered.", "stats.samples"),
-    ("skipped_samples", "Samples left out by on_error.", "stats.skipped_samples"),
-    ("lost_batches", "Batches that lost all samples.", "stats.lost_batches"),
-    ("discarded_batches", "Batches after other ranks.", "stats.discarded_batches"),
-    ("worker_deaths", "Worker processes that died.", "stats.worker_deaths"),
-    ("wait_seconds", "Time that the consumer waited for batches.", "stats.wait_seconds"),
-    ("step_wait_seconds", "Time in next(), by the step of the awaited batch.", "step_waits"),
+    ("epochs", "Iterations begun.", "epochs"),
+    ("batches", "Batches delivered.", "batches"),
+    ("samples", "Samples delivered.", "samples"),
+    ("skipped_samples", "Samples left out by on_error.", "skipped_samples"),
+    ("lost_batches", "Batches that lost all samples.", "lost_batches"),
+    ("discarded_batches", "Batches after other ranks.", "discarded_batches"),
+    ("worker_deaths", "Worker processes that died.", "worker_deaths"),
+    ("wait_seconds", "Time that the consumer waited for batches.", "wait_seconds"),
     ("fetch_seconds", "Duration of one fetch of each batch.", "fetch_seconds"),
-    ("fetched_bytes", "Approximate size of the samples fetched.", "fetched"),
-    ("requests", "Requests to stores.", "stats.requests.requests"),
-    ("retries", "Those that were retries.", "stats.requests.retries"),
-    ("throttled_requests", "Responses 429, 503.", "stats.requests.throttled"),
-    ("timed_out_requests", "Without a byte in time.", "stats.requests.timed_out"),
-    ("hedges", "Fetches started a second time.", "stats.requests.hedges"),
-    ("hedges_won", "Hedges that finished first.", "stats.requests.hedges_won"),
-    ("cache_hits", "Samples read from a cache.", "stats.requests.cache_hits"),
-    ("cache_misses", "Samples fetched for a cache.", "stats.requests.cache_misses"),
-    ("cache_damaged", "Damaged in a cache.", "stats.requests.cache_damaged"),
+    ("fetched_bytes", "Approximate size of the samples fetched.", "nbytes"),
+    ("requests", "Requests to stores.", "requests.requests"),
+    ("retries", "Those that were retries.", "requests.retries"),
+    ("throttled_requests", "Responses 429, 503.", "requests.throttled"),
+    ("timed_out_requests", "Without a byte in time.", "requests.timed_out"),
+    ("hedges", "Fetches started a second time.", "requests.hedges"),
+    ("hedges_won", "Hedges that finished first.", "requests.hedges_won"),
+    ("cache_hits", "Samples read from a cache.", "requests.cache_hits"),
+    ("cache_misses", "Samples fetched for a cache.", "requests.cache_misses"),
+    ("cache_damaged", "Damaged in a cache.", "requests.cache_damaged"),
 )
-# These are 0 while no iteration is open.
+# All are those of the last batch.
 GAUGES = (
-    ("fetches_in_flight", "At the last batch.", "load.in_flight"),
-    ("fetch_limit", "Fetches allowed, at the last batch.", "load.limit"),
-    ("queued_samples", "Samples that waited for a fetch.", "load.queued"),
-    ("held_plans", "Batches that waited for memory.", "load.held_plans"),
-    ("memory_bytes", "Of what is fetched and not consumed.", "load.memory"),
-    ("ready_batches", "Batches ready after the last delivery.", "ready"),
+    ("fetches_in_flight", "At the last batch.", "last.times.load.in_flight"),
+    ("fetch_limit", "Fetches allowed, at the last batch.", "last.times.load.limit"),
+    ("queued_samples", "Samples that waited for a fetch.", "last.times.load.queued"),
+    ("held_plans", "Batches that waited for memory.", "last.times.load.held_plans"),
+    ("memory_bytes", "Of what is fetched and not consumed.", "last.times.load.memory"),
+    ("ready_batches", "Batches ready after the last delivery.", "last.ready"),
 )
 
 _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
@@ -107,7 +74,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
     """Export a loader's metrics to a registry of the Prometheus client.
 
     The registry has to be served in the process that iterates over the loader. Counters continue over all iterations,
-    also after `close()`; gauges are then 0. A loader that is no longer referenced leaves the registry.
+    also after `close()`; gauges are those of the last batch. A loader that is no longer referenced leaves the registry.
 
     Args:
         loader: a `DataLoader`.
@@ -148,19 +115,19 @@ class _Collector:
     """The metrics of all loaders of one registry, in which each name may be there once."""
 
     def __init__(self) -> None:
-        self.exports: dict[str, Export] = {}
+        self.exports: _Exports = weakref.WeakValueDictionary()
 
     def collect(self) -> Iterator[Any]:
         """The metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for kind, metrics in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+        loaders = list(self.exports.items())
+        begun = [(name, counters) for name, counters in loaders if counters.batches]
+        for kind, metrics, of in ((CounterMetricFamily, COUNTERS, loaders), (GaugeMetricFamily, GAUGES, begun)):
             for name, about, source in metrics:
-                labels = ["loader", "step"] if source == "step_waits" else ["loader"]
-                family = kind(f"headrace_{name}", about, labels=labels)
-                for export in list(self.exports.values()):
-                    for of, value in export.read(source, gauge=metrics is GAUGES):
-                        family.add_metric(of, value)
+                family = kind(f"headrace_{name}", about, labels=["loader"])
+                for loader, counters in of:
+                    family.add_metric([loader], operator.attrgetter(source)(counters))
                 yield family
 
     describe = collect  # without values when this is registered

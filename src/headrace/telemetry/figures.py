@@ -51,8 +51,6 @@ class Figures:
         blocked: share of the time, that of the first batch included, in which user code blocked the event loop.
         blocked_in: the line that blocked it last.
         requests: to stores, those before the first batch included.
-        worker_deaths: workers that died.
-        skipped: samples that were skipped.
     """
 
     start_up: float
@@ -85,8 +83,6 @@ class Figures:
     blocked_in: str | None = None
     in_call: bool = False  # whether transforms and collation ran inside `next()`
     requests: RequestCounts = field(default_factory=RequestCounts)
-    worker_deaths: int = 0
-    skipped: int = 0
 
     @property
     def period(self) -> float:
@@ -102,8 +98,6 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     of_all: dict[str, Any] = {
         "start_up": start_up,
         "requests": sum((each.requests for each in records if each.requests is not None), RequestCounts()),
-        "worker_deaths": sum(record.times.worker_deaths for record in records),
-        "skipped": sum(record.skipped for record in records),
     }
     if seconds <= 0:
         return Figures(**of_all, blocked_in=first.times.blocked_in)

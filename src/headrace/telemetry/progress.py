@@ -97,18 +97,10 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         )
 
     def __next__(self) -> T_co:
-        try:
-            return self._counted(next(self._batches))  # type: ignore[no-any-return]
-        except StopIteration:
-            self._close()
-            raise
+        return self._counted(next(self._batches))  # type: ignore[no-any-return]
 
     async def __anext__(self) -> T_co:
-        try:
-            return self._counted(await anext(self._batches))  # type: ignore[no-any-return]
-        except StopAsyncIteration:
-            self._close()
-            raise
+        return self._counted(await anext(self._batches))  # type: ignore[no-any-return]
 
     def _counted(self, batch: Any) -> Any:
         if not self._bar.disable:
@@ -132,12 +124,10 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         self._due = time.perf_counter() + REPORT_SECONDS
 
-    def _close(self) -> None:
-        """Draw the bar for the last time; any number of times."""
+    def __del__(self) -> None:
+        """Draw the bar for the last time."""
         if self._bar is not None and not self._bar.disable:
             with suppress(OSError, ValueError, ImportError):  # the last at the interpreter's exit
                 if self._begun:
                     self._describe(behind=0)
                 self._bar.close()
-
-    __del__ = _close

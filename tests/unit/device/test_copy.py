@@ -109,19 +109,6 @@ class Recorded(Movable):
         self.used_on = stream.name
 
 
-class Pinnable:
-    pinned = False
-
-    def pin_memory(self):
-        self.pinned = True
-        return self
-
-
-class Unpinnable:
-    def pin_memory(self):
-        raise RuntimeError("it cannot be pinned")
-
-
 class Length:
     """Its `to` has to do with units, not with devices."""
 
@@ -129,17 +116,24 @@ class Length:
         raise AssertionError(f"{unit} is no unit of length")
 
 
-def test_users_objects_are_moved_pinned_or_left_by_what_they_can(copier, streams):
+class Refuses:
+    def to(self, device, *, non_blocking):
+        raise RuntimeError("it cannot be moved")
+
+    def record_stream(self, stream):
+        raise NotImplementedError
+
+
+def test_users_objects_are_moved_or_left_by_what_they_can(copier, streams):
     length = Length()
-    batch = [Movable(streams), Recorded(streams), Pinnable(), length, Length]
-    moved, recorded, pinned, same, kind = arrived(copier, streams, batch)
+    batch = [Movable(streams), Recorded(streams), length, Length]
+    moved, recorded, same, kind = arrived(copier, streams, batch)
     assert moved.moved_on == "consumer"  # without `record_stream` it is safe there only
     assert recorded.moved_on == "side"
     assert streams.users[-1][0] is recorded
-    assert pinned.pinned
     assert (same, kind) == (length, Length)
-    with pytest.raises(RuntimeError, match="it cannot be pinned"):
-        copier.begin([torch.ones(3), Unpinnable()])
+    with pytest.raises(RuntimeError, match="it cannot be moved"):
+        copier.begin([torch.ones(3), Refuses()])
     assert arrived(copier, streams, torch.full((3,), 5)).tolist() == [5, 5, 5]
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from obstore.store import HTTPStore
 
-from headrace._core.store.open import merged_options, store_id
+from headrace._core.store.open import StoreOptions, store_id
 from headrace._core.store.store import Store
 
 
@@ -35,7 +35,7 @@ def test_misspelt_urls_and_options_are_named(url, options, says):
 
 
 def client_of(url, options):
-    return merged_options(url, options)["client_options"]
+    return StoreOptions(url, options).client
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,10 @@ def test_allow_http_is_inferred_from_the_endpoint(monkeypatch, url, options, env
     assert client_of(url, options).get("allow_http") is allowed
 
 
-@pytest.mark.parametrize(
-    ("url", "prefix"), [("s3://bucket", "AWS"), ("s3a://b", "AWS"), ("gs://b", "GOOGLE"), ("az://b", "AZURE")]
-)
-def test_client_options_of_the_environment_are_kept_and_those_of_the_user_win(monkeypatch, url, prefix):
-    monkeypatch.setenv(f"{prefix}_ALLOW_HTTP", "true")
-    monkeypatch.setenv(f"{prefix}_PROXY_URL", "http://proxy")
-    monkeypatch.setenv(f"{prefix}_TIMEOUT", "9s")
+@pytest.mark.parametrize("url", ["s3://bucket", "s3a://b", "gs://b", "az://b"])
+def test_client_options_are_found_beside_those_of_the_store(url):
     client = client_of(url, {"timeout": "5s", "client_options": {"Proxy_URL": "http://mine"}})
-    assert client == {"allow_http": "true", "proxy_url": "http://mine", "timeout": "5s"}
+    assert client == {"proxy_url": "http://mine", "timeout": "5s"}
 
 
 def test_options_of_the_client_do_not_make_another_store(monkeypatch):

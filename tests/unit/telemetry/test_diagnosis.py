@@ -71,10 +71,9 @@ def records(
             blocked=blocked * (at - 100.0),
             engine_queued=queued * at,
             work_cpu=work_cpu * lengths["work"],
-            worker_deaths=int(not number % 20),
         )
         taken = points["hand-over"]
-        rest = called, times, called, taken, taken, at, 0, requests, consumer_cpu * at, int(not number % 10)
+        rest = called, times, called, taken, taken, at, 0, requests, consumer_cpu * at
         made.append(BatchRecord(1, number, 10, *rest))
         now = at + COMPUTE
     return made
@@ -305,7 +304,7 @@ def test_few_batches_or_none_have_no_diagnosis():
 def test_counts_are_in_the_values_and_in_the_text():
     found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
     values = dataclasses.asdict(found)
-    assert (values["worker_deaths"], values["skipped"], values["requests"]["requests"]) == (3, 5, 500)
+    assert values["requests"]["requests"] == 500
     assert "waits for             fetch 100 %" in str(found)
-    for fact in ("workers that died", "skipped samples", "hedges", "cache hits"):
+    for fact in ("hedges", "cache hits"):
         assert fact in str(found)

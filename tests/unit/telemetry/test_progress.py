@@ -78,6 +78,7 @@ def test_iteration_goes_on_after_an_error_of_a_batch(file):
         with pytest.raises(ValueError, match="no such image"):
             next(batches)
         assert len(list(batches)) == 14
+        del batches
         assert " 16/16 " in last_line(file)
         batches = iter(hr.progress(hr.DataLoader(Numbers(64), 4), file=file))
         next(batches)

@@ -48,22 +48,6 @@ def test_times_of_a_batch_are_in_the_order_of_the_stages(dataset, options):
             assert 0.0 < times.work_began <= times.work_ended <= record.taken
 
 
-class FirstFails(Numbers):
-    async def aget(self, index):
-        if index in (1, 40):
-            raise ValueError(index)
-        return index
-
-
-@pytest.mark.filterwarnings("ignore:a sample was skipped")
-def test_samples_skipped_in_the_first_batch_are_counted():
-    with hr.DataLoader(FirstFails(64), 4, on_error="skip") as loader:
-        for _ in range(2):  # of one iteration, not of all
-            for count, _ in enumerate(loader, 1):
-                assert loader.report().skipped == (1 if count <= 10 else 2)
-        assert loader.stats().skipped_samples == 4
-
-
 def test_start_up_of_an_iteration_of_more_batches_than_are_kept():
     with hr.DataLoader(range(KEPT + 1)) as loader:
         for count, _ in enumerate(loader, 1):

@@ -163,8 +163,7 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
     """)
     assert {rows[0], rows[1]} == {("batch", "consumer"), ("plan", "consumer")}
     elsewhere = [row for row in rows if row[1] != "consumer"]
-    assert elsewhere[0] == ("fetch of a batch", "loader of Photos")
-    assert elsewhere[1:] in [[("transform and collate", f"worker {number} of Photos")] for number in (0, 1)]
+    assert elsewhere in [[("transform and collate", f"worker {number} of Photos")] for number in (0, 1)]
     assert rows[-1] == ("delivery", "consumer")
 
 
@@ -184,25 +183,14 @@ def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_blo
     assert any(event["name"] == "single fetch" for event in events)
 
 
-def test_second_trace_of_a_file_is_an_error_and_the_first_goes_on(tmp_path):
+def test_two_traces_at_once_are_the_same_and_a_file_that_exists_is_replaced(tmp_path):
     with hr.DataLoader(Squares(), BATCH) as loader:
-        with hr.trace(tmp_path / "t.json") as path:
-            with pytest.raises(ValueError, match="another trace is writing"), hr.trace(path):
-                raise AssertionError("the block was entered")
-            with hr.trace(tmp_path / "other.json") as other:
-                list(loader)
+        with hr.trace(tmp_path / "t.json") as path, hr.trace(tmp_path / "other.json") as other:
+            list(loader)
         assert len(events_of(path)) == len(events_of(other)) > LENGTH // BATCH
         with hr.trace(path):
             pass
-        assert events_of(path)  # complete
-
-
-def test_rank_is_put_into_the_name(tmp_path, as_rank):
-    as_rank(3, 4)
-    with hr.trace(tmp_path / "rank-{rank}.json") as path:
-        pass
-    assert path.name == "rank-3.json"
-    assert events_of(path)[0]["args"] == {"name": "consumer"}
+        assert len(events_of(path)) == 1  # complete
 
 
 @pytest.fixture
@@ -217,13 +205,12 @@ def small_files():
 def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, small_files):
     samples = []
     with hr.DataLoader(list(range(2000)), 1) as loader:
-        with pytest.raises(OSError, match="too large") as raised, hr.trace(tmp_path / "t.json"):
+        with pytest.raises(OSError, match="too large"), hr.trace(tmp_path / "t.json"):
             samples += loader
         assert len(samples) == 2000
-        assert "is not complete" in raised.value.__notes__[0]
-        with pytest.raises(KeyError) as first, hr.trace(tmp_path / "t.json"):
+        with pytest.raises(OSError, match="too large") as raised, hr.trace(tmp_path / "t.json"):
             raise KeyError(len(list(loader)))
-        assert "is not complete" in first.value.__notes__[0]
+        assert isinstance(raised.value.__context__, KeyError)
         with pytest.raises(KeyError), hr.trace(tmp_path / "whole.json") as path:
             raise KeyError(next(iter(loader)))
     assert events_of(path)  # complete

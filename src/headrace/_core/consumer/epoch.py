@@ -119,7 +119,6 @@ class Epoch:
         self._undecided: HostBatch | None = None  # a batch of which some samples failed, until `on_error` has decided
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
-        self._skipped = counters.skipped_samples  # at the batch before
         self._sessions = sessions
         self._tune_at = 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
@@ -129,11 +128,9 @@ class Epoch:
         self._turn = threading.RLock()
         self._pid = os.getpid()
         # Also ends the session of an iterator that is dropped in mid-epoch.
-        iteration = object()
-        counters.open.add(iteration)
         # As by torch, workers that persist read all that was drawn, also what was not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
-        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent, counters.open, iteration)
+        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
         if counters.traced:
@@ -198,7 +195,6 @@ class Epoch:
             del step, host  # the traceback holds this frame, and these hold the error
             raise
         self._progress.on_batch(host, counts, given=True)
-        skipped = counters.skipped_samples
         if counters.traced is not self._traced:
             self._follow_trace()
         if returned - self._cpu_read > CPU_READING:
@@ -217,11 +213,9 @@ class Epoch:
                 step.ready,
                 host.requests,
                 self._cpu,
-                skipped - self._skipped,
                 host.fetches,
             )
         )
-        self._skipped = skipped
         self._on_returned()
         return batch
 
@@ -431,10 +425,7 @@ class Epoch:
         )
 
 
-def _end_iteration(
-    session: Session | DeviceStage, unsent: list[BatchPlan], open_iterations: set[object], iteration: object
-) -> None:
-    open_iterations.discard(iteration)
+def _end_iteration(session: Session | DeviceStage, unsent: list[BatchPlan]) -> None:
     try:
         if unsent:
             session.send(unsent)

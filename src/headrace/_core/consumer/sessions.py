@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LoaderSessions:
-    """Opens the sessions of one loader, and owns their engines. A copy has none, and begins the search anew.
+    """Opens the sessions of one loader, and owns their engines. A copy has none; its search and its counts begin anew.
 
     Attributes:
         spec: the loader's dataset and options.
@@ -53,7 +52,7 @@ class LoaderSessions:
         weakref.finalize(self, self._placements.drop).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LoaderSessions, (self.spec, copy.copy(self.counters), self.search.number)
+        return LoaderSessions, (self.spec, Counters(self.counters.name), self.search.number)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch`."""
@@ -93,7 +92,6 @@ class LoaderSessions:
             most_concurrency=self.spec.engines * most_concurrency(),
             engines=self.spec.engines,
             fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
-            chosen=tuple(self.search.chosen),
         )
 
     def _cores(self, loader: TorchLoader) -> int:

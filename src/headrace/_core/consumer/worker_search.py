@@ -43,14 +43,12 @@ class WorkerSearch:
     Attributes:
         number: the present number of workers.
         least: the least number of workers.
-        chosen: a sentence for each number that was kept, or tried in vain.
         next_look: when `look` may change the number again, by the clock of the records.
     """
 
     def __init__(self, least: int, number: int) -> None:
         self.least = least
         self.number = number
-        self.chosen: list[str] = []
         self.next_look = 0.0
         self._trial: _Trial | None = None
         self._since: float | None = None  # batches that are planned later count; None until all workers make batches
@@ -101,7 +99,7 @@ class WorkerSearch:
         number, busy = self.number, figures.workers_busy + figures.steps_busy
         if number > self.least and busy < IDLE * (number - 1):
             self._change(number - 1)
-            self._say(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
+            _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
             return True
         most = setup.cores - round(figures.consumer_cpu)  # each has a core beside the trainer's, and memory
         if figures.nbytes and setup.memory_budget:
@@ -121,17 +119,13 @@ class WorkerSearch:
         gain = figures.batches / figures.seconds / trial.rate
         measured = f"{gain:.2f} times the rate with {number - 1}, where {trial.predicted:.2f} were predicted"
         if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
-            self._say(f"num_workers={number}: transforms and collation were the limit; {measured}")
+            _log.info(f"num_workers={number}: transforms and collation were the limit; {measured}")
             self._pause, self._hold = PAUSE, HOLD
             return False
         self._change(number - 1)
-        self._say(f"num_workers={number - 1}, not {number}: {measured}")
+        _log.info(f"num_workers={number - 1}, not {number}: {measured}")
         self.next_look, self._hold = now + self._hold, min(2 * self._hold, LONGEST_HOLD)
         return True
 
     def _change(self, number: int) -> None:
         self.number, self._since, self._pause = number, None, PAUSE
-
-    def _say(self, sentence: str) -> None:
-        self.chosen.append(sentence)
-        _log.info("%s", sentence)

@@ -31,7 +31,7 @@ class Copier:
     """Copies batches on one side stream, each as one region where possible."""
 
     def __init__(self, streams: Streams, registry: Registry = REGISTRY) -> None:
-        self._streams = streams
+        self.streams = streams
         self._side = streams.side()
         self._registry = registry
         self._read: deque[tuple[torch.Event, object]] = deque()  # batches and pinned memory that copies may still read
@@ -60,48 +60,44 @@ class Copier:
                 placed.append(self._copy(host, tensors, [offset - first for offset in offsets], moved))
             for others in _by_size(loose):
                 ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
-                memory = self._streams.pinned(max(ends[-1], ALIGNMENT))  # torch's allocator keeps it for later ones
+                memory = self.streams.pinned(max(ends[-1], ALIGNMENT))  # torch's allocator keeps it for later ones
                 kept.append(memory)
                 with torch.no_grad():
                     for tensor, offset in zip(others, ends, strict=False):
                         _at(memory, offset, tensor, plain=True).copy_(tensor)
                 placed.append(self._copy(memory, others, ends, moved))
             for key, thing in found["side"].items():
-                with self._streams.on(self._side):
-                    moved[key] = thing.to(self._streams.device, non_blocking=True)
+                with self.streams.on(self._side):
+                    moved[key] = thing.to(self.streams.device, non_blocking=True)
                 placed.append(moved[key])
         finally:  # copies enqueued before an error read the batch too
             event = self._side.record_event()
             self._read.append((event, kept))
-        data = _replaced(batch, lambda leaf: moved[id(leaf)] if id(leaf) in moved else _pinned(leaf))
+        data = _replaced(batch, lambda leaf: moved.get(id(leaf), leaf))
         return DeviceBatch(data, event, placed, bool(found["late"]))
 
     def _copy(
         self, host: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int], moved: dict[int, Any]
     ) -> torch.Tensor:
         """Enqueue the copy of a region, of which the tensors at these offsets are then parts."""
-        region = self._streams.place(host, self._side)
+        region = self.streams.place(host, self._side)
         for tensor, offset in zip(tensors, offsets, strict=False):
             moved[id(tensor)] = _at(region, offset, tensor)
         return region
 
     def claim(self, batch: DeviceBatch) -> object:
         """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
-        stream = self._streams.current()
+        stream = self.streams.current()
         stream.wait_event(batch.event)
         for placed in batch.placed:
-            self._streams.used_on(placed, stream)
+            self.streams.used_on(placed, stream)
         if not batch.late:
             return batch.data
         # On the stream that uses it: an object whose memory cannot be shown to the allocator is safe there only.
-        with self._streams.on(stream):
+        with self.streams.on(stream):
             data = _replaced(batch.data, self._move_late)
         self._read.append((stream.record_event(), batch.data))
         return data
-
-    def check(self) -> None:
-        """Raise `CudaGraphError` while a graph is being captured."""
-        self._streams.check()
 
     def reap(self) -> None:
         """Release the batches whose copies have ended; their slabs are freed."""
@@ -120,7 +116,7 @@ class Copier:
         with suppress(RuntimeError):  # a device that has failed, see above
             for event, _ in self._read:
                 event.synchronize()
-            self._streams.rest(self._side)
+            self.streams.rest(self._side)
         self._read.clear()
 
     def _way(self, leaf: Any) -> str:
@@ -128,13 +124,13 @@ class Copier:
         if isinstance(leaf, torch.Tensor):
             if _travels_in_a_region(leaf):
                 return "region"
-            return "late" if leaf.device != self._streams.device and leaf.device.type != "meta" else ""
+            return "late" if leaf.device != self.streams.device and leaf.device.type != "meta" else ""
         if not _moves(leaf):
             return ""
         return "side" if _names_its_memory(leaf) else "late"
 
     def _move_late(self, leaf: Any) -> object:
-        return leaf.to(self._streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
+        return leaf.to(self.streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
 
     def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
         """The tensors in page-locked slabs, by slab, and the others."""
@@ -147,19 +143,11 @@ class Copier:
                 last = slab_at(address, size)
             # A tensor that is not aligned for its dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
-            if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self._streams):
+            if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self.streams):
                 in_slab.setdefault(last, []).append(tensor)
             else:
                 others.append(tensor)
         return in_slab, others
-
-
-def _pinned(leaf: object) -> object:
-    """A batch of a user's class that can only be pinned is pinned, as by torch's loader."""
-    if isinstance(leaf, torch.Tensor | type) or _moves(leaf):
-        return leaf
-    pin = getattr(leaf, "pin_memory", None)
-    return pin() if callable(pin) else leaf
 
 
 def _travels_in_a_region(tensor: torch.Tensor) -> bool:

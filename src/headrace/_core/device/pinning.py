@@ -26,8 +26,6 @@ class Registry:
 
         After the first refusal no other is tried: limits of a process do not grow while it runs.
         """
-        if mapping in self._registered:
-            return True
         with self._lock:
             if self.refused or not streams.registers or mapping in self._registered:
                 return mapping in self._registered

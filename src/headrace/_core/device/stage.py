@@ -54,7 +54,7 @@ class DeviceStage:
         with self._lock:
             if self._closed:
                 return None
-            self.copier.check()
+            self.copier.streams.check()
             # One more than the depth: the oldest leaves.
             while len(self._copying) <= self.depth:
                 if self._next is None:

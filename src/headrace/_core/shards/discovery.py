@@ -223,8 +223,9 @@ async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: t
         path, slash, name = step.rpartition("/")
         one = partial(list_level, store, glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
-        found = [Shard(store, head.key, head) for objects, _ in levels for head in objects.values()]
-        folders = [each for _, below in levels for each in below]
+        heads = [*chain.from_iterable(levels)]
+        found = [Shard(store, head.key, head) for head in heads if not head.key.endswith("/")]
+        folders = [head.key[:-1] for head in heads if head.key.endswith("/")]
     tables = [each for each in folders if each.lower().endswith(suffixes)]
     inside = await map_all(partial(list_inside, store, suffixes=suffixes), tables, AT_ONCE)
     return sorted(chain(found, *inside), key=attrgetter("key"))

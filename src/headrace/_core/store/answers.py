@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from headrace._core.eventloop.loop_thread import carried
-from headrace._core.store.head import Head, InitialRead
+from headrace._core.store.head import Head
 from headrace.errors import ObjectNotFoundError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Answers:
@@ -59,10 +61,7 @@ class Answers:
             return Head(*content)
         if kind == "bytes":
             return self._data[slice(*content)]
-        if kind == "missing":
-            return ObjectNotFoundError(content)
-        values = {key: self._decoded(each) for key, each in content.items()}
-        return InitialRead(**values) if kind == "initial" else values
+        return ObjectNotFoundError(content)
 
 
 def _encoded(value: Any, data: bytearray) -> Any:
@@ -72,19 +71,24 @@ def _encoded(value: Any, data: bytearray) -> Any:
         start = len(data)
         data += value
         return {"bytes": [start, len(data)]}
-    if isinstance(value, InitialRead):
-        return {"initial": {"data": _encoded(value.data, data), "head": _encoded(value.head, data)}}
     if isinstance(value, ObjectNotFoundError):
         return {"missing": str(value)}
-    if isinstance(value, dict):
-        return {"dict": {key: _encoded(each, data) for key, each in value.items()}}
     return [_encoded(each, data) for each in value]
 
 
-async def answered(url: str, request: Callable[..., Awaitable[T]], *arguments: object) -> T:
-    """The answer to ``request(*arguments)`` of a store; within `headrace.open_cached` that of the file."""
-    answers = carried.get()
-    if not isinstance(answers, Answers):
-        return await request(*arguments)
-    name = json.dumps([url, request.__name__, *map(str, arguments)])
-    return await answers.get(name, lambda: request(*arguments))
+def answerable(request: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Within `headrace.open_cached`, the answer of the file to a request of a store, its first argument.
+
+    It is a `Head`, bytes, or a sequence of such, which may arrive as a list.
+    """
+
+    @functools.wraps(request)
+    async def answered(*arguments: P.args, **options: P.kwargs) -> T:
+        answers = carried.get()
+        if not isinstance(answers, Answers):
+            return await request(*arguments, **options)
+        store: Any = arguments[0]
+        name = json.dumps([store.url, request.__name__, *map(str, arguments[1:]), *map(str, options.items())])
+        return await answers.get(name, lambda: request(*arguments, **options))
+
+    return answered

@@ -123,10 +123,6 @@ _STATUSES = {
     Cause.THROTTLED: (429, 503),
     Cause.OTHER: (501, 505),
 }
-_IN_DUMPS = {
-    f" {BLACKHOLE_PROXY},": Cause.REDIRECTED,
-    "Parse(": Cause.UNUSABLE,
-}
 CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
 """What the HTTP status of a refusal means."""
 
@@ -167,13 +163,12 @@ def classify_error(error: BaseException) -> RequestFailure:
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
     status = None if found is None else int(found[1])
-    for kinds, cause in _CLASSES:
-        if isinstance(error, kinds):
-            expired = cause is Cause.REFUSED and _EXPIRED.search(text)
-            return RequestFailure(Cause.EXPIRED if expired else cause, status)
+    known = [cause for kinds, cause in _CLASSES if isinstance(error, kinds)]
     if status is not None:
-        expired = status in (400, 401, 403) and _EXPIRED.search(text)
-        return RequestFailure(Cause.EXPIRED if expired else CAUSES.get(status, Cause.OTHER), status)
+        known.append(CAUSES.get(status, Cause.OTHER))
+    if known:
+        expired = (known[0] is Cause.REFUSED or status == 400) and _EXPIRED.search(text)
+        return RequestFailure(Cause.EXPIRED if expired else known[0], status)
     if "non-partial response" in text:
         return RequestFailure(Cause.RANGE_IGNORED)
     if "Requested " in text and ", got " in text:
@@ -187,9 +182,10 @@ def classify_error(error: BaseException) -> RequestFailure:
 def _transport_cause(text: str, dump: str) -> Cause:
     if "following redirect" in text:
         return Cause.OTHER
-    for words, cause in _IN_DUMPS.items():
-        if words in dump:
-            return cause
+    if f" {BLACKHOLE_PROXY}," in dump:
+        return Cause.REDIRECTED
+    if "Parse(" in dump:
+        return Cause.UNUSABLE
     kinds = _KIND.findall(dump)
     if "Timeout" in kinds[:1]:
         return Cause.TIMED_OUT

@@ -15,7 +15,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._core.extras import require
-from headrace._core.store.answers import answered
+from headrace._core.store.answers import answerable
 from headrace._core.store.errors import NO_LISTING
 from headrace._core.store.head import LARGEST, Head, strong
 from headrace._core.store.ranges import map_all
@@ -282,24 +282,19 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
 
 async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Catalog:
     """All objects of a store whose keys end in `suffix`, sorted, without markers of folders; raises `StoreError`."""
-    return Catalog.from_buffers(await answered(store.url, _list_objects, store, suffix))
+    return Catalog.from_buffers(await _list_objects(store, suffix))
 
 
+@answerable
 async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
-    count = 0
-
     def take(page: Sequence[ObjectMeta]) -> Catalog:
-        nonlocal count
-        count += len(page)
         return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
 
     catalog = join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
         return catalog.buffers()
-    if suffix is None or not count:
-        message = "the listing is empty; a URL names a whole directory, not a file or the beginning of a name"
-    else:
-        message = f"{count} objects were listed, but no key ends in suffix={suffix!r}"
+    named = "" if suffix is None else f" whose key ends in suffix={suffix!r}"
+    message = f"no object{named} is listed; a URL names a whole directory, not a file or the beginning of a name"
     raise nothing_listed(store, message, store.url)
 
 
@@ -308,12 +303,9 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
     return EmptyListingError(f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url)
 
 
+@answerable
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
-    return await answered(store.url, _list_heads, store, prefix)
-
-
-async def _list_heads(store: Store, prefix: str) -> list[Head]:
     return _distinct(await _list_in_parts(store, prefix.strip("/"), _heads), store)
 
 
@@ -327,23 +319,17 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
 
 
-async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
-    """The objects in a directory whose names match, and the directories in it whose names do, by their keys.
+@answerable
+async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
+    """The objects in a directory whose names match, and the directories whose names do, whose keys end in a slash.
 
     `folder` is empty or ends in a slash. Errors are those of `list_objects`.
     """
-    return await answered(store.url, _list_level, store, glob, folder)
-
-
-async def _list_level(store: Store, glob: re.Pattern[str], folder: str) -> tuple[dict[str, Head], ...]:
     level = await store.level(folder)
-    found: tuple[dict[str, Head], ...] = {}, {}
     folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]
-    for head in _distinct((_heads(level["objects"]), folders), store):
-        name, below, _ = head.key[len(folder) :].partition("/")
-        if name and head.key.startswith(folder) and glob.fullmatch(name):
-            found[bool(below)][folder + name] = head
-    return found
+    heads = _distinct((_heads(level["objects"]), folders), store)
+    inside = [head for head in heads if head.key.startswith(folder) and head.key != folder]
+    return [head for head in inside if glob.fullmatch(head.key[len(folder) :].removesuffix("/"))]
 
 
 class _UnorderedError(Exception):

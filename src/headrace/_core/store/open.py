@@ -99,29 +99,75 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     return replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
 
 
-def merged_options(url: str, options: Options) -> dict[str, object]:
-    """The options with all of the HTTP client's under ``client_options``, those of the environment among them.
+class StoreOptions:
+    """The options of a store, whose names are in lower case and without prefixes such as ``aws_``.
 
-    obstore reads them from the environment (``AWS_ALLOW_HTTP``, ``GOOGLE_PROXY_URL``, …) only if it is given none at
-    all, and headrace always gives some. ``allow_http`` is on by default where the URL or the endpoint is ``http://``.
+    Attributes:
+        traits: of the store.
+        client: options of the HTTP client, wherever they were given. ``allow_http`` is on by default where the URL or
+            the endpoint is ``http://``.
+        others: all other options.
     """
-    prefix = traits_of(url).prefix
-    client: dict[str, object] = {}
-    if (endpoint_of(url, options) or "").lower().startswith("http:"):
-        client["allow_http"] = True
-    if prefix:
-        found = {_short(name, prefix): value for name, value in os.environ.items() if name.startswith(prefix.upper())}
-        client |= {name: found[name] for name in sorted(found) if found[name] and _CLIENT_OPTION.fullmatch(name)}
-        for name in ("default_headers", "root_certificate"):  # which obstore does not read
-            client.pop(name, None)
-    own = {**nested_options(options, "config"), **options}
-    own.pop("config", None)
-    own.pop("client_options", None)
-    for name in list(own):
-        if _CLIENT_OPTION.fullmatch(_short(name, prefix)):
-            client[_short(name, prefix)] = own.pop(name)
-    client |= {str(name).lower(): value for name, value in nested_options(options, "client_options").items()}
-    return {**own, "client_options": client}
+
+    def __init__(self, url: str, options: Options) -> None:
+        self._url, self.traits = url, traits_of(url)
+        given = {**nested_options(options, "config"), **options}
+        self.others = {str(name).lower().removeprefix(self.traits.prefix): value for name, value in given.items()}
+        for name in ("config", "client_options"):
+            self.others.pop(name, None)
+        self.client: dict[str, object] = {}
+        if (self.endpoint or "").lower().startswith("http:"):
+            self.client["allow_http"] = True
+        for name in filter(_CLIENT_OPTION.fullmatch, list(self.others)):
+            self.client[name] = self.others.pop(name)
+        nested = nested_options(options, "client_options")
+        self.client |= {str(name).lower(): value for name, value in nested.items()}
+
+    def get(self, *names: str) -> object:
+        """The first of these options that is set, or else in the environment; None if none is."""
+        found = [self.others.get(name) for name in names]
+        if prefix := self.traits.prefix:
+            found += [os.environ.get((prefix + name).upper()) or None for name in names]
+        return next((value for value in found if value is not None), None)
+
+    @property
+    def endpoint(self) -> str | None:
+        """The URL that requests go to; None if the store's client determines it."""
+        if self.traits.web_server:
+            return self._url
+        found = (self.get(*names) for names in self.traits.endpoint_options)
+        return next((str(value) for value in found if value is not None), None)
+
+    @property
+    def settle_credentials(self) -> bool:
+        """Whether the options, or the environment, say all about credentials."""
+        values = map(self.get, self.traits.credential_options)
+        return any(value is not None and str(value).lower() not in ("", "0", "false", "no", "off") for value in values)
+
+    @property
+    def use_proxy(self) -> bool:
+        """Whether requests go through a proxy, by the options or the environment."""
+        if self.client.get("proxy_url"):
+            return True
+        endpoint = urlsplit(self.endpoint or "https:")
+        if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
+            return False
+        proxies = urllib.request.getproxies()
+        return bool(proxies.get(endpoint.scheme) or proxies.get("all"))
+
+    def kept_to_one_host(self) -> dict[str, object]:
+        """Options of the client that keep its requests to the store's host; none where they cannot, or may not.
+
+        The client follows redirects wherever they lead, with its default headers, such as an ``x-api-key``, and has no
+        option against that. But what is not for the store's host can be sent by way of a proxy at port 0, where nothing
+        can listen: a redirect fails before a byte is sent. Where the client also asks other hosts for credentials, or a
+        proxy is in use, redirects are followed.
+        """
+        host = urlsplit(self.endpoint or "").hostname
+        single = self.traits.web_server or self.get(PROFILE) or self.settle_credentials
+        if host is None or not single or self.others.get(ALLOW_REDIRECTS) or self.use_proxy:
+            return {}
+        return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
 
 
 def nested_options(options: Options, name: str) -> Options:
@@ -130,50 +176,6 @@ def nested_options(options: Options, name: str) -> Options:
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} of a store must be a mapping, but got a {type(given).__name__}")
     return given
-
-
-def option(url: str, options: Options, *names: str) -> object:
-    """The value of the first of `names` that is set, in `options` or else in the environment; None if none is.
-
-    Names are without prefixes such as ``aws_``.
-    """
-    prefix = traits_of(url).prefix
-    given = {**nested_options(options, "config"), **options}
-    named = {_short(name, prefix): value for name, value in given.items()}
-    found = [named.get(name) for name in names]
-    if prefix:
-        found += [os.environ.get((prefix + name).upper()) or None for name in names]
-    return next((value for value in found if value is not None), None)
-
-
-def settles_credentials(url: str, options: Options) -> bool:
-    """Whether the options, or the environment, say all about credentials."""
-    values = (option(url, options, name) for name in traits_of(url).credential_options)
-    return any(value is not None and str(value).lower() not in ("", "0", "false", "no", "off") for value in values)
-
-
-def endpoint_of(url: str, options: Options) -> str | None:
-    """The URL that requests of a store go to; None if the store's client determines it."""
-    traits = traits_of(url)
-    if traits.web_server:
-        return url
-    found = (option(url, options, *names) for names in traits.endpoint_options)
-    return next((str(value) for value in found if value is not None), None)
-
-
-def uses_proxy(url: str, options: Options) -> bool:
-    """Whether a store's requests go through a proxy, by merged options or the environment."""
-    if nested_options(options, "client_options").get("proxy_url"):
-        return True
-    endpoint = urlsplit(endpoint_of(url, options) or "https:")
-    if endpoint.hostname and urllib.request.proxy_bypass(endpoint.hostname):
-        return False
-    proxies = urllib.request.getproxies()
-    return bool(proxies.get(endpoint.scheme) or proxies.get("all"))
-
-
-def _short(name: str, prefix: str) -> str:
-    return str(name).lower().removeprefix(prefix)
 
 
 def check_shared(url: str) -> None:
@@ -188,32 +190,33 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
     The client's retries do not take account of other fetchers or of a body that is cut short where
     there is no entity tag; `Store` retries above it. For the arguments see `Store`.
     """
-    traits = traits_of(url)
+    settings = StoreOptions(url, options)
+    traits = settings.traits
     place = url if traits.bucket else url.rstrip("/") or url  # obstore would append another slash
     own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)
-    chosen = {name: value for name, value in options.items() if name not in own}
+    given = settings.others if traits.remote else options
+    chosen = {name: value for name, value in given.items() if name not in own}
     if traits.remote:
-        if (endpoint := endpoint_of(url, chosen)) is not None and not re.match("https?://", endpoint, re.IGNORECASE):
+        if (endpoint := settings.endpoint) is not None and not re.match("https?://", endpoint, re.IGNORECASE):
             raise ValueError(f"cannot open {redact_url(url)}: its endpoint must begin with http:// or https://")
-        chosen = merged_options(url, chosen)
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {
             # The default, 30 s, covers the whole body, and progress does not extend it; there is no option for none.
             "timeout": timedelta(days=1),
             "read_timeout": seconds,
             "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
-            **nested_options(chosen, "client_options"),
-            **_kept_to_one_host(url, {**options, **chosen}),
+            **settings.client,
+            **settings.kept_to_one_host(),
         }
-        headers = nested_options(nested_options(chosen, "client_options"), "default_headers")
+        headers = nested_options(settings.client, "default_headers")
         others = {str(name).lower() for name in headers} - _KEPT_TO_ORIGIN
-        if traits.web_server and others and not options.get(ALLOW_REDIRECTS):
+        if traits.web_server and others and not settings.others.get(ALLOW_REDIRECTS):
             # The client has no option against redirects. But the client follows none from a URL
             # that RFC 3986 does not allow, and servers ignore such a query (docs/design/0010).
             place = f"{place}{'&' if '?' in place else '?'}["
         chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
-        profile = option(url, options, PROFILE)  # or AWS_PROFILE
-        if traits.prefix == "aws_" and profile and (PROFILE in options or not settles_credentials(url, options)):
+        profile = settings.get(PROFILE)  # or AWS_PROFILE
+        if traits.prefix == "aws_" and profile and (PROFILE in settings.others or not settings.settle_credentials):
             chosen["credential_provider"] = _profile_provider(str(profile))
     try:
         return obstore.store.from_url(place, **chosen)  # type: ignore[call-overload, no-any-return]
@@ -228,21 +231,6 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
                 cause += f". It must begin with {', '.join(_BY_SCHEME)}://"
             failure = ValueError(f"cannot open a store for {safe}: {cause}")
     raise failure  # here, so that the original, which may have secrets, is not its context
-
-
-def _kept_to_one_host(url: str, options: Options) -> dict[str, object]:
-    """Options of a store's client that keep its requests to the store's host; none where they cannot, or may not.
-
-    The client follows redirects wherever they lead, with its default headers, such as an ``x-api-key``, and has no
-    option against that. But what is not for the store's host can be sent by way of a proxy at port 0, where nothing can
-    listen: a redirect fails before a byte is sent. Where the client also asks other hosts for credentials, or a proxy
-    is in use, redirects are followed.
-    """
-    host = urlsplit(endpoint_of(url, options) or "").hostname
-    single = traits_of(url).web_server or option(url, options, PROFILE) or settles_credentials(url, options)
-    if host is None or not single or options.get(ALLOW_REDIRECTS) or uses_proxy(url, options):
-        return {}
-    return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
 
 
 def _profile_provider(profile: str) -> object:
@@ -265,21 +253,22 @@ def store_id(url: str, options: Options, store: ObjectStore | None) -> str | Non
     if not traits.shared:
         return None
     where = redact_url(url)
-    given: Options = merged_options(url, options)
-    client = nested_options(given, "client_options")
+    settings = StoreOptions(url, options)
+    given: Options = settings.others
+    client: Options = settings.client
     if store is not None:
         names = {name: redact_url(str(getattr(store, name, ""))) for name in ("url", "prefix")}
         given = {**(getattr(store, "config", None) or {}), **names}
         client = getattr(store, "client_options", None) or {}
         where += f" {type(store).__name__}"
     headers = {name.lower(): value for name, value in nested_options(client, "default_headers").items()}
-    settings = [
+    said = [
         (name, value.decode("latin-1") if isinstance(value, bytes) else str(value))
         for name, value in (*given.items(), *headers.items())
         if name not in _CONNECTION_OPTIONS and not is_secret(name)
     ]
     if traits.prefix:
         place = re.compile(traits.prefix + _PLACES, re.IGNORECASE)
-        settings.extend((name, value) for name, value in os.environ.items() if place.fullmatch(name))
-    digest = hashlib.sha256(ascii(sorted(settings)).encode()).hexdigest()
-    return f"{where} {digest[:32]}" if settings else where
+        said.extend((name, value) for name, value in os.environ.items() if place.fullmatch(name))
+    digest = hashlib.sha256(ascii(sorted(said)).encode()).hexdigest()
+    return f"{where} {digest[:32]}" if said else where

@@ -44,10 +44,6 @@ class Ranges(NamedTuple):
         starts, stops = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return cls(np.zeros(len(pairs), np.int64), starts, stops)
 
-    @classmethod
-    def joined(cls, several: Sequence[Ranges]) -> Ranges:
-        return cls(*map(np.concatenate, zip(*several, strict=True)))
-
     def at(self, positions: NDArray[np.intp]) -> Ranges:
         """Some of them."""
         return Ranges(*(column[positions] for column in self))

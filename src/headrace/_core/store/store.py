@@ -23,7 +23,7 @@ from obstore.store import LocalStore
 from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.eventloop.loop_thread import carried
 from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store.answers import answered
+from headrace._core.store.answers import answerable
 from headrace._core.store.backoff import RetryGate, Tries
 from headrace._core.store.errors import (
     CREDENTIAL_HOST,
@@ -234,8 +234,8 @@ class Store:
         """The counters of the running loader, or of this store outside of one."""
         return session_stats.get(self._own_stats)
 
-    def _tries(self, doing: str, key: str | None = None, index: object = None) -> Tries:
-        return Tries(self.stats.retry or self._retry, doing, key, index)
+    def _tries(self, doing: str, key: str | None = None, index: object = None, whole: Tries | None = None) -> Tries:
+        return Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
 
     async def _attempt(self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries) -> T:
         """Make a request, with retries."""
@@ -334,7 +334,7 @@ class Store:
             etag = size = modified = None
         wanted = _Range(key, start, stop, index, size, etag, modified, checksum)
         if carried.get() is not None:
-            return answered(self.url, self._read, wanted, None)
+            return answerable(Store._read)(self, wanted, None)
         if stop - start > LARGE and not self._ranges_ignored:
             return self._read_parts(wanted)
         return self._read(wanted, None)
@@ -345,7 +345,7 @@ class Store:
         doing = (
             f"reading object {key!r}" if (start, stop) == (0, size) else f"reading bytes {start} to {stop} of {key!r}"
         )
-        tries = Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
+        tries = self._tries(doing, key, index, whole)
         data, _ = await self._attempt(partial(self._get, wanted, False), tries)
         return data
 
@@ -480,7 +480,7 @@ class Store:
         `checksum` is of the whole object; other arguments and errors are those of `read`.
         """
         wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
-        return await answered(self.url, self._read_initial, wanted, f"reading object {key!r}")
+        return InitialRead(*await self._read_initial(wanted, f"reading object {key!r}"))
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
@@ -495,12 +495,13 @@ class Store:
             data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
             return InitialRead(data, head)
         wanted = _Range(key, -length, 0, None, None, None, None, None)
-        return await answered(self.url, self._read_initial, wanted, f"reading the end of {key!r}")
+        return InitialRead(*await self._read_initial(wanted, f"reading the end of {key!r}"))
 
-    async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
+    @answerable
+    async def _read_initial(self, wanted: _Range, doing: str) -> tuple[memoryview, Head]:
         request = partial(self._get, wanted, True)
         data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
-        return InitialRead(data, Head.of(wanted.key, meta))
+        return data, Head.of(wanted.key, meta)
 
     async def pages(
         self, prefix: str | None = None, *, after: str | None = None
@@ -556,11 +557,9 @@ class Store:
             lambda store: asyncio.wait_for(obstore.list_with_delimiter_async(store, prefix), seconds), tries
         )
 
+    @answerable
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
-        return await answered(self.url, self._head, key, index)
-
-    async def _head(self, key: str, index: object) -> Head:
         tries = self._tries(f"requesting the metadata of {key!r}", key, index)
         meta = await self._attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)

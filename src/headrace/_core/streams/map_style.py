@@ -283,7 +283,9 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             ranges: Ranges = self.sources[part].ranges(inner)
             order.extend(slots)
             several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
-        return Ranges.joined(several).at(np.argsort(order)) if several else Ranges.of([])
+        if not several:
+            return Ranges.of([])
+        return Ranges(*map(np.concatenate, zip(*several, strict=True))).at(np.argsort(order))
 
     async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
         number, part = divmod(number, len(self.sources))

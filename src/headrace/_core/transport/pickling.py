@@ -20,7 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -33,9 +33,6 @@ from headrace._core.transport.exceptions import reduce_exception, without_unpick
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
 from headrace.errors import RemoteError
-
-if TYPE_CHECKING:
-    import obstore
 
 E = TypeVar("E", bound=BaseException)
 
@@ -186,13 +183,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
             return _reduce_tensor(obj)
+        if isinstance(obj, np.dtype) or obj is np.dtype or obj is _restore_array:  # in each batch
+            return NotImplemented
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
             return obj.copy().__reduce_ex__(5)  # which arrives writable, as any copy of an array is
-        # obstore is not imported here: 4 ms, for which a program without a store need not wait.
-        if type(obj) is getattr(sys.modules.get("obstore"), "Bytes", None):
-            return _restore_store_bytes, (out_of_band(memoryview(cast("obstore.Bytes", obj))),)
         if is_table(obj):
             return _restore_table, (pickle.PickleBuffer(_table_bytes(obj)),)
         if isinstance(obj, BaseException):
@@ -290,12 +286,6 @@ def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tup
     return values.data.toreadonly()
 
 
-def _restore_store_bytes(buffer: bytes | memoryview) -> obstore.Bytes:
-    import obstore
-
-    return obstore.Bytes(bytes(buffer))
-
-
 def _table_bytes(table: Any) -> Any:
     """A `pyarrow.Table` as an Arrow stream: pyarrow would pickle all of what the table is a slice of."""
     import pyarrow
@@ -310,18 +300,6 @@ def _restore_table(data: Any) -> Any:
     import pyarrow
 
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(data)).read_all()
-
-
-class _SimplePickler(pickle.Pickler):
-    """Pickles tensors, and values of Python, in a quarter of the time; TypeError for anything else."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
-            return _reduce_tensor(obj)
-        known = _restore_array, _restore_tensor, np.dtype
-        if isinstance(obj, torch.dtype | np.dtype) or any(obj is each for each in known):
-            return NotImplemented
-        raise TypeError
 
 
 class PickledPayload:
@@ -344,11 +322,7 @@ class PickledPayload:
                 buffers.append(view)
             return view.nbytes <= SMALL
 
-        try:
-            pickled = dump_parts(obj, keep_large, [], _SimplePickler)
-        except TypeError:
-            buffers.clear()
-            pickled = dump_parts(obj, keep_large, [])
+        pickled = dump_parts(obj, keep_large, [])
         if copied:
             buffers = [copy_of(buffer) for buffer in buffers]
         return cls(pickled, *buffers)

@@ -11,7 +11,6 @@ descriptors. In samples and batches (see `pickling`) they are copied.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -35,7 +34,7 @@ from headrace._core.text import add_note
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
 from headrace._core.transport.pickling import Pickler, dump_parts, load_message
 from headrace._core.transport.preload import modules_named_in
-from headrace._core.transport.slabs import address_of, aligned
+from headrace._core.transport.slabs import aligned
 
 LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
 
@@ -54,7 +53,7 @@ class SharedPickle:
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
-        """Pickle `obj`; `previous` is returned if nothing has changed since. 6 GB are compared in a second."""
+        """Pickle `obj`; `previous` is returned if nothing has changed since. 0.7 GB are compared in a second."""
         large: list[memoryview] = []
         descriptors: list[Descriptor] = []
 
@@ -96,16 +95,13 @@ class SharedPickle:
         mapped = memoryview(mmap.mmap(self.memory.number, 0, flags=mmap.MAP_PRIVATE))
         return [mapped[offset : offset + size] for offset, size in self.extents]
 
-    def _is(self, pickled: bytes, large: Sequence[memoryview], descriptors: Sequence[Descriptor]) -> bool:
-        if (
-            pickled != self.pickled
-            or [view.nbytes for view in large] != [size for _, size in self.extents]
-            or len(descriptors) != len(self.descriptors)
-            or not all(map(Descriptor.same_file_as, descriptors, self.descriptors))
-        ):
-            return False
-        pairs = zip(self._mapped(), large, strict=True)
-        return all(_memcmp(address_of(mine), address_of(view), view.nbytes) == 0 for mine, view in pairs)
+    def _is(self, pickled: bytes, large: list[memoryview], descriptors: Sequence[Descriptor]) -> bool:
+        return (
+            pickled == self.pickled
+            and len(descriptors) == len(self.descriptors)
+            and all(map(Descriptor.same_file_as, descriptors, self.descriptors))
+            and large == self._mapped()
+        )
 
 
 def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tuple[tuple[int, int], ...]]:
@@ -118,20 +114,15 @@ def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tupl
         with tempfile.TemporaryFile() as file:
             memory = Descriptor.duplicate(file.fileno())
     extents, end = [], 0
-    for view in views:
-        extents.append((end, view.nbytes))
-        rest, offset = view, end
-        while rest:
-            written = os.pwrite(memory.number, rest, offset)
-            rest, offset = rest[written:], offset + written
-        end += aligned(view.nbytes)
+    with open(memory.number, "wb", closefd=False) as file:
+        for view in views:
+            extents.append((end, view.nbytes))
+            file.seek(end)
+            file.write(view)
+            end += aligned(view.nbytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return memory, tuple(extents)
-
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class SharingPickler(Pickler):

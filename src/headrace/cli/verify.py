@@ -37,6 +37,6 @@ def _state_in(name: str) -> Any:
     """The state in a file of `torch.save`, alone or as "loader" of a checkpoint."""
     try:
         saved = torch.load(name, "cpu", weights_only=True)
-        return saved["loader"] if "loader" in saved else saved
+        return saved.get("loader", saved)
     except Exception as error:
         raise ValueError(f"{name} has no state that torch.save wrote: {error}") from error

@@ -14,10 +14,9 @@ from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.indexing import (
     Indexing,
     OpenedIndex,
-    all_shards,
     beside,
     fetch_index,
-    match,
+    indexed_shards,
     open_index,
     place_of,
 )
@@ -160,10 +159,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         if shards is None:
             if index is None:
                 raise TypeError(f"{cls.__name__}.index: give shards, or index=")
-            whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
-            stream = cls(whole.shards[:1], **options)
-            matched = match(whole.file, whole.shards, Indexing(stream.index_decoder))
-            return stream._indexed(matched, unpacked_bytes)
+            shards = indexed_shards(loop.run(fetch_index(place_of(index, opened))), opened)
         stream = cls(shards, store=opened, **options)
         found = stream._parts
         place = beside(found) if index is None else place_of(index, opened)

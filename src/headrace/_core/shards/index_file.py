@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import shard_errors
 from headrace._core.store.head import Head
 from headrace.errors import ShardError
@@ -70,16 +69,6 @@ class IndexedShard(NamedTuple):
         # Copies in another place have other tags and times.
         etag, modified = (None, None) if moved else (self.etag, self.modified)
         return Head(key, self.size, etag, modified)
-
-    def check(self) -> None:
-        """Raise `ValueError` if a value is of a wrong type or out of range."""
-        texts = (self.name, self.format, self.etag or "", self.modified or "", self.problem or "")
-        numbers = (self.size, self.samples, self.end)
-        if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int}:
-            raise ValueError(f"the entry of a shard is {list(self)!r}")
-        most = self.size if compression_of(self.name) is None else self.end
-        if self.samples < 0 or not 0 <= self.end <= most:
-            raise ValueError(f"{self.name}: samples up to byte {self.end} of {self.size}")
 
 
 class IndexFile:
@@ -142,8 +131,6 @@ class IndexFile:
         self.folder, blocks = str(header["folder"]), int(header["blocks"])
         self.length = str(header["length"])
         self.shards = [IndexedShard(*row) for row in header["shards"]]
-        for shard in self.shards:
-            shard.check()
         self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
         self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
         self._ends = np.cumsum(self.counts)

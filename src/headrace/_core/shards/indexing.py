@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import obstore
+from obstore.store import MemoryStore
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, split_url
 from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
 from headrace._core.shards.positions import PartPosition
@@ -155,12 +155,9 @@ def _common_folder(names: Sequence[str]) -> str:
 def beside(shards: Sequence[Shard]) -> Shard | None:
     """The place of an index in the folder that has all shards; None if there is no such folder."""
     folder, store = folder_of(shards), shards[0].store
-    if not folder:
-        return None
-    if all(shard.store is store for shard in shards):
+    if folder and all(shard.store is store for shard in shards):
         return Shard(store, _common_folder([shard.key for shard in shards]) + NAME)
-    base, name = split_url(folder + NAME)
-    return Shard(Store(base), name)
+    return place_of(folder + NAME, None) if folder else None
 
 
 def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
@@ -192,8 +189,6 @@ async def open_index(
             `place`.
 
     """
-    for shard in shards:
-        refuse_unsupported(shard.name)
     if place is not None:
         try:
             index = await fetch_index(place)
@@ -220,18 +215,22 @@ async def fetch_index(place: Shard) -> IndexFile:
     if place.store.local_root is not None:
         await place.store.head(place.key)  # for the error if there is none
         return map_index(_path(place))
-    found = await place.read_start(PREFIX.size)
-    cached = _cached(bytes(found.data[16:48]).hex())
-    if cached is not None:
-        with contextlib.suppress(ShardError):
+    place, start = await place.read_version(PREFIX.size)
+    cached = _cached(bytes(start[16:48]).hex())
+    with contextlib.suppress(ShardError):
+        if cached.store.local_root is not None:
             return map_index(_path(cached))
-    data = await replace(place, head=found.head).read(0, found.head.size)
-    index = IndexFile(place.name, data)
-    index.verify()
-    if cached is None:
-        return index
-    await cached.store.put(cached.key, bytes(data))
-    return map_index(_path(cached))
+    data = await place.read(0, place.size)
+    IndexFile(place.name, data).verify()
+    return await _stored(cached, data)
+
+
+async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
+    """Store the bytes of an index; returns the index, mapped if it is in a file."""
+    await place.store.put(place.key, bytes(data))
+    if place.store.local_root is not None:
+        return map_index(_path(place))
+    return IndexFile(place.name, data)
 
 
 def cache_folder() -> str:
@@ -242,13 +241,17 @@ def cache_folder() -> str:
     return folder
 
 
-def _cached(name: str) -> Shard | None:
-    """The place of an index in the cache folder; None if the folder cannot be used."""
+def _cached(name: str) -> Shard:
+    """The place of an index in the cache folder, or in memory if the folder cannot be used."""
     try:
         return Shard(Store(cache_folder()), f"{name}.index")
     except OSError as error:
         _warn(f"the index stays in memory, of which each process has a copy: {error}")
-        return None
+        return _in_memory()
+
+
+def _in_memory() -> Shard:
+    return Shard(Store("memory://index", backend=MemoryStore()), NAME)
 
 
 def _path(place: Shard) -> str:
@@ -261,82 +264,61 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    find = Matcher(index, shards, indexing)
-    numbers = [find.number(shard) for shard in shards]
-    found = [find.version(shard, number) for shard, number in zip(shards, numbers, strict=True)]
-    return OpenedIndex(index, found, np.array(numbers, np.int64))
+    opened, errors = compare(index, shards, indexing)
+    if errors:
+        raise errors[0]
+    return opened
 
 
-def all_shards(index: IndexFile, store: Store | None) -> OpenedIndex:
+def compare(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> tuple[OpenedIndex, list[ShardError]]:
+    """The shards that an index has, in their versions there, and an error for each difference."""
+    known = {row.name: number for number, row in enumerate(index.shards)}
+    moved = not all(shard.name.startswith(index.folder) for shard in shards)
+    folder = folder_of(shards) if moved else index.folder
+    numbers, versions, errors = [], [], []
+    for shard in shards:
+        problem = None
+        number = known.get(shard.name.removeprefix(folder))
+        if number is None:
+            problem = f"not in the index {index.name}"
+        else:
+            row, format = index.shards[number], indexing.decoder_of(shard).format
+            if row.format != format:
+                problem = f"indexed as {row.format} in {index.name}, and not as {format}"
+            head = row.head(shard.key, moved=moved)
+            try:
+                check_version(head.size, head.etag, head.modified, shard.head or head)
+            except RequestFailure:
+                problem = f"replaced since the index {index.name} was made"
+            numbers.append(number)
+            # The version of what was moved is only known from a listing.
+            versions.append(replace(shard, head=shard.head if moved and shard.head else head))
+        if problem is not None:
+            what = f"{problem}; make it again: headrace index {folder or 'URL'}"
+            errors.append(ShardError(what, shard=shard.name))
+    return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
+
+
+def indexed_shards(index: IndexFile, store: Store | None) -> list[Shard]:
     """All shards of an index, where they were when it was made; in a store that was given."""
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
     store = store or Store(base)
-    keys = [folder + row.name for row in index.shards]
-    shards = [Shard(store, key, row.head(key)) for key, row in zip(keys, index.shards, strict=True)]
-    return OpenedIndex(index, shards, np.arange(len(shards)))
-
-
-def check_format(index: IndexFile, row: IndexedShard, format: str) -> None:
-    """Raise `ShardError` if a shard is indexed as another format."""
-    if format != row.format:
-        what = f"indexed as {row.format} in {index.name}, and not as {format}"
-        raise ShardError(what, shard=row.name)
-
-
-class Matcher:
-    """Looks for shards in an index.
-
-    Attributes:
-        folder: URL of the folder of the shards, which are named after that of the index.
-    """
-
-    def __init__(self, index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> None:
-        self._index, self._indexing = index, indexing
-        self._moved = not all(shard.name.startswith(index.folder) for shard in shards)
-        self.folder = folder_of(shards) if self._moved else index.folder
-        self._numbers = {row.name: number for number, row in enumerate(index.shards)}
-
-    def number(self, shard: Shard) -> int:
-        """The number of a shard in the index; raises `ShardError` if there is none."""
-        number = self._numbers.get(shard.name.removeprefix(self.folder))
-        if number is None:
-            raise self._error(shard, f"not in the index {self._index.name}")
-        return number
-
-    def version(self, shard: Shard, number: int) -> Shard:
-        """The shard in the version of the index; raises `ShardError` if the shard was replaced."""
-        row = self._index.shards[number]
-        check_format(self._index, row, self._indexing.decoder_of(shard).format)
-        head = row.head(shard.key, moved=self._moved)
-        if shard.head is not None:
-            try:
-                check_version(head.size, head.etag, head.modified, shard.head)
-            except RequestFailure:
-                what = f"replaced since the index {self._index.name} was made"
-                raise self._error(shard, what) from None
-        # The version of what was moved is only known from a listing.
-        return shard if self._moved and shard.head is not None else replace(shard, head=head)
-
-    def _error(self, shard: Shard, what: str) -> ShardError:
-        remedy = f"make it again: headrace index {self.folder or 'URL'}"
-        return ShardError(f"{what}; {remedy}", shard=shard.name)
+    return [Shard(store, folder + row.name, row.head(folder + row.name)) for row in index.shards]
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
     """The index of these versions of the shards, cached or built; stored at `place` too if given."""
     shards = await with_heads(shards)
-    cached: Shard | None = None
     # What is in the memory of this process has no name that another process could look for.
+    cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
         parts = [part_name(shard, indexing) for shard in shards]
         cached = _cached(_hash([folder_of(shards), *parts]))
-    index: IndexFile | None = None
-    if cached is not None:
-        with contextlib.suppress(ShardError, ObjectNotFoundError):
-            index = await fetch_index(cached)
-    if index is None:
+    try:
+        index = await fetch_index(cached)
+    except (ShardError, ObjectNotFoundError):
         index = await build_index(shards, indexing, cached)
     if place is not None:
         try:
@@ -389,7 +371,7 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
 async def build_parts(
     shards: Sequence[Shard],
     indexing: Indexing,
-    place: Shard | None,
+    place: Shard,
     present: Collection[str] = (),
 ) -> list[IndexFile]:
     """An index of each shard, from the folder of parts, or built and stored there.
@@ -397,15 +379,12 @@ async def build_parts(
     Args:
         shards: the shards, with their versions.
         indexing: how shards are indexed.
-        place: where the index will be; None for parts that are not stored.
+        place: where the index will be.
         present: keys of the parts that are there.
     """
     builds = asyncio.Semaphore(PARALLEL_BUILDS)
 
     async def one(shard: Shard) -> IndexFile:
-        if place is None:
-            async with builds:
-                return IndexFile(shard.name, await index_shard(shard, indexing))
         key = part_key(place, shard, indexing)
         if key in present:
             # Another process may have joined and deleted the parts meanwhile.
@@ -424,34 +403,29 @@ def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
-async def present_parts(place: Shard | None) -> set[str]:
+async def present_parts(place: Shard) -> set[str]:
     """Keys of the parts that are complete, of an index at `place`."""
-    if place is None:
-        return set()
     return {head.key for head in await list_heads(place.store, place.key + PARTS)}
 
 
-async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
+async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
     """Build an index, on the parts that a call before has left, and store the index at `place`.
 
     Args:
         shards: the shards, with their versions.
         indexing: how shards are indexed.
-        place: where to store the index; None for in memory only.
+        place: where to store the index.
 
     Raises:
         ShardError: a shard is damaged.
         StoreError: a request failed.
     """
     parts = await build_parts(shards, indexing, place, await present_parts(place))
-    data = IndexFile.joined(folder_of(shards), parts)
-    if place is None:
-        return IndexFile(f"index of {shards[0].name}", data)
-    await place.store.put(place.key, data)
+    index = await _stored(place, IndexFile.joined(folder_of(shards), parts))
     if place.store.local_root is not None:
         shutil.rmtree(_path(place) + PARTS, ignore_errors=True)
-        return map_index(_path(place))
+        return index
     keys = [part_key(place, shard, indexing) for shard in shards]
     with contextlib.suppress(Exception):  # of any store: the parts may stay
         await obstore.delete_async(place.store.backend(), keys)
-    return IndexFile(place.name, data)
+    return index

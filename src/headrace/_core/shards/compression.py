@@ -14,6 +14,9 @@ from headrace.errors import ShardError, TruncatedShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+STREAM_BYTES = 256 << 10
+"""Minimum unpacked bytes between the places from which an object can be unpacked alone."""
+
 MAX_OUTPUT = 4 << 20
 """Maximum bytes unpacked at once: bounds a decompression bomb, whatever its ratio."""
 
@@ -49,6 +52,8 @@ class Codec:
         self.compressed = self._format is not None
         self._shard = shard
         self._stream: Any = None
+        # Places from which the object can be unpacked alone: bytes of the object, and unpacked bytes, before them.
+        self.begins: list[tuple[int, int]] = []
         self._complete_streams = 0
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
@@ -92,6 +97,8 @@ class Codec:
                     rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
+                if not self.begins or self._offset - self.begins[-1][1] >= STREAM_BYTES:
+                    self.begins.append((self.taken - len(rest), self._offset))
                 self._stream = self._open()
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)

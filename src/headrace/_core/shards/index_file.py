@@ -15,6 +15,7 @@ the unpacked bytes.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import mmap
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-MAGIC = b"headrace index 2"
+MAGIC = b"headrace index 3"
 BLOCK_BYTES = 256 << 10  # what one request reads well
 PREFIX = struct.Struct("<16s 32s Q 8s")  # magic, hash of all that follows, bytes and hash of the header
 HASHED_FROM = 48  # after the hash
@@ -53,6 +54,8 @@ class IndexedShard(NamedTuple):
         samples: number of samples.
         end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of its shard; None if there is none.
+        begins: the places from which a compressed shard can be unpacked, as base 64 of int64: offset in
+            the object and offset in the unpacked bytes of each.
     """
 
     name: str
@@ -63,6 +66,12 @@ class IndexedShard(NamedTuple):
     samples: int
     end: int
     problem: str | None
+    begins: str
+
+    def borders(self) -> IntArray:
+        """Borders of the parts of a compressed shard: offsets in the object and in the unpacked bytes."""
+        begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
+        return np.append(begins, (self.size, self.end)).reshape(-1, 2)
 
     def head(self, key: str, *, moved: bool = False) -> Head:
         """The indexed version of the shard, under a key."""

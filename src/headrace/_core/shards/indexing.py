@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -120,8 +121,11 @@ class IndexingDecoder(Decoder):
                     self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
         del self._held[:done]
 
-    def index(self) -> bytes:
-        """The bytes of an index of the shard, of known version, which was read to its end."""
+    def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
+        """The bytes of an index of the shard, of known version, which was read to its end.
+
+        `begins` are the places from which a compressed shard can be unpacked; see `Codec`.
+        """
         head = self._shard.head
         assert head is not None
         ends = np.array(self._ends, np.int64)
@@ -136,6 +140,7 @@ class IndexingDecoder(Decoder):
             samples=len(ends),
             end=int(ends[-1]) if len(ends) else 0,
             problem=self._problem,
+            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
         checksums, lengths = np.array(self._checksums, np.uint32), np.array(self._lengths, np.uint32)
         return IndexFile.of_shard(row, ends, checksums, lengths, self._indexing.length_name)
@@ -365,7 +370,7 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         await reader.aclose()
     if reader.error is not None:
         raise reader.error
-    return decoder.index()
+    return decoder.index(reader.codec.begins)
 
 
 async def build_parts(

@@ -204,6 +204,7 @@ class ShardReader:
         ended: whether they are the last.
         decoded: samples of the shard up to the end of the block.
         has_successor: whether the shard after it was opened, or there is none.
+        codec: unpacks the shard.
     """
 
     def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition) -> None:
@@ -216,14 +217,14 @@ class ShardReader:
         self._produced = position  # the position after the last block that was produced
         self._count = 0  # samples of the current block
         self._shard = shard
-        self._codec = Codec(shard.key, shard.name, pages=decoder.pages)
+        self.codec = Codec(shard.key, shard.name, pages=decoder.pages)
         self._decoder = decoder
         offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
             offset = expect(position.decoder, "offset", int)
-        start = 0 if self._codec.compressed else offset
-        self._codec.taken = start
+        start = 0 if self.codec.compressed else offset
+        self.codec.taken = start
         self._skip, self._drop = offset - start, position.drop
         self._pieces: Iterator[Buffer] = iter(())
         self._chunks = ChunkReader(shard, ahead, start)
@@ -259,9 +260,9 @@ class ShardReader:
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
         """The byte at which an error has ended the shard, and its size; 0 where either is unknown."""
-        offset = None if self._codec.compressed else getattr(error, "offset", None)
+        offset = None if self.codec.compressed else getattr(error, "offset", None)
         head = self._chunks.head
-        return self._codec.taken if offset is None else offset, 0 if head is None else head.size
+        return self.codec.taken if offset is None else offset, 0 if head is None else head.size
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -281,7 +282,7 @@ class ShardReader:
                 piece = await self._next_piece()
                 if piece is None:
                     end = True
-                    self._codec.finish()
+                    self.codec.finish()
                 # Those before an error are kept.
                 samples.extend(self._decoder.finish() if piece is None else self._decoder.feed(piece))
             except Exception as caught:
@@ -307,7 +308,7 @@ class ShardReader:
     async def _next_piece(self) -> Buffer | None:
         while True:
             # zlib and zstd release the interpreter lock while they unpack.
-            piece = await asyncio.to_thread(self._unpack) if self._codec.compressed else self._unpack()
+            piece = await asyncio.to_thread(self._unpack) if self.codec.compressed else self._unpack()
             if piece is not None:
                 if not self._skip:
                     return piece
@@ -320,7 +321,7 @@ class ShardReader:
             chunk = await self._chunks.read()
             if chunk is None:
                 return None
-            self._pieces = self._codec.feed(chunk)
+            self._pieces = self.codec.feed(chunk)
 
     def _unpack(self) -> Buffer | None:
         return next(self._pieces, None)

@@ -20,7 +20,7 @@ import numpy as np
 from harness import Figure, claim, describe_machine, parse_arguments
 
 import headrace as hr
-from headrace._core.shards.index_file import IndexedShard, IndexFile
+from headrace._core.shards.index_file import IndexedShard, IndexFile, dump_index
 
 SAMPLE_BYTES = 100_000
 PROCESSES = 8
@@ -29,14 +29,14 @@ URL = "http://127.0.0.1:9"  # a port on which nothing listens
 
 def write_index(path: Path, shards: int, samples: int) -> None:
     """Write an index of shards that are nowhere."""
-    ends = np.arange(1, samples + 1, dtype=np.int64) * SAMPLE_BYTES
+    begins, end = np.arange(samples) * SAMPLE_BYTES, samples * SAMPLE_BYTES
     checksums = np.random.default_rng(0).integers(0, 1 << 32, samples, dtype=np.uint32)
     none = np.empty(0, np.uint32)
     parts = []
     for number in range(shards):
-        name, end = f"{URL}/{number:05d}.tar", int(ends[-1])
-        row = IndexedShard(name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None)
-        parts.append(IndexFile(name, IndexFile.of_shard(row, ends, checksums, none, "")))
+        name = f"{URL}/{number:05d}.tar"
+        row = IndexedShard(name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None, "")
+        parts.append(IndexFile(name, dump_index("", [row], "", [begins, checksums, none])))
     path.write_bytes(IndexFile.joined(f"{URL}/", parts))
 
 

@@ -2,12 +2,8 @@
 
 The first 64 bytes have the magic, a hash of the rest, the length of the header, and a hash of the
 header, which is all that is checked when an index is mapped: each sample has a checksum. The header is
-JSON, padded to 8 bytes. Five little-endian arrays follow:
-
-- for each block of about 256 KiB, the offset in the shard and the number of the first sample
-  (int64);
-- for each sample, the offset in the block, the CRC-32 of the sample's bytes, and the sample's
-  length if lengths were asked for (uint32).
+JSON, padded to 8 bytes. Three little-endian arrays follow, for each sample: the offset in the shard
+(int64), the CRC-32 of the sample's bytes, and the sample's length if lengths were asked for (uint32).
 
 A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
 the unpacked bytes.
@@ -36,10 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"headrace index 3"
-BLOCK_BYTES = 256 << 10  # what one request reads well
 PREFIX = struct.Struct("<16s 32s Q 8s")  # magic, hash of all that follows, bytes and hash of the header
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<i8", "<u4", "<u4", "<u4")
+ARRAYS = ("<i8", "<u4", "<u4")
 
 
 class IndexedShard(NamedTuple):
@@ -98,6 +93,7 @@ class IndexFile:
         shards: the shards, sorted by name.
         counts: number of samples of each shard, int64.
         firsts: number of the first sample of each shard, int64.
+        begins: offset of each sample in its shard, int64.
         checksums: CRC-32 of the bytes of each sample, uint32.
         lengths: length of each sample, uint32; empty without lengths.
         length: the function that gave the lengths; empty without lengths.
@@ -137,8 +133,7 @@ class IndexFile:
         if content_digest([text])[:8] != check:
             raise ValueError("the hash of its header is wrong")
         header = json.loads(text)
-        self.folder, blocks = str(header["folder"]), int(header["blocks"])
-        self.length = str(header["length"])
+        self.folder, self.length = str(header["folder"]), str(header["length"])
         self.shards = [IndexedShard(*row) for row in header["shards"]]
         self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
         self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
@@ -147,12 +142,12 @@ class IndexFile:
         total = int(self.counts.sum())
         offset, arrays = PREFIX.size + length, []
         lengths = total if self.length else 0
-        for count, kind in zip((blocks, blocks, total, total, lengths), ARRAYS, strict=True):
+        for count, kind in zip((total, total, lengths), ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._block_begins, self._block_firsts, self._begins, self.checksums, self.lengths = arrays
+        self.begins, self.checksums, self.lengths = arrays
 
     def verify(self) -> None:
         """Raise `ShardError` if the hash is not that of the content, which is read."""
@@ -165,56 +160,21 @@ class IndexFile:
         Raises:
             ShardError: a sample is not within its shard.
         """
-        following = np.minimum(places + 1, max(0, len(self._begins) - 1))
+        following = np.minimum(places + 1, max(0, len(self.begins) - 1))
         is_last = places + 1 == self._ends[shards]
-        starts, ends = self.starts(places), self._shard_ends[shards]
-        stops = np.where(is_last, ends, self.starts(following))
+        starts, ends = self.begins[places], self._shard_ends[shards]
+        stops = np.where(is_last, ends, self.begins[following])
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
         return starts, stops
 
-    def starts(self, places: IntArray) -> IntArray:
-        """Start of the samples at `places`, in their shards."""
-        blocks = np.searchsorted(self._block_firsts, places, side="right") - 1
-        starts: IntArray = self._block_begins[blocks] + self._begins[places].astype(np.int64)
-        return starts
-
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """The bytes of an index of the shards in a folder, of the indices of one shard each."""
-        shards: list[IndexedShard] = []
-        columns: list[list[NDArray[Any]]] = [[] for _ in ARRAYS]
-        total = 0
-        for part in sorted(parts, key=lambda part: part.shards[0].name):
-            (shard,) = part.shards
-            shards.append(shard._replace(name=shard.name.removeprefix(folder)))
-            firsts = part._block_firsts + total
-            arrays = (part._block_begins, firsts, part._begins, part.checksums, part.lengths)
-            for column, array in zip(columns, arrays, strict=True):
-                column.append(array)
-            total += shard.samples
-        return _dump(folder, shards, parts[0].length, [np.concatenate(column) for column in columns])
-
-    @staticmethod
-    def of_shard(
-        shard: IndexedShard,
-        ends: IntArray,
-        checksums: NDArray[np.uint32],
-        lengths: NDArray[np.uint32],
-        length: str,
-    ) -> bytes:
-        """The bytes of an index of one shard, of the ends, checksums and lengths of its samples."""
-        begins = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
-        firsts: list[int] = []
-        first = 0
-        while first < len(begins):
-            firsts.append(first)
-            first = int(np.searchsorted(begins, begins[first] + BLOCK_BYTES))
-        sizes = np.diff(firsts, append=len(begins)) if firsts else 0
-        block_begins = begins[firsts]
-        relative = begins - np.repeat(block_begins, sizes)
-        arrays = [block_begins, np.array(firsts, np.int64), relative, checksums, lengths]
-        return _dump("", [shard], length, arrays)
+        parts = sorted(parts, key=lambda part: part.shards[0].name)
+        shards = [part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts]
+        columns = zip(*((part.begins, part.checksums, part.lengths) for part in parts), strict=True)
+        return dump_index(folder, shards, parts[0].length, [*map(np.concatenate, columns)])
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -229,8 +189,9 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     return IndexFile(path, data, path, digest)
 
 
-def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
-    content = {"folder": folder, "blocks": len(arrays[0]), "length": length, "shards": shards}
+def dump_index(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """The bytes of an index, of its shards and of the arrays for its samples."""
+    content = {"folder": folder, "length": length, "shards": shards}
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     parts = [header]

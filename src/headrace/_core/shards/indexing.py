@@ -22,7 +22,7 @@ from obstore.store import MemoryStore
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.discovery import Shard, split_url
-from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
+from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, dump_index, map_index
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
 from headrace._core.store.disk_cache import secure_folder
@@ -93,8 +93,9 @@ class IndexingDecoder(Decoder):
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
         self.pages = self._decoder.pages
-        self._ends, self._checksums, self._lengths = array("q"), array("I"), array("I")
-        self._held = bytearray()  # from the end of the last sample on
+        self._begins, self._checksums, self._lengths = array("q"), array("I"), array("I")
+        self._end = 0  # of the last complete sample
+        self._held = bytearray()  # from there on
         self._problem: str | None = None
 
     def feed(self, data: Buffer) -> Iterator[Any]:
@@ -107,19 +108,17 @@ class IndexingDecoder(Decoder):
         return iter(())
 
     def _note(self, samples: Iterator[Any]) -> None:
-        done = 0
-        begin = self._ends[-1] if self._ends else 0  # of the bytes that are held
+        held_from = self._end
         with memoryview(self._held) as view:
             for sample in samples:
-                end = self._decoder.complete
-                self._checksums.append(zlib.crc32(view[done : end - begin]))
-                self._ends.append(end)
-                done = end - begin
+                begin, self._end = self._end, self._decoder.complete
+                self._begins.append(begin)
+                self._checksums.append(zlib.crc32(view[begin - held_from : self._end - held_from]))
                 if type(sample) is BadRecord and self._problem is None:
                     self._problem = str(sample.error)
                 if self._indexing.length is not None:
                     self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
-        del self._held[:done]
+        del self._held[: self._end - held_from]
 
     def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
         """The bytes of an index of the shard, of known version, which was read to its end.
@@ -128,7 +127,6 @@ class IndexingDecoder(Decoder):
         """
         head = self._shard.head
         assert head is not None
-        ends = np.array(self._ends, np.int64)
         is_local = self._shard.store.local_root is not None
         row = IndexedShard(
             name=self._shard.name,
@@ -137,13 +135,13 @@ class IndexingDecoder(Decoder):
             # The tag of a local file has the number of its inode, which a copy does not keep.
             etag=None if is_local else head.etag,
             modified=head.modified,
-            samples=len(ends),
-            end=int(ends[-1]) if len(ends) else 0,
+            samples=len(self._begins),
+            end=self._end,
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        checksums, lengths = np.array(self._checksums, np.uint32), np.array(self._lengths, np.uint32)
-        return IndexFile.of_shard(row, ends, checksums, lengths, self._indexing.length_name)
+        arrays = [np.array(column) for column in (self._begins, self._checksums, self._lengths)]
+        return dump_index("", [row], self._indexing.length_name, arrays)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:

@@ -214,7 +214,6 @@ class ShardReader:
         self.ended = self.has_successor = False
         self._current = position  # the start of the current block
         self._following: PartPosition | None = position  # the start of the block after it
-        self._produced = position  # the position after the last block that was produced
         self._count = 0  # samples of the current block
         self._shard = shard
         self.codec = Codec(shard.key, shard.name, pages=decoder.pages)
@@ -290,15 +289,15 @@ class ShardReader:
             while self._drop and samples:
                 samples.popleft()
                 self._drop -= 1
+        begin = self._following  # the start of this block, until the block is taken
+        assert begin is not None
         if not end:
             place = self._decoder.position()
-            self._produced = self._produced.after(len(samples))
-            if place is not None:
-                self._produced = replace(self._produced, drop=0, decoder=place)
-            return Block(samples, self._produced)
+            after = begin.after(len(samples))
+            return Block(samples, after if place is None else replace(after, drop=0, decoder=place))
         await self._chunks.aclose()
         if self._drop and error is None:
-            given = self._produced.given
+            given = begin.given
             error = StateError(
                 f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
                 f"samples, and {given} of them had been given out"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import math
 import os
 import platform
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace._core.cgroup import CgroupLimits, available_memory
+from headrace._core.eventloop.loop_thread import import_event_loop
 from headrace._version import __version__
 
 __all__ = ["Finding", "run"]
@@ -23,18 +23,12 @@ GIB = 1 << 30  # bytes
 REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the output."""
 
     name: str  # what was looked at
     text: str  # what was found, and what suffers from it
     remedy: str | None = None  # the command or the option that helps; None where all is well
-
-    @property
-    def ok(self) -> bool:
-        """Whether all is well."""
-        return self.remedy is None
 
 
 def _check_descriptors() -> Iterator[Finding]:
@@ -91,19 +85,11 @@ def _check_cores() -> Iterator[Finding]:
 
 
 def _check_event_loop() -> Iterator[Finding]:
-    """uvloop, and the variable that chooses asyncio's loop."""
-    if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
-        yield Finding("event loop", "HEADRACE_EVENT_LOOP=asyncio: slower than uvloop", "unset HEADRACE_EVENT_LOOP")
-        return
-    text, remedy = "uvloop", None
-    try:
-        import uvloop
-
-        text = f"uvloop {importlib.metadata.version('uvloop')}"
-        uvloop.new_event_loop().close()
-    except (ImportError, OSError) as error:
-        text, remedy = f"uvloop is not usable ({error}): asyncio's loop is slower", "pip install uvloop"
-    yield Finding("event loop", text, remedy)
+    """Whether the loader's loop is uvloop."""
+    name, remedy = import_event_loop().__name__, None
+    if name != "uvloop":
+        remedy = "pip install uvloop; unset HEADRACE_EVENT_LOOP"
+    yield Finding("event loop", name if remedy is None else f"{name}: slower than uvloop", remedy)
 
 
 def _check_device() -> Iterator[Finding]:
@@ -144,20 +130,17 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the findings; returns whether there is no problem."""
-    found: list[Finding] = []
+    problems = 0
     for check in CHECKS:
         try:
-            found += check()
+            found = [*check()]
         except Exception as error:  # a file of the system that has another form, a package that fails at import
             name = check.__name__.removeprefix("_check_").replace("_", " ")
-            found.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this"))
-    problems = sum(not each.ok for each in found)
-    if arguments.json:
-        lines = [{**asdict(each), "ok": each.ok} for each in found]
-        print(json.dumps({"ok": not problems, "findings": lines}, indent=2, ensure_ascii=False))
-    else:
+            found = [Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")]
         for each in found:
-            remedy = "" if each.ok else f". Remedy: {each.remedy}"
-            print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}")
-        print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
+            is_problem = each.remedy is not None
+            remedy = f". Remedy: {each.remedy}" if is_problem else ""
+            print(f"{'problem' if is_problem else 'ok':<9}{each.name:<18}{each.text}{remedy}")
+            problems += is_problem
+    print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
     return not problems

@@ -83,13 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     add("states", nargs="+", metavar="STATE", help=about)
     about = "function without arguments that makes the loader of the run"
     add("--loader", required=True, metavar="MODULE:FUNCTION", help=about)
-    doctor = commands.add_parser(
+    commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
         description="Prints a line for each finding: limits of descriptors and memory, cores, the event "
         "loop, the device, versions. A problem has its remedy. Exit status 1 if there is one.",
     )
-    doctor.add_argument("--json", action="store_true", help="print a JSON object, for programs")
     return parser
 
 

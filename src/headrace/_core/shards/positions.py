@@ -29,28 +29,25 @@ class PartPosition:
 
     def to_state(self, taken: int = 0, head: Head | None = None) -> State:
         """The position `taken` samples later, from the same place, as JSON values; `head` is of the object."""
-        state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
-        if self.decoder is not None:
-            state["decoder"] = self.decoder
-        size, etag = (self.size, self.etag) if head is None else (head.size, head.etag)
-        if size is not None:
-            state["size"], state["etag"] = size, etag
-        return state
+        return {
+            "part": self.part,
+            "given": self.given + taken,
+            "drop": self.drop + taken,
+            "decoder": self.decoder,
+            "size": self.size if head is None else head.size,
+            "etag": self.etag if head is None else head.etag,
+        }
 
     @classmethod
     def from_state(cls, state: object, parts: int) -> PartPosition:
         """The reverse of `to_state`, for a stream of `parts` parts; checked."""
         state = expect({"position": state}, "position", dict)
-        values = {name: expect(state, name, int) for name in ("part", "given", "drop")}
-        if "size" in state:
-            values["size"] = expect(state, "size", int)
-        decoder = expect(state, "decoder", dict) if "decoder" in state else None
-        etag = state.get("etag")
-        if (etag is not None and not isinstance(etag, str)) or values["part"] >= parts:
+        kinds = {"part": int, "given": int, "drop": int, "decoder": dict, "size": int, "etag": str}
+        optional = [name for name in ("decoder", "size", "etag") if state.get(name) is None]
+        values = {name: expect(state, name, kind) for name, kind in kinds.items() if name not in optional}
+        position = cls(**values)
+        if position.part >= parts or position.drop > position.given:
             raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
-        position = cls(**values, decoder=decoder, etag=etag)
-        if position.drop > position.given:
-            raise StateError(f"the state is damaged: {state} is no position")
         return position
 
     def version_of(self, shard: Shard) -> Shard:

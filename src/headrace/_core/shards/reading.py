@@ -89,9 +89,10 @@ class ChunkReader:
     async def _read(self, start: int, stop: int) -> InitialRead | Exception:
         shard, head = self._shard, self.head
         try:
-            if head is None:
+            if head is None and not start:
                 return await shard.store.read_start(shard.key, stop)
-            return InitialRead(await replace(shard, head=head).read(start, stop), head)
+            head = head or await shard.store.head(shard.key)
+            return InitialRead(await replace(shard, head=head).read(start, min(stop, head.size)), head)
         except Exception as error:
             return as_exception(error)
 

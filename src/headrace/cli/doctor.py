@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import os
-import platform
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +12,11 @@ from typing import NamedTuple
 
 from headrace._core.cgroup import CgroupLimits, available_memory
 from headrace._core.eventloop.loop_thread import import_event_loop
-from headrace._version import __version__
 
 __all__ = ["Finding", "run"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
 class Finding(NamedTuple):
@@ -111,20 +107,12 @@ def _check_device() -> Iterator[Finding]:
     yield Finding("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}; {text}", remedy)
 
 
-def _check_versions() -> Iterator[Finding]:
-    """Versions of what headrace needs."""
-    yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
-    for name in REQUIRED:
-        yield Finding(name, importlib.metadata.version(name))
-
-
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_descriptors,
     _check_memory,
     _check_cores,
     _check_event_loop,
     _check_device,
-    _check_versions,
 )
 
 

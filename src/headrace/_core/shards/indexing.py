@@ -12,7 +12,7 @@ import shutil
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,6 @@ from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardRe
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
 from headrace._core.store.head import check_version
-from headrace._core.store.listing import list_heads
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -371,28 +370,20 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
     return decoder.index(reader.codec.begins)
 
 
-async def build_parts(
-    shards: Sequence[Shard],
-    indexing: Indexing,
-    place: Shard,
-    present: Collection[str] = (),
-) -> list[IndexFile]:
+async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> list[IndexFile]:
     """An index of each shard, from the folder of parts, or built and stored there.
 
     Args:
         shards: the shards, with their versions.
         indexing: how shards are indexed.
         place: where the index will be.
-        present: keys of the parts that are there.
     """
     builds = asyncio.Semaphore(PARALLEL_BUILDS)
 
     async def one(shard: Shard) -> IndexFile:
         key = part_key(place, shard, indexing)
-        if key in present:
-            # Another process may have joined and deleted the parts meanwhile.
-            with contextlib.suppress(ShardError, ObjectNotFoundError):
-                return IndexFile(place.store.name(key), await place.store.read_all(key))
+        with contextlib.suppress(ShardError, ObjectNotFoundError):
+            return IndexFile(place.store.name(key), await place.store.read_all(key))
         async with builds:
             data = await index_shard(shard, indexing)
             await place.store.put(key, data)
@@ -404,11 +395,6 @@ async def build_parts(
 def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
     """The key of the part that one version of a shard has, of an index at `place`."""
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
-
-
-async def present_parts(place: Shard) -> set[str]:
-    """Keys of the parts that are complete, of an index at `place`."""
-    return {head.key for head in await list_heads(place.store, place.key + PARTS)}
 
 
 async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
@@ -423,7 +409,7 @@ async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard)
         ShardError: a shard is damaged.
         StoreError: a request failed.
     """
-    parts = await build_parts(shards, indexing, place, await present_parts(place))
+    parts = await build_parts(shards, indexing, place)
     index = await _stored(place, IndexFile.joined(folder_of(shards), parts))
     if place.store.local_root is not None:
         shutil.rmtree(_path(place) + PARTS, ignore_errors=True)

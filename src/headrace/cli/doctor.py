@@ -7,7 +7,6 @@ import math
 import os
 import resource
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from headrace._core.cgroup import CgroupLimits, available_memory
@@ -88,31 +87,11 @@ def _check_event_loop() -> Iterator[Finding]:
     yield Finding("event loop", name if remedy is None else f"{name}: slower than uvloop", remedy)
 
 
-def _check_device() -> Iterator[Finding]:
-    """The accelerator, and whether host memory can be page-locked for copies to it."""
-    import torch
-
-    if not torch.cuda.is_available():
-        if any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/kfd")):
-            text = f"this machine has a GPU, and torch {torch.__version__} cannot use it: batches stay in host memory"
-            yield Finding("device", text, "install torch for your driver: https://pytorch.org/get-started/locally")
-        else:
-            yield Finding("device", "no GPU: batches stay in host memory")
-        return
-    text, remedy = "memory can be pinned", None
-    try:
-        torch.empty(1 << 20, dtype=torch.uint8, device="cpu").pin_memory()
-    except RuntimeError as error:
-        text, remedy = f"memory cannot be pinned ({str(error).splitlines()[0]}): copies block", "ulimit -l unlimited"
-    yield Finding("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}; {text}", remedy)
-
-
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_descriptors,
     _check_memory,
     _check_cores,
     _check_event_loop,
-    _check_device,
 )
 
 

@@ -16,7 +16,6 @@ from headrace._core.shards.discovery import Shard, find_shards
 from headrace._core.shards.index_file import IndexFile
 from headrace._core.shards.indexing import (
     PARALLEL_BUILDS,
-    PARTS,
     DecoderOf,
     Indexing,
     beside,
@@ -24,11 +23,9 @@ from headrace._core.shards.indexing import (
     build_parts,
     compare,
     fetch_index,
-    part_key,
     place_of,
     with_heads,
 )
-from headrace._core.store.listing import list_heads
 from headrace._core.streams.blocking import background_loop
 from headrace.cli.pack import function_of
 from headrace.datasets.lines import LinesDataset
@@ -59,10 +56,7 @@ def run(arguments: argparse.Namespace) -> bool:
     if arguments.check:
         return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
-    share = shards[number - 1 :: count]
-    present = {head.key for head in loop.run(list_heads(place.store, place.key + PARTS))}
-    missing = [shard for shard in share if part_key(place, shard, indexing) not in present]
-    _build(missing, indexing, place, max(1, arguments.processes or int(usable_cores())))
+    _build(shards[number - 1 :: count], indexing, place, max(1, arguments.processes or int(usable_cores())))
     if arguments.part is not None:
         print(f"{place.name}: part {number} of {count} is complete")
         return True

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="look for what on this machine a loader will suffer from",
         description="Prints a line for each finding: limits of descriptors and memory, cores, the event "
-        "loop, the device. A problem has its remedy. Exit status 1 if there is one.",
+        "loop. A problem has its remedy. Exit status 1 if there is one.",
     )
     return parser
 

@@ -23,14 +23,14 @@ from headrace.datasets.cached import RangedShards
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MOST_DECODERS", "IndexedShards"]
+__all__ = ["MOST_DECODERS", "IndexedDataset"]
 
 # A block in random order has as many parts of a compressed shard, and reads about one more.
 PARTS_IN_BLOCK = 4
 MOST_DECODERS = 1024  # that are kept, of a kilobyte each
 
 
-class IndexedShards(RangedShards[T_co]):
+class IndexedDataset(RangedShards[T_co]):
     """The samples of shards with an index, map-style; made by `index` of a stream.
 
     A sample is one ranged GET, and its CRC-32 is checked. A corrupt sample is read a second time.
@@ -119,7 +119,7 @@ class IndexedShards(RangedShards[T_co]):
         first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
         parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 
-        async def unpacked(part: Any) -> NDArray[np.uint8]:
+        async def unpacked(part: Any) -> Any:
             return await self._unpacked.get((number, part[0][0]), functools.partial(self._unpack, number, *part))
 
         found = await map_all(unpacked, parts)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
-from headrace._core.shards.compression import without_suffix
+from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, RecordDecoder
 from headrace._core.streams.resumable import State
@@ -89,7 +89,10 @@ class LinesDataset(ShardedStream[Any]):
 def _format_of(format: str, shard: Shard) -> str:
     if format != "auto":
         return format
-    return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+    key = shard.key.lower()
+    if compression_of(key) is not None:
+        key = key.rpartition(".")[0]
+    return "json" if key.endswith(_JSON) else "text"
 
 
 def _is_document(value: Any) -> bool:

@@ -31,7 +31,7 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import T_co, signature_of
 from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.text import check_keywords, whole_number
-from headrace.datasets.indexed import IndexedShards
+from headrace.datasets.indexed import IndexedDataset
 
 __all__ = ["ShardedStream", "StreamOptions"]
 
@@ -121,7 +121,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         store: StoreLike | None = None,
         unpacked_bytes: int = UNPACKED_BYTES,
         **options: Any,
-    ) -> IndexedShards[T_co]:
+    ) -> IndexedDataset[T_co]:
         """The same samples, map-style: any sample is read by one ranged request.
 
         One index file has the places of the samples of all shards, and their CRC-32. The file is ``headrace.index`` in
@@ -169,9 +169,9 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         opening = open_index(found, indexing, place, required=index is not None, save=save)
         return stream._indexed(loop.run(opening), unpacked_bytes)
 
-    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedShards[T_co]:
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """The map-style dataset of shards in an index."""
-        return IndexedShards(opened, unpacked_bytes, self._for_decoding().decoder)
+        return IndexedDataset(opened, unpacked_bytes, self._for_decoding().decoder)
 
     def _for_decoding(self) -> Self:
         """A copy without the shards, which is small when pickled."""

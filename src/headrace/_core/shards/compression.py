@@ -150,16 +150,11 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     raise ShardError(what, shard=shard, offset=0)
 
 
-def without_suffix(name: str) -> str:
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
-
-
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
-    for suffix in _UNSUPPORTED:
-        if name.lower().endswith(suffix):
-            what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
-            raise ShardError(what, shard=name)
+    if name.lower().endswith(_UNSUPPORTED):
+        what = f".{name.rpartition('.')[2]} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+        raise ShardError(what, shard=name)
 
 
 def refuse_compressed(name: str) -> None:

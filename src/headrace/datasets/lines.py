@@ -158,32 +158,29 @@ class _Lines(RecordDecoder):
                     "UTF-16 or UTF-32, by its byte order mark; convert it to UTF-8, or read format='bytes'"
                 )
             content = content.removeprefix(codecs.BOM_UTF8)
+        if self._format == "json" and not content.strip():
+            self._passed(end)
+            return
+        value: Any = content
         try:
             if len(line) > self._limit:
                 raise ValueError(f"longer than line_limit={self._limit} bytes")
-            if self._format == "bytes":
-                self.complete = end
-                yield content
-            elif self._format == "text":
-                text = content.decode()
-                self.complete = end
-                yield text
-            elif content.strip():
-                if self._held:
-                    held, self.complete = self._held.pop()
-                    yield held
+            if self._format == "text":
+                value = content.decode()
+            elif self._format == "json":
                 value = json.loads(content)
-                if self._first and _is_document(value):
-                    self._held.append((value, end))
-                else:
-                    self.complete = end
-                    yield value
-                self._first = False
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
             what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
                 raise self._error(f"{what}; if the file is one JSON document, {_DOCUMENT}") from None
-            self._first = False
+            value = BadRecord(self._error(what))
+        if self._held:
+            held, self.complete = self._held.pop()
+            yield held
+        if self._first and _is_document(value):
+            self._held.append((value, end))
+        else:
             self.complete = end
-            yield BadRecord(self._error(what))
+            yield value
+        self._first = False
         self._passed(end)

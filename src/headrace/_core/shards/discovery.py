@@ -227,7 +227,7 @@ async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, also one within another; at most a million names.
+    """Expand ``{a,b}`` and ``{0000..0127}``, also one within another; at most a million names.
 
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
@@ -242,12 +242,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _choices(inside: str) -> Sequence[object]:
     """What stands for a pair of braces."""
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?", inside):
-        first, last, step = (int(number or 1) for number in numbers.groups())
-        span = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
+        first, last = map(int, numbers.groups())
+        step = 1 if first <= last else -1
+        span = range(first, last + step, step)
         if not re.search(r"\b0\d", inside) or len(span) > MOST_NAMES:
             return span
-        width = max(map(len, numbers.groups()[:2]))
+        width = max(map(len, numbers.groups()))
         return [f"{number:0{width}}" for number in span]
     parts = _COMMAS.split(inside)
     found = [each for part in parts for each in expand_braces(part)]

@@ -160,10 +160,9 @@ class IndexFile:
         Raises:
             ShardError: a sample is not within its shard.
         """
-        following = np.minimum(places + 1, max(0, len(self.begins) - 1))
         is_last = places + 1 == self._ends[shards]
         starts, ends = self.begins[places], self._shard_ends[shards]
-        stops = np.where(is_last, ends, self.begins[following])
+        stops = np.where(is_last, ends, self.begins.take(places + 1, mode="clip"))
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
         return starts, stops

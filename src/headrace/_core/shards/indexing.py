@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 import zlib
@@ -64,8 +65,8 @@ class Indexing(NamedTuple):
     def identity(self, shard: Shard) -> tuple[str, ...]:
         """What the entry of a shard depends on, beside the shard."""
         code = getattr(self.length, "__code__", None)
-        own = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
-        return self.decoder_of(shard).format, self.length_name, own
+        own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
+        return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
 
 
 class OpenedIndex(NamedTuple):
@@ -219,9 +220,8 @@ async def fetch_index(place: Shard) -> IndexFile:
         return map_index(_path(place))
     place, start = await place.read_version(PREFIX.size)
     cached = _cached(bytes(start[16:48]).hex())
-    with contextlib.suppress(ShardError):
-        if cached.store.local_root is not None:
-            return map_index(_path(cached))
+    with contextlib.suppress(ShardError, ObjectNotFoundError):
+        return await fetch_index(cached)
     data = await place.read(0, place.size)
     IndexFile(place.name, data).verify()
     return await _stored(cached, data)

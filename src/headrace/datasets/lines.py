@@ -12,7 +12,6 @@ from headrace._core.shards.compression import SUFFIXES as compression_suffixes
 from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, RecordDecoder
-from headrace._core.streams.resumable import State
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class _Lines(RecordDecoder):
             self._offset = 0
             raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
-    def restore(self, position: State) -> None:
+    def restore(self, position: Any) -> None:
         super().restore(position)
         self._first = False
         self._part_bytes, self.complete = 0, self._offset

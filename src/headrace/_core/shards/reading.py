@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import InitialRead
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import HeadraceError, ShardError, StateError
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class BadRecord(NamedTuple):
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAhead:
+class ReadAhead(NamedTuple):
     """How far shards are read ahead of their consumer.
 
     Memory holds at most about ``shards_in_parallel × (2 × requests_per_shard + 5) × chunk_bytes``.
@@ -127,8 +126,8 @@ class Decoder(ABC):
         """
         return None
 
-    def restore(self, position: State) -> None:
-        """Go on from a position, which is checked; called before the first `feed`."""
+    def restore(self, position: Any) -> None:
+        """Go on from a position; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
     ending: bytes = b""
@@ -165,10 +164,9 @@ class RecordDecoder(Decoder):
     def position(self) -> State | None:
         return {"offset": self._offset, "number": self._number}
 
-    def restore(self, position: State) -> None:
+    def restore(self, position: Any) -> None:
         self._parts = []  # of a sample that the decoder made before
-        self._offset = expect(position, "offset", int)
-        self._number = None if position.get("number") is None else expect(position, "number", int)
+        self._offset, self._number = position["offset"], position["number"]
 
     @property
     def _name(self) -> str:
@@ -222,7 +220,7 @@ class ShardReader:
         offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
-            offset = expect(position.decoder, "offset", int)
+            offset = position.decoder["offset"]
         start = 0 if self.codec.compressed else offset
         self.codec.taken = start
         self._skip, self._drop = offset - start, position.drop
@@ -295,7 +293,7 @@ class ShardReader:
         if not end:
             place = self._decoder.position()
             after = begin.after(len(samples))
-            return Block(samples, after if place is None else replace(after, drop=0, decoder=place))
+            return Block(samples, after if place is None else after._replace(drop=0, decoder=place))
         await self._chunks.aclose()
         if self._drop and error is None:
             given = begin.given

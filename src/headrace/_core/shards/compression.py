@@ -27,10 +27,10 @@ _INPUT_BYTES = 64 << 10
 
 _FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".zlib": "zlib", ".tgz": "gzip", ".tzst": "zstd"}
 
-TAR_SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix.startswith(".t"))
+TAR_SUFFIXES = (".tgz", ".tzst")
 """Suffixes of compressed tars that replace ``.tar``."""
 
-SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix not in TAR_SUFFIXES)
+SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 """Suffixes of compressed files."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")

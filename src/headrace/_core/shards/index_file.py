@@ -133,7 +133,7 @@ class IndexFile:
         if content_digest([text])[:8] != check:
             raise ValueError("the hash of its header is wrong")
         header = json.loads(text)
-        self.folder, self.length = str(header["folder"]), str(header["length"])
+        self.folder, self.length = header["folder"], header["length"]
         self.shards = [IndexedShard(*row) for row in header["shards"]]
         self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
         self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)

@@ -114,10 +114,11 @@ class IndexingDecoder(Decoder):
                 begin, self._end = self._end, self._decoder.complete
                 self._begins.append(begin)
                 self._checksums.append(zlib.crc32(view[begin - held_from : self._end - held_from]))
-                if type(sample) is BadRecord and self._problem is None:
+                is_bad = type(sample) is BadRecord
+                if is_bad and self._problem is None:
                     self._problem = str(sample.error)
                 if self._indexing.length is not None:
-                    self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
+                    self._lengths.append(0 if is_bad else self._indexing.length(sample))
         del self._held[: self._end - held_from]
 
     def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
@@ -194,8 +195,7 @@ async def open_index(
     """
     if place is not None:
         try:
-            index = await fetch_index(place)
-            return match(index, shards, indexing)
+            return match(await fetch_index(place), shards, indexing)
         except StoreError as error:
             # S3 refuses what does not exist, to those who may not list the bucket.
             missing = isinstance(error, ObjectNotFoundError) or error.status == 403
@@ -204,8 +204,7 @@ async def open_index(
         except ShardError:
             if not save:
                 raise
-    index = await _built(shards, indexing, place if save else None)
-    return match(index, shards, indexing)
+    return match(await _built(shards, indexing, place if save else None), shards, indexing)
 
 
 async def fetch_index(place: Shard) -> IndexFile:
@@ -235,18 +234,13 @@ async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
     return IndexFile(place.name, data)
 
 
-def cache_folder() -> str:
-    """The user's folder of indices, created if it does not exist."""
+def _cached(name: str) -> Shard:
+    """The place of an index in the user's cache folder, or in memory if the folder cannot be used."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(home, "headrace")
-    secure_folder(folder)
-    return folder
-
-
-def _cached(name: str) -> Shard:
-    """The place of an index in the cache folder, or in memory if the folder cannot be used."""
     try:
-        return Shard(Store(cache_folder()), f"{name}.index")
+        secure_folder(folder)
+        return Shard(Store(folder), f"{name}.index")
     except OSError as error:
         _warn(f"the index stays in memory, of which each process has a copy: {error}")
         return _in_memory()

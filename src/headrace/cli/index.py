@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> bool:
     place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
     if place is None:
         raise ValueError("no folder has all shards: give --output")
-    shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
+    shards = loop.run(with_heads(shards))
     if arguments.check:
         return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)

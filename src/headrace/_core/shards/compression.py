@@ -54,7 +54,6 @@ class Codec:
         self._stream: Any = None
         # Places from which the object can be unpacked alone: bytes of the object, and unpacked bytes, before them.
         self.begins: list[tuple[int, int]] = []
-        self._complete_streams = 0
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
@@ -85,7 +84,7 @@ class Codec:
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
-        if self.compressed and (self._stream is not None or not self._complete_streams):
+        if self.compressed and (self._stream is not None or not self.begins):
             what = f"this {self._format} stream is truncated"
             raise TruncatedShardError(what, shard=self._shard, offset=self._offset)
 
@@ -93,7 +92,7 @@ class Codec:
         # zlib hands back what it has not taken; zstd keeps it.
         while rest or (self._stream is not None and not getattr(self._stream, "needs_input", True)):
             if self._stream is None:
-                if self._complete_streams and self._format == "gzip":
+                if self.begins and self._format == "gzip":
                     rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
@@ -110,7 +109,7 @@ class Codec:
                 yield piece
             if self._stream.eof:
                 rest = self._stream.unused_data
-                self._stream, self._complete_streams = None, self._complete_streams + 1
+                self._stream = None
             else:
                 rest = getattr(self._stream, "unconsumed_tail", b"")
 

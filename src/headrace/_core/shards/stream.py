@@ -153,11 +153,11 @@ class ShardIterator(StreamOperation[Any]):
 
     def _restore_inner(self, state: Any) -> None:
         # Not damaged: the state of the loader has a checksum.
-        self._opened = state["inner"]["opened"]
-        for fields in state["inner"]["open"]:
-            position = PartPosition(**fields)
+        positions = [PartPosition(**fields) for fields in state["inner"]["open"]]
+        for position in positions:
             position.version_of(self._stream._parts[position.part])
-            self._from_state.append(position)
+        self._opened = state["inner"]["opened"]
+        self._from_state.extend(positions)
 
     async def aclose(self) -> None:
         """Stop reading; no request is in flight when this returns."""

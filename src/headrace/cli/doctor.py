@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import math
 import os
-import platform
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from headrace._core.cgroup import CgroupLimits, available_memory
-from headrace._version import __version__
+from headrace._core.eventloop.loop_thread import import_event_loop
 
 __all__ = ["Finding", "run"]
 
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
-REQUIRED = ("torch", "numpy", "anyio", "obstore", "aiofiles", "cloudpickle")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the output."""
 
     name: str  # what was looked at
     text: str  # what was found, and what suffers from it
     remedy: str | None = None  # the command or the option that helps; None where all is well
-
-    @property
-    def ok(self) -> bool:
-        """Whether all is well."""
-        return self.remedy is None
 
 
 def _check_descriptors() -> Iterator[Finding]:
@@ -91,45 +80,11 @@ def _check_cores() -> Iterator[Finding]:
 
 
 def _check_event_loop() -> Iterator[Finding]:
-    """uvloop, and the variable that chooses asyncio's loop."""
-    if os.environ.get("HEADRACE_EVENT_LOOP") == "asyncio":
-        yield Finding("event loop", "HEADRACE_EVENT_LOOP=asyncio: slower than uvloop", "unset HEADRACE_EVENT_LOOP")
-        return
-    text, remedy = "uvloop", None
-    try:
-        import uvloop
-
-        text = f"uvloop {importlib.metadata.version('uvloop')}"
-        uvloop.new_event_loop().close()
-    except (ImportError, OSError) as error:
-        text, remedy = f"uvloop is not usable ({error}): asyncio's loop is slower", "pip install uvloop"
-    yield Finding("event loop", text, remedy)
-
-
-def _check_device() -> Iterator[Finding]:
-    """The accelerator, and whether host memory can be page-locked for copies to it."""
-    import torch
-
-    if not torch.cuda.is_available():
-        if any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/kfd")):
-            text = f"this machine has a GPU, and torch {torch.__version__} cannot use it: batches stay in host memory"
-            yield Finding("device", text, "install torch for your driver: https://pytorch.org/get-started/locally")
-        else:
-            yield Finding("device", "no GPU: batches stay in host memory")
-        return
-    text, remedy = "memory can be pinned", None
-    try:
-        torch.empty(1 << 20, dtype=torch.uint8, device="cpu").pin_memory()
-    except RuntimeError as error:
-        text, remedy = f"memory cannot be pinned ({str(error).splitlines()[0]}): copies block", "ulimit -l unlimited"
-    yield Finding("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}; {text}", remedy)
-
-
-def _check_versions() -> Iterator[Finding]:
-    """Versions of what headrace needs."""
-    yield Finding("headrace", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
-    for name in REQUIRED:
-        yield Finding(name, importlib.metadata.version(name))
+    """Whether the loader's loop is uvloop."""
+    name, remedy = import_event_loop().__name__, None
+    if name != "uvloop":
+        remedy = "pip install uvloop; unset HEADRACE_EVENT_LOOP"
+    yield Finding("event loop", name if remedy is None else f"{name}: slower than uvloop", remedy)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -137,27 +92,22 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _check_memory,
     _check_cores,
     _check_event_loop,
-    _check_device,
-    _check_versions,
 )
 
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the findings; returns whether there is no problem."""
-    found: list[Finding] = []
+    problems = 0
     for check in CHECKS:
         try:
-            found += check()
+            found = [*check()]
         except Exception as error:  # a file of the system that has another form, a package that fails at import
             name = check.__name__.removeprefix("_check_").replace("_", " ")
-            found.append(Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this"))
-    problems = sum(not each.ok for each in found)
-    if arguments.json:
-        lines = [{**asdict(each), "ok": each.ok} for each in found]
-        print(json.dumps({"ok": not problems, "findings": lines}, indent=2, ensure_ascii=False))
-    else:
+            found = [Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")]
         for each in found:
-            remedy = "" if each.ok else f". Remedy: {each.remedy}"
-            print(f"{'ok' if each.ok else 'problem':<9}{each.name:<18}{each.text}{remedy}")
-        print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
+            is_problem = each.remedy is not None
+            remedy = f". Remedy: {each.remedy}" if is_problem else ""
+            print(f"{'problem' if is_problem else 'ok':<9}{each.name:<18}{each.text}{remedy}")
+            problems += is_problem
+    print("no problems" if not problems else f"{problems} problem{'s' * (problems > 1)}")
     return not problems

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
+import numpy as np
 from tqdm.auto import tqdm
 
 from headrace._core.cgroup import usable_cores
@@ -17,14 +18,12 @@ from headrace._core.shards.indexing import (
     PARALLEL_BUILDS,
     DecoderOf,
     Indexing,
-    Matcher,
     beside,
     build_index,
     build_parts,
+    compare,
     fetch_index,
-    part_key,
     place_of,
-    present_parts,
     with_heads,
 )
 from headrace._core.streams.blocking import background_loop
@@ -33,7 +32,6 @@ from headrace.datasets.lines import LinesDataset
 from headrace.datasets.sharded import ShardedStream
 from headrace.datasets.tar import TarDataset
 from headrace.datasets.tfrecord import TFRecordDataset
-from headrace.errors import ShardError
 from headrace.loader import DataLoader
 
 __all__ = ["run"]
@@ -54,14 +52,11 @@ def run(arguments: argparse.Namespace) -> bool:
     place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
     if place is None:
         raise ValueError("no folder has all shards: give --output")
-    shards = loop.run(with_heads(sorted(shards, key=lambda shard: shard.name)))
+    shards = loop.run(with_heads(shards))
     if arguments.check:
         return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
-    present = loop.run(present_parts(place))
-    share = shards[number - 1 :: count]
-    missing = [shard for shard in share if part_key(place, shard, indexing) not in present]
-    _build(missing, indexing, place, max(1, arguments.processes or int(usable_cores())))
+    _build(shards[number - 1 :: count], indexing, place, max(1, arguments.processes or int(usable_cores())))
     if arguments.part is not None:
         print(f"{place.name}: part {number} of {count} is complete")
         return True
@@ -86,31 +81,15 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
     return stream._parts, stream._for_decoding().index_decoder
 
 
-class _Groups(Dataset[int]):
-    """Groups of shards, each of which is read to get its part of the index."""
-
-    def __init__(self, groups: list[list[Shard]], indexing: Indexing, place: Shard) -> None:
-        self._groups, self._indexing, self._place = groups, indexing, place
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __getitem__(self, number: int) -> int:
-        group = self._groups[number]
-        background_loop().run(build_parts(group, self._indexing, self._place))
-        return len(group)
-
-
 def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
     """Store the parts of shards, by processes that read several shards at once."""
     size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
-    groups = [shards[first : first + size] for first in range(0, len(shards), size)]
-    num_workers = min(processes, len(groups)) if processes > 1 else 0
+    num_workers = min(processes, -(-len(shards) // size)) if processes > 1 else 0
     loader = DataLoader(
-        _Groups(groups, indexing, place),
-        batch_size=1,
+        shards,
+        size,
         num_workers=num_workers,
-        collate_fn=sum,
+        collate_fn=functools.partial(_build_parts, indexing, place),
         # Obstore, which this process has used, cannot be used after a fork.
         multiprocessing_context="spawn" if num_workers else None,
     )
@@ -120,20 +99,17 @@ def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int
             bar.update(count)
 
 
+def _build_parts(indexing: Indexing, place: Shard, shards: list[Shard]) -> int:
+    background_loop().run(build_parts(shards, indexing, place))
+    return len(shards)
+
+
 def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
     """Print each difference of an index from the store; returns whether there is none."""
-    matcher, found = Matcher(index, shards, indexing), set[int]()
-    differences = []
-    for shard in shards:
-        try:
-            number = matcher.number(shard)
-            found.add(number)
-            matcher.version(shard, number)
-        except ShardError as error:
-            differences.append(str(error))
-    gone = [row.name for number, row in enumerate(index.shards) if number not in found]
+    opened, errors = compare(index, shards, indexing)
+    gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
     what = f"in the index {index.name}, and not in the store"
-    differences += [f"{matcher.folder}{name}: {what}" for name in gone]
+    differences = [*map(str, errors), *(f"{index.shards[number].name}: {what}" for number in gone)]
     for difference in differences:
         print(difference)
     if not differences:

@@ -32,10 +32,9 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def _dataset(source: str) -> Any:
-    if source.endswith(TarDataset.suffixes):
-        return TarDataset(source, shards_in_parallel=1)  # in the order of the shards
-    if source.endswith(LinesDataset.suffixes):
-        return LinesDataset(source, shards_in_parallel=1)
+    for kind in (TarDataset, LinesDataset):
+        if source.endswith(kind.suffixes):
+            return kind(source, shards_in_parallel=1)  # in the order of the shards
     return ParquetDataset(source) if source.endswith(ParquetDataset._suffixes) else ObjectDataset(source)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,19 +15,21 @@ from headrace._core.shards.compression import compression_of, unpack_object
 from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.unpacked import UnpackedShards
-from headrace._core.store.ranges import Ranges
+from headrace._core.store.ranges import Ranges, map_all
 from headrace._core.streams.kinds import Blocks, T_co
 from headrace.datasets.cached import RangedShards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MOST_DECODERS", "IndexedShards"]
+__all__ = ["MOST_DECODERS", "IndexedDataset"]
 
+# A block in random order has as many parts of a compressed shard, and reads about one more.
+PARTS_IN_BLOCK = 4
 MOST_DECODERS = 1024  # that are kept, of a kilobyte each
 
 
-class IndexedShards(RangedShards[T_co]):
+class IndexedDataset(RangedShards[T_co]):
     """The samples of shards with an index, map-style; made by `index` of a stream.
 
     A sample is one ranged GET. A corrupt sample is read a second time.
@@ -75,8 +78,8 @@ class IndexedShards(RangedShards[T_co]):
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
         """Make the samples of a batch; raises `ShardError` for invalid bytes."""
-        shards, _, places = self._at(indices)
-        starts = self._index.starts(places)
+        shards, numbers, places = self._at(indices)
+        starts = self._index.starts(numbers, places)
         return list(map(self.decode, shards.tolist(), starts.tolist(), data))
 
     @property
@@ -92,25 +95,35 @@ class IndexedShards(RangedShards[T_co]):
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order: compressed shards are blocks."""
+        """The sizes of blocks for a random order: compressed shards, or some of their parts."""
         if not any(self._compressed):
             return super().blocks
-        nbytes = sum(self._index.shards[number].end for number in self._numbers.tolist())
-        rows = -(-len(self) // len(self._shards))
-        return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), rows)
+        rows = [self._index.shards[number] for number in self._numbers.tolist()]
+        nbytes = sum(row.end for row in rows)
+        parts = sum(len(row.borders()) - 1 for row in rows)
+        size = -(-len(self) // max(len(rows), parts // PARTS_IN_BLOCK))
+        return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
-        """Read bytes of a shard; a compressed shard is unpacked once for all samples that wait."""
+        """Read bytes of a shard; a part of a compressed shard is unpacked once for all samples that wait."""
         if not self._compressed[number]:
             return await super().read_range(number, start, stop, index=index)
-        data = await self._unpacked.get(number, functools.partial(self._unpack, number))
-        return memoryview(data)[start:stop]
+        borders = self._index.shards[self._numbers[number]].borders()
+        first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
+        parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 
-    async def _unpack(self, number: int) -> NDArray[np.uint8]:
-        shard = self._shards[number]
-        size = self._index.shards[self._numbers[number]].end
-        data = await shard.read(0, shard.size)
-        unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, size)
+        async def unpacked(part: Any) -> Any:
+            return await self._unpacked.get((number, part[0][0]), functools.partial(self._unpack, number, *part))
+
+        found = await map_all(unpacked, parts)
+        data = found[0] if len(found) == 1 else np.concatenate(found)
+        begin = parts[0][0][1]
+        return memoryview(data)[start - begin : stop - begin]
+
+    async def _unpack(self, number: int, first: list[int], last: list[int]) -> NDArray[np.uint8]:
+        shard, (start, begin), (stop, end) = self._shards[number], first, last
+        data = await shard.read(start, stop)
+        unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, end - begin)
         return np.frombuffer(unpacked, np.uint8)
 
     def decode(self, number: int, start: int, data: memoryview) -> T_co:

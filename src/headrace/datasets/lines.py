@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 from headrace._core.shards.compression import SUFFIXES as compression_suffixes
-from headrace._core.shards.compression import without_suffix
+from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, RecordDecoder
-from headrace._core.streams.resumable import State
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 
 if TYPE_CHECKING:
@@ -89,7 +88,10 @@ class LinesDataset(ShardedStream[Any]):
 def _format_of(format: str, shard: Shard) -> str:
     if format != "auto":
         return format
-    return "json" if without_suffix(shard.key.lower()).endswith(_JSON) else "text"
+    key = shard.key.lower()
+    if compression_of(key) is not None:
+        key = key.rpartition(".")[0]
+    return "json" if key.endswith(_JSON) else "text"
 
 
 def _is_document(value: Any) -> bool:
@@ -134,7 +136,7 @@ class _Lines(RecordDecoder):
             self._offset = 0
             raise self._error(f"one JSON document in place of JSON lines; {_DOCUMENT}")
 
-    def restore(self, position: State) -> None:
+    def restore(self, position: Any) -> None:
         super().restore(position)
         self._first = False
         self._part_bytes, self.complete = 0, self._offset
@@ -155,32 +157,29 @@ class _Lines(RecordDecoder):
                     "UTF-16 or UTF-32, by its byte order mark; convert it to UTF-8, or read format='bytes'"
                 )
             content = content.removeprefix(codecs.BOM_UTF8)
+        if self._format == "json" and not content.strip():
+            self._passed(end)
+            return
+        value: Any = content
         try:
             if len(line) > self._limit:
                 raise ValueError(f"longer than line_limit={self._limit} bytes")
-            if self._format == "bytes":
-                self.complete = end
-                yield content
-            elif self._format == "text":
-                text = content.decode()
-                self.complete = end
-                yield text
-            elif content.strip():
-                if self._held:
-                    held, self.complete = self._held.pop()
-                    yield held
+            if self._format == "text":
+                value = content.decode()
+            elif self._format == "json":
                 value = json.loads(content)
-                if self._first and _is_document(value):
-                    self._held.append((value, end))
-                else:
-                    self.complete = end
-                    yield value
-                self._first = False
         except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
             what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
                 raise self._error(f"{what}; if the file is one JSON document, {_DOCUMENT}") from None
-            self._first = False
+            value = BadRecord(self._error(what))
+        if self._held:
+            held, self.complete = self._held.pop()
+            yield held
+        if self._first and _is_document(value):
+            self._held.append((value, end))
+        else:
             self.complete = end
-            yield BadRecord(self._error(what))
+            yield value
+        self._first = False
         self._passed(end)

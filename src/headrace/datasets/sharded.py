@@ -14,10 +14,9 @@ from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.indexing import (
     Indexing,
     OpenedIndex,
-    all_shards,
     beside,
     fetch_index,
-    match,
+    indexed_shards,
     open_index,
     place_of,
 )
@@ -32,7 +31,7 @@ from headrace._core.streams.iterable_style import AsyncIterableDataset
 from headrace._core.streams.kinds import T_co, signature_of
 from headrace._core.streams.operators import ShuffleBuffer
 from headrace._core.text import check_keywords, whole_number
-from headrace.datasets.indexed import IndexedShards
+from headrace.datasets.indexed import IndexedDataset
 
 __all__ = ["ShardedStream", "StreamOptions"]
 
@@ -122,13 +121,14 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         store: StoreLike | None = None,
         unpacked_bytes: int = UNPACKED_BYTES,
         **options: Any,
-    ) -> IndexedShards[T_co]:
+    ) -> IndexedDataset[T_co]:
         """The same samples, map-style: any sample is read by one ranged request.
 
         One index file has the places of the samples of all shards, and their CRC-32. The file is ``headrace.index`` in
         the folder of the shards, and is made by the command ``headrace index URL``. Without the file, each shard is
         read once, and the index is kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
-        shards. A compressed shard is read as a whole, and unpacked once for all samples that wait.
+        shards. A compressed shard is read as a whole, or in parts if it has several streams of gzip or frames of zstd.
+        Each part is unpacked once for all samples that wait.
         Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
 
         A sample that is invalid raises the `ShardError` of the stream when the sample is read.
@@ -160,10 +160,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         if shards is None:
             if index is None:
                 raise TypeError(f"{cls.__name__}.index: give shards, or index=")
-            whole = all_shards(loop.run(fetch_index(place_of(index, opened))), opened)
-            stream = cls(whole.shards[:1], **options)
-            matched = match(whole.file, whole.shards, Indexing(stream.index_decoder))
-            return stream._indexed(matched, unpacked_bytes)
+            shards = indexed_shards(loop.run(fetch_index(place_of(index, opened))), opened)
         stream = cls(shards, store=opened, **options)
         found = stream._parts
         place = beside(found) if index is None else place_of(index, opened)
@@ -173,9 +170,9 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         opening = open_index(found, indexing, place, required=index is not None, save=save)
         return stream._indexed(loop.run(opening), unpacked_bytes)
 
-    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedShards[T_co]:
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """The map-style dataset of shards in an index."""
-        return IndexedShards(opened, unpacked_bytes, self._for_decoding().decoder)
+        return IndexedDataset(opened, unpacked_bytes, self._for_decoding().decoder)
 
     def _for_decoding(self) -> Self:
         """A copy without the shards, which is small when pickled."""

@@ -11,7 +11,7 @@ from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.indexing import OpenedIndex
 from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
 from headrace._core.text import check_names
-from headrace.datasets.indexed import IndexedShards
+from headrace.datasets.indexed import IndexedDataset
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
@@ -118,7 +118,7 @@ def tar_decoder(shard: Shard) -> TarSamples:
     return TarSamples(shard.name, uniform=True)
 
 
-class IndexedTarDataset(IndexedShards[dict[str, Any]]):
+class IndexedTarDataset(IndexedDataset[dict[str, Any]]):
     """The samples of indexed tar shards, map-style; made by `TarDataset.index`.
 
     Args:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from headrace._core.extras import require
 from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, RecordDecoder
-from headrace._core.streams.resumable import State
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError, TruncatedShardError
 
@@ -92,7 +91,7 @@ class _Records(RecordDecoder):
             raise TruncatedShardError(f"truncated in {self._name}", shard=self._shard, offset=self._offset)
         return iter(())
 
-    def restore(self, position: State) -> None:
+    def restore(self, position: Any) -> None:
         super().restore(position)
         self._needed = 12
 

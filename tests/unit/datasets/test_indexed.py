@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import zlib
 
 import pytest
 
@@ -22,7 +23,8 @@ from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
 from headrace.testing import DatasetContract
 from object_server import Fault, ObjectServer
-from tests.unit.datasets.formats import files_in
+from tests.fixtures.seekable import make as seekable
+from tests.unit.datasets.formats import FIXTURES, files_in
 from tests.unit.datasets.test_tar import numbered
 from tests.unit.shards import tars
 
@@ -74,6 +76,18 @@ class TestIndexedLines(DatasetContract):
 # Samples
 
 
+def in_parts():
+    """Lines in the frames of zstd's seekable format, in streams of gzip with padding, and in small streams of zlib."""
+    text = b"".join(b'"%d"\n' % number * 30 for number in range(9000))
+    pieces = [text[first : first + 300_000] for first in range(0, len(text), 300_000)]
+    small = [text[first : first + 9_999] for first in range(0, len(text), 9_999)]
+    return {
+        "a.jsonl.zst": (FIXTURES / "seekable" / "a.jsonl.zst").read_bytes(),
+        "b.jsonl.gz": (b"\0" * 99).join(map(gzip.compress, pieces)),
+        "c.jsonl.zlib": b"".join(map(zlib.compress, small)),
+    }
+
+
 def archive_of_every_kind():
     """A tar with long names, extended headers, folders, other files, empty members, and a name that is no UTF-8."""
     stream = io.BytesIO()
@@ -101,6 +115,7 @@ def archive_of_every_kind():
         (hr.TFRecordDataset, {**files_in("tfrecord"), "b.tfrecord": b""}, {}),
         (hr.TarDataset, {"a.tar": tars.shard("ab"), "b.tar.gz": gzip.compress(tars.shard("cde"))}, {}),
         (hr.LinesDataset, {"a.jsonl.zst": tars.zstd(LINES["c.jsonl"]), "b.json.gz": gzip.compress(b"")}, {}),
+        (hr.LinesDataset, in_parts(), {}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -180,6 +195,33 @@ def test_a_compressed_shard_is_read_once():
         with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=list) as loader:
             assert sum(map(len, loader)) == 301
         assert server.requests()["GET"] - before == 2
+
+
+def test_a_part_of_a_compressed_shard_is_read_alone(monkeypatch):
+    shards = in_parts()
+    with ObjectServer(shards) as server:
+        store = hr.Store(server.url, options=server.store_options)
+        dataset = hr.LinesDataset.index([*shards], store=store, save=True)
+        assert dataset[1999] == seekable.lines()[1999]
+        asked = []
+        read = hr.Store.read
+
+        def noted(self, key, start, stop, **options):
+            asked.append((key, start, stop))
+            return read(self, key, start, stop, **options)
+
+        monkeypatch.setattr(hr.Store, "read", noted)
+        for at in (1234, *range(2000, len(dataset), 44_999)):
+            dataset = pickle.loads(pickle.dumps(dataset))  # nothing is unpacked in a copy
+            assert dataset[at] is not None
+        assert len(asked) >= 13
+        assert all(stop - start <= len(shards[key]) / 3 for key, start, stop in asked)
+        assert {key for key, _, _ in asked} == {*shards}
+        with hr.DataLoader(dataset, 100, shuffle=True, seed=0, collate_fn=len) as loader:
+            before = server.requests()["GET"]
+            assert sum(loader) == len(dataset)
+        parts = sum(len(row.borders()) - 1 for row in dataset._index.shards)
+        assert server.requests()["GET"] - before < 1.5 * parts
 
 
 def test_a_changed_byte_of_a_compressed_shard_is_an_error_or_changes_nothing(tmp_path):

@@ -14,6 +14,9 @@ from headrace.errors import ShardError, TruncatedShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+STREAM_BYTES = 256 << 10
+"""Minimum unpacked bytes between the places from which an object can be unpacked alone."""
+
 MAX_OUTPUT = 4 << 20
 """Maximum bytes unpacked at once: bounds a decompression bomb, whatever its ratio."""
 
@@ -24,10 +27,10 @@ _INPUT_BYTES = 64 << 10
 
 _FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".zlib": "zlib", ".tgz": "gzip", ".tzst": "zstd"}
 
-TAR_SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix.startswith(".t"))
+TAR_SUFFIXES = (".tgz", ".tzst")
 """Suffixes of compressed tars that replace ``.tar``."""
 
-SUFFIXES = tuple(suffix for suffix in _FORMATS if suffix not in TAR_SUFFIXES)
+SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 """Suffixes of compressed files."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
@@ -49,7 +52,8 @@ class Codec:
         self.compressed = self._format is not None
         self._shard = shard
         self._stream: Any = None
-        self._complete_streams = 0
+        # Places from which the object can be unpacked alone: bytes of the object, and unpacked bytes, before them.
+        self.begins: list[tuple[int, int]] = []
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
@@ -80,7 +84,7 @@ class Codec:
 
     def finish(self) -> None:
         """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
-        if self.compressed and (self._stream is not None or not self._complete_streams):
+        if self.compressed and (self._stream is not None or not self.begins):
             what = f"this {self._format} stream is truncated"
             raise TruncatedShardError(what, shard=self._shard, offset=self._offset)
 
@@ -88,10 +92,12 @@ class Codec:
         # zlib hands back what it has not taken; zstd keeps it.
         while rest or (self._stream is not None and not getattr(self._stream, "needs_input", True)):
             if self._stream is None:
-                if self._complete_streams and self._format == "gzip":
+                if self.begins and self._format == "gzip":
                     rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
                     if not rest:
                         return
+                if not self.begins or self._offset - self.begins[-1][1] >= STREAM_BYTES:
+                    self.begins.append((self.taken - len(rest), self._offset))
                 self._stream = self._open()
             try:
                 piece = self._stream.decompress(rest, MAX_OUTPUT)
@@ -103,7 +109,7 @@ class Codec:
                 yield piece
             if self._stream.eof:
                 rest = self._stream.unused_data
-                self._stream, self._complete_streams = None, self._complete_streams + 1
+                self._stream = None
             else:
                 rest = getattr(self._stream, "unconsumed_tail", b"")
 
@@ -143,16 +149,11 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     raise ShardError(what, shard=shard, offset=0)
 
 
-def without_suffix(name: str) -> str:
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
-
-
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
-    for suffix in _UNSUPPORTED:
-        if name.lower().endswith(suffix):
-            what = f"{suffix} is not supported; supported compressions are {', '.join(SUFFIXES)}"
-            raise ShardError(what, shard=name)
+    if name.lower().endswith(_UNSUPPORTED):
+        what = f".{name.rpartition('.')[2]} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+        raise ShardError(what, shard=name)
 
 
 def refuse_compressed(name: str) -> None:

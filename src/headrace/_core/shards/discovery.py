@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fnmatch
 import math
@@ -70,18 +71,13 @@ class Shard:
         size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
         return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
 
-    async def read_start(self, stop: int) -> InitialRead:
-        """Read bytes up to `stop`, or all if the store ignores ranges: `data`, and `head` with size and version."""
-        if self.head is None:
-            found = await self.store.read_start(self.key, stop)
-        else:
-            found = InitialRead(await self.read(0, min(stop, self.head.size)), self.head)
-        check_content(found.data, self.name)
-        return found
-
     async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
-        """As `read_start`; returns the version of the shard that was read, and its bytes."""
-        data, head = await self.read_start(stop)
+        """Read bytes up to `stop`, or all if the store ignores ranges; returns the version that was read, too."""
+        if self.head is None:
+            data, head = await self.store.read_start(self.key, stop)
+        else:
+            data, head = await self.read(0, min(stop, self.head.size)), self.head
+        check_content(data, self.name)
         return replace(self, head=head), data
 
     async def read_end(self, length: int) -> InitialRead:
@@ -163,8 +159,8 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
             is_pattern = is_pattern or (root is not None and os.path.isdir(os.path.join(root, key)))
             named.append((one, is_pattern))
-    patterns = [(shard, _local_names(shard)) for shard, is_pattern in named if is_pattern]
-    listed = iter(background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns)) if patterns else ())
+    patterns = [shard for shard, is_pattern in named if is_pattern]
+    listed = iter(background_loop().run(map_all(partial(_list, suffixes), patterns)) if patterns else ())
     found: list[Shard] = []
     for one, is_pattern in named:
         found += next(listed) if is_pattern else [one]
@@ -176,19 +172,13 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
     return tuple(found)
 
 
-def _local_names(pattern: Shard) -> list[str]:
-    """The files and directories of this machine that match a glob; read on the caller's thread."""
-    root = pattern.store.local_root
-    return [] if root is None else sorted(glob(pattern.key, root_dir=root))
-
-
-async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+async def _list(suffixes: tuple[str, ...], pattern: Shard) -> list[Shard]:
     """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
     if match := _GLOB.search(key):
         folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
-        found = await _matching(pattern, folder, names, suffixes)
+        found = await _matching(pattern, folder, suffixes)
     else:
         problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
         found = await list_inside(store, folder, suffixes)
@@ -205,10 +195,8 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
     return [Shard(store, head.key, head) for head in named if not _is_hidden(head.key.removeprefix(folder))]
 
 
-async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
-    """The objects that match a glob, and those in directories that do and are named as shards.
-
-    `folder` has them all; `names` are those of a directory of this machine, if the store is one.
+async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
+    """The objects that match a glob, and those in directories that do and are named as shards; in `folder`.
 
     Without ``**``, a directory is listed only if its path matches, and what is below it is not.
     """
@@ -217,6 +205,7 @@ async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: t
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
     if store.local_root is not None:
+        names = sorted(await asyncio.to_thread(glob, pattern, root_dir=store.local_root))
         return [*chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))]
     found, folders = list[Shard](), [""]
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
@@ -239,7 +228,7 @@ async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``{a,b}``, ``{0000..0127}`` and ``{0..8..2}``, also one within another; at most a million names.
+    """Expand ``{a,b}`` and ``{0000..0127}``, also one within another; at most a million names.
 
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
@@ -254,12 +243,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _choices(inside: str) -> Sequence[object]:
     """What stands for a pair of braces."""
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?", inside):
-        first, last, step = (int(number or 1) for number in numbers.groups())
-        span = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
+        first, last = map(int, numbers.groups())
+        step = 1 if first <= last else -1
+        span = range(first, last + step, step)
         if not re.search(r"\b0\d", inside) or len(span) > MOST_NAMES:
             return span
-        width = max(map(len, numbers.groups()[:2]))
+        width = max(map(len, numbers.groups()))
         return [f"{number:0{width}}" for number in span]
     parts = _COMMAS.split(inside)
     found = [each for part in parts for each in expand_braces(part)]

@@ -1,13 +1,12 @@
 """The file format of an index: where the samples of a dataset's shards are.
 
 The first 64 bytes have the magic, a hash of the rest, the length of the header, and the CRC-32 of
-all that follows, which is checked whenever an index is mapped. The header is JSON, padded to 8
-bytes. Four little-endian arrays follow:
+what follows, which is checked when an index is mapped. The header is JSON, padded to 8 bytes. Three
+little-endian arrays follow:
 
-- for each block of about 256 KiB, the offset in the shard and the number of the first sample
-  (int64);
-- for each sample, the offset in the block, and the sample's length if lengths were asked for
-  (uint32).
+- for each 4 GiB of a shard but the first, the number of the first sample there (int64);
+- for each sample, the offset in these 4 GiB (uint32);
+- the length of each sample, if lengths were asked for (uint32).
 
 A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
 the unpacked bytes.
@@ -15,6 +14,7 @@ the unpacked bytes.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import mmap
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import compression_of
 from headrace._core.shards.discovery import shard_errors
 from headrace._core.store.head import Head
 from headrace.errors import ShardError
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"headrace index 3"
-BLOCK_BYTES = 256 << 10  # what one request reads well
 PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash of all that follows, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<i8", "<u4", "<u4")
+ARRAYS = ("<i8", "<u4", "<u4")
+PART_BITS = 32  # of an offset within 4 GiB
 
 
 class IndexedShard(NamedTuple):
@@ -55,6 +54,8 @@ class IndexedShard(NamedTuple):
         samples: number of samples.
         end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of its shard; None if there is none.
+        begins: the places from which a compressed shard can be unpacked, as base 64 of int64: offset in
+            the object and offset in the unpacked bytes of each.
     """
 
     name: str
@@ -65,22 +66,18 @@ class IndexedShard(NamedTuple):
     samples: int
     end: int
     problem: str | None
+    begins: str
+
+    def borders(self) -> IntArray:
+        """Borders of the parts of a compressed shard: offsets in the object and in the unpacked bytes."""
+        begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
+        return np.append(begins, (self.size, self.end)).reshape(-1, 2)
 
     def head(self, key: str, *, moved: bool = False) -> Head:
         """The indexed version of the shard, under a key."""
         # Copies in another place have other tags and times.
         etag, modified = (None, None) if moved else (self.etag, self.modified)
         return Head(key, self.size, etag, modified)
-
-    def check(self) -> None:
-        """Raise `ValueError` if a value is of a wrong type or out of range."""
-        texts = (self.name, self.format, self.etag or "", self.modified or "", self.problem or "")
-        numbers = (self.size, self.samples, self.end)
-        if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int}:
-            raise ValueError(f"the entry of a shard is {list(self)!r}")
-        most = self.size if compression_of(self.name) is None else self.end
-        if self.samples < 0 or not 0 <= self.end <= most:
-            raise ValueError(f"{self.name}: samples up to byte {self.end} of {self.size}")
 
 
 class IndexFile:
@@ -138,11 +135,8 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, blocks = str(header["folder"]), int(header["blocks"])
-        self.length = str(header["length"])
+        self.folder, self.length = header["folder"], header["length"]
         self.shards = [IndexedShard(*row) for row in header["shards"]]
-        for shard in self.shards:
-            shard.check()
         self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
         self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
         self._ends = np.cumsum(self.counts)
@@ -150,12 +144,13 @@ class IndexFile:
         total = int(self.counts.sum())
         offset, arrays = PREFIX.size + length, []
         lengths = total if self.length else 0
-        for count, kind in zip((blocks, blocks, total, lengths), ARRAYS, strict=True):
+        for count, kind in zip((header["parts"], total, lengths), ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._block_begins, self._block_firsts, self._begins, self.lengths = arrays
+        self._parts, self._begins, self.lengths = arrays
+        self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
 
     def verify(self) -> None:
         """Raise `ShardError` if the hash is not that of the content, which is read."""
@@ -168,55 +163,37 @@ class IndexFile:
         Raises:
             ShardError: a sample is not within its shard.
         """
-        following = np.minimum(places + 1, max(0, len(self._begins) - 1))
         is_last = places + 1 == self._ends[shards]
-        starts, ends = self.starts(places), self._shard_ends[shards]
-        stops = np.where(is_last, ends, self.starts(following))
+        starts, ends = self.starts(shards, places), self._shard_ends[shards]
+        stops = np.where(is_last, ends, self.starts(shards, np.where(is_last, places, places + 1)))
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
         return starts, stops
 
-    def starts(self, places: IntArray) -> IntArray:
-        """Start of the samples at `places`, in their shards."""
-        blocks = np.searchsorted(self._block_firsts, places, side="right") - 1
-        starts: IntArray = self._block_begins[blocks] + self._begins[places].astype(np.int64)
+    def starts(self, shards: IntArray, places: IntArray) -> IntArray:
+        """Start of the samples at `places`, in their shards, which are known."""
+        parts = np.searchsorted(self._parts, places, side="right") - self._parts_before[shards]
+        starts: IntArray = (parts << PART_BITS) + self._begins[places]
         return starts
 
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """The bytes of an index of the shards in a folder, of the indices of one shard each."""
-        shards: list[IndexedShard] = []
-        columns: list[list[NDArray[Any]]] = [[] for _ in ARRAYS]
-        total = 0
-        for part in sorted(parts, key=lambda part: part.shards[0].name):
-            (shard,) = part.shards
-            shards.append(shard._replace(name=shard.name.removeprefix(folder)))
-            firsts = part._block_firsts + total
-            arrays = (part._block_begins, firsts, part._begins, part.lengths)
-            for column, array in zip(columns, arrays, strict=True):
-                column.append(array)
-            total += shard.samples
-        return _dump(folder, shards, parts[0].length, [np.concatenate(column) for column in columns])
+        parts = sorted(parts, key=lambda part: part.shards[0].name)
+        shards = [part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts]
+        firsts = np.cumsum([0, *(shard.samples for shard in shards)]).tolist()
+        columns = [
+            np.concatenate([part._parts + first for part, first in zip(parts, firsts, strict=False)]),
+            np.concatenate([part._begins for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        ]
+        return _dump(folder, shards, parts[0].length, columns)
 
     @staticmethod
-    def of_shard(
-        shard: IndexedShard,
-        ends: IntArray,
-        lengths: NDArray[np.uint32],
-        length: str,
-    ) -> bytes:
-        """The bytes of an index of one shard, of the ends and lengths of its samples."""
-        begins = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
-        firsts: list[int] = []
-        first = 0
-        while first < len(begins):
-            firsts.append(first)
-            first = int(np.searchsorted(begins, begins[first] + BLOCK_BYTES))
-        sizes = np.diff(firsts, append=len(begins)) if firsts else 0
-        block_begins = begins[firsts]
-        relative = begins - np.repeat(block_begins, sizes)
-        arrays = [block_begins, np.array(firsts, np.int64), relative, lengths]
-        return _dump("", [shard], length, arrays)
+    def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
+        """The bytes of an index of one shard, of the offsets and lengths of its samples."""
+        parts = np.repeat(np.arange(1, len(begins)), np.diff(begins >> PART_BITS))
+        return _dump("", [shard], length, [parts, begins & (1 << PART_BITS) - 1, lengths])
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -232,7 +209,7 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 
 
 def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
-    content = {"folder": folder, "blocks": len(arrays[0]), "length": length, "shards": shards}
+    content = {"folder": folder, "length": length, "parts": len(arrays[0]), "shards": shards}
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     parts = [header]

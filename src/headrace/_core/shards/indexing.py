@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import obstore
+from obstore.store import MemoryStore
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import refuse_unsupported
 from headrace._core.shards.discovery import Shard, split_url
 from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
 from headrace._core.shards.positions import PartPosition
@@ -26,7 +28,6 @@ from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardRe
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
 from headrace._core.store.head import check_version
-from headrace._core.store.listing import list_heads
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -63,8 +64,8 @@ class Indexing(NamedTuple):
     def identity(self, shard: Shard) -> tuple[str, ...]:
         """What the entry of a shard depends on, beside the shard."""
         code = getattr(self.length, "__code__", None)
-        own = "" if code is None else f"{code.co_code.hex()} {code.co_names}"
-        return self.decoder_of(shard).format, self.length_name, own
+        own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
+        return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
 
 
 class OpenedIndex(NamedTuple):
@@ -82,7 +83,7 @@ class OpenedIndex(NamedTuple):
 
 
 class IndexingDecoder(Decoder):
-    """Notes where the samples of another decoder end; yields nothing.
+    """Notes where the samples of another decoder begin and end; yields nothing.
 
     A sample begins where the sample before ends.
     """
@@ -91,7 +92,8 @@ class IndexingDecoder(Decoder):
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
         self.pages = self._decoder.pages
-        self._ends, self._lengths = array("q"), array("I")
+        self._begins, self._lengths = array("q"), array("I")
+        self._end = 0  # of the last complete sample
         self._problem: str | None = None
 
     def feed(self, data: Buffer) -> Iterator[Any]:
@@ -104,17 +106,21 @@ class IndexingDecoder(Decoder):
 
     def _note(self, samples: Iterator[Any]) -> None:
         for sample in samples:
-            self._ends.append(self._decoder.complete)
-            if type(sample) is BadRecord and self._problem is None:
+            self._begins.append(self._end)
+            self._end = self._decoder.complete
+            is_bad = type(sample) is BadRecord
+            if is_bad and self._problem is None:
                 self._problem = str(sample.error)
             if self._indexing.length is not None:
-                self._lengths.append(0 if type(sample) is BadRecord else self._indexing.length(sample))
+                self._lengths.append(0 if is_bad else self._indexing.length(sample))
 
-    def index(self) -> bytes:
-        """The bytes of an index of the shard, of known version, which was read to its end."""
+    def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
+        """The bytes of an index of the shard, of known version, which was read to its end.
+
+        `begins` are the places from which a compressed shard can be unpacked; see `Codec`.
+        """
         head = self._shard.head
         assert head is not None
-        ends = np.array(self._ends, np.int64)
         is_local = self._shard.store.local_root is not None
         row = IndexedShard(
             name=self._shard.name,
@@ -123,12 +129,13 @@ class IndexingDecoder(Decoder):
             # The tag of a local file has the number of its inode, which a copy does not keep.
             etag=None if is_local else head.etag,
             modified=head.modified,
-            samples=len(ends),
-            end=int(ends[-1]) if len(ends) else 0,
+            samples=len(self._begins),
+            end=self._end,
             problem=self._problem,
+            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        lengths = np.array(self._lengths, np.uint32)
-        return IndexFile.of_shard(row, ends, lengths, self._indexing.length_name)
+        columns = np.array(self._begins), np.array(self._lengths)
+        return IndexFile.of_shard(row, *columns, self._indexing.length_name)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -145,12 +152,9 @@ def _common_folder(names: Sequence[str]) -> str:
 def beside(shards: Sequence[Shard]) -> Shard | None:
     """The place of an index in the folder that has all shards; None if there is no such folder."""
     folder, store = folder_of(shards), shards[0].store
-    if not folder:
-        return None
-    if all(shard.store is store for shard in shards):
+    if folder and all(shard.store is store for shard in shards):
         return Shard(store, _common_folder([shard.key for shard in shards]) + NAME)
-    base, name = split_url(folder + NAME)
-    return Shard(Store(base), name)
+    return place_of(folder + NAME, None) if folder else None
 
 
 def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
@@ -182,12 +186,9 @@ async def open_index(
             `place`.
 
     """
-    for shard in shards:
-        refuse_unsupported(shard.name)
     if place is not None:
         try:
-            index = await fetch_index(place)
-            return match(index, shards, indexing)
+            return match(await fetch_index(place), shards, indexing)
         except StoreError as error:
             # S3 refuses what does not exist, to those who may not list the bucket.
             missing = isinstance(error, ObjectNotFoundError) or error.status == 403
@@ -196,8 +197,7 @@ async def open_index(
         except ShardError:
             if not save:
                 raise
-    index = await _built(shards, indexing, place if save else None)
-    return match(index, shards, indexing)
+    return match(await _built(shards, indexing, place if save else None), shards, indexing)
 
 
 async def fetch_index(place: Shard) -> IndexFile:
@@ -210,35 +210,37 @@ async def fetch_index(place: Shard) -> IndexFile:
     if place.store.local_root is not None:
         await place.store.head(place.key)  # for the error if there is none
         return map_index(_path(place))
-    found = await place.read_start(PREFIX.size)
-    cached = _cached(bytes(found.data[16:48]).hex())
-    if cached is not None:
-        with contextlib.suppress(ShardError):
-            return map_index(_path(cached))
-    data = await replace(place, head=found.head).read(0, found.head.size)
-    index = IndexFile(place.name, data)
-    index.verify()
-    if cached is None:
-        return index
-    await cached.store.put(cached.key, bytes(data))
-    return map_index(_path(cached))
+    place, start = await place.read_version(PREFIX.size)
+    cached = _cached(bytes(start[16:48]).hex())
+    with contextlib.suppress(ShardError, ObjectNotFoundError):
+        return await fetch_index(cached)
+    data = await place.read(0, place.size)
+    IndexFile(place.name, data).verify()
+    return await _stored(cached, data)
 
 
-def cache_folder() -> str:
-    """The user's folder of indices, created if it does not exist."""
+async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
+    """Store the bytes of an index; returns the index, mapped if it is in a file."""
+    await place.store.put(place.key, bytes(data))
+    if place.store.local_root is not None:
+        return map_index(_path(place))
+    return IndexFile(place.name, data)
+
+
+def _cached(name: str) -> Shard:
+    """The place of an index in the user's cache folder, or in memory if the folder cannot be used."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(home, "headrace")
-    secure_folder(folder)
-    return folder
-
-
-def _cached(name: str) -> Shard | None:
-    """The place of an index in the cache folder; None if the folder cannot be used."""
     try:
-        return Shard(Store(cache_folder()), f"{name}.index")
+        secure_folder(folder)
+        return Shard(Store(folder), f"{name}.index")
     except OSError as error:
         _warn(f"the index stays in memory, of which each process has a copy: {error}")
-        return None
+        return _in_memory()
+
+
+def _in_memory() -> Shard:
+    return Shard(Store("memory://index", backend=MemoryStore()), NAME)
 
 
 def _path(place: Shard) -> str:
@@ -251,82 +253,61 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    find = Matcher(index, shards, indexing)
-    numbers = [find.number(shard) for shard in shards]
-    found = [find.version(shard, number) for shard, number in zip(shards, numbers, strict=True)]
-    return OpenedIndex(index, found, np.array(numbers, np.int64))
+    opened, errors = compare(index, shards, indexing)
+    if errors:
+        raise errors[0]
+    return opened
 
 
-def all_shards(index: IndexFile, store: Store | None) -> OpenedIndex:
+def compare(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> tuple[OpenedIndex, list[ShardError]]:
+    """The shards that an index has, in their versions there, and an error for each difference."""
+    known = {row.name: number for number, row in enumerate(index.shards)}
+    moved = not all(shard.name.startswith(index.folder) for shard in shards)
+    folder = folder_of(shards) if moved else index.folder
+    numbers, versions, errors = [], [], []
+    for shard in shards:
+        problem = None
+        number = known.get(shard.name.removeprefix(folder))
+        if number is None:
+            problem = f"not in the index {index.name}"
+        else:
+            row, format = index.shards[number], indexing.decoder_of(shard).format
+            if row.format != format:
+                problem = f"indexed as {row.format} in {index.name}, and not as {format}"
+            head = row.head(shard.key, moved=moved)
+            try:
+                check_version(head.size, head.etag, head.modified, shard.head or head)
+            except RequestFailure:
+                problem = f"replaced since the index {index.name} was made"
+            numbers.append(number)
+            # The version of what was moved is only known from a listing.
+            versions.append(replace(shard, head=shard.head if moved and shard.head else head))
+        if problem is not None:
+            what = f"{problem}; make it again: headrace index {folder or 'URL'}"
+            errors.append(ShardError(what, shard=shard.name))
+    return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
+
+
+def indexed_shards(index: IndexFile, store: Store | None) -> list[Shard]:
     """All shards of an index, where they were when it was made; in a store that was given."""
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
     store = store or Store(base)
-    keys = [folder + row.name for row in index.shards]
-    shards = [Shard(store, key, row.head(key)) for key, row in zip(keys, index.shards, strict=True)]
-    return OpenedIndex(index, shards, np.arange(len(shards)))
-
-
-def check_format(index: IndexFile, row: IndexedShard, format: str) -> None:
-    """Raise `ShardError` if a shard is indexed as another format."""
-    if format != row.format:
-        what = f"indexed as {row.format} in {index.name}, and not as {format}"
-        raise ShardError(what, shard=row.name)
-
-
-class Matcher:
-    """Looks for shards in an index.
-
-    Attributes:
-        folder: URL of the folder of the shards, which are named after that of the index.
-    """
-
-    def __init__(self, index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> None:
-        self._index, self._indexing = index, indexing
-        self._moved = not all(shard.name.startswith(index.folder) for shard in shards)
-        self.folder = folder_of(shards) if self._moved else index.folder
-        self._numbers = {row.name: number for number, row in enumerate(index.shards)}
-
-    def number(self, shard: Shard) -> int:
-        """The number of a shard in the index; raises `ShardError` if there is none."""
-        number = self._numbers.get(shard.name.removeprefix(self.folder))
-        if number is None:
-            raise self._error(shard, f"not in the index {self._index.name}")
-        return number
-
-    def version(self, shard: Shard, number: int) -> Shard:
-        """The shard in the version of the index; raises `ShardError` if the shard was replaced."""
-        row = self._index.shards[number]
-        check_format(self._index, row, self._indexing.decoder_of(shard).format)
-        head = row.head(shard.key, moved=self._moved)
-        if shard.head is not None:
-            try:
-                check_version(head.size, head.etag, head.modified, shard.head)
-            except RequestFailure:
-                what = f"replaced since the index {self._index.name} was made"
-                raise self._error(shard, what) from None
-        # The version of what was moved is only known from a listing.
-        return shard if self._moved and shard.head is not None else replace(shard, head=head)
-
-    def _error(self, shard: Shard, what: str) -> ShardError:
-        remedy = f"make it again: headrace index {self.folder or 'URL'}"
-        return ShardError(f"{what}; {remedy}", shard=shard.name)
+    return [Shard(store, folder + row.name, row.head(folder + row.name)) for row in index.shards]
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
     """The index of these versions of the shards, cached or built; stored at `place` too if given."""
     shards = await with_heads(shards)
-    cached: Shard | None = None
     # What is in the memory of this process has no name that another process could look for.
+    cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
         parts = [part_name(shard, indexing) for shard in shards]
         cached = _cached(_hash([folder_of(shards), *parts]))
-    index: IndexFile | None = None
-    if cached is not None:
-        with contextlib.suppress(ShardError, ObjectNotFoundError):
-            index = await fetch_index(cached)
-    if index is None:
+    try:
+        index = await fetch_index(cached)
+    except (ShardError, ObjectNotFoundError):
         index = await build_index(shards, indexing, cached)
     if place is not None:
         try:
@@ -373,34 +354,23 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         await reader.aclose()
     if reader.error is not None:
         raise reader.error
-    return decoder.index()
+    return decoder.index(reader.codec.begins)
 
 
-async def build_parts(
-    shards: Sequence[Shard],
-    indexing: Indexing,
-    place: Shard | None,
-    present: Collection[str] = (),
-) -> list[IndexFile]:
+async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> list[IndexFile]:
     """An index of each shard, from the folder of parts, or built and stored there.
 
     Args:
         shards: the shards, with their versions.
         indexing: how shards are indexed.
-        place: where the index will be; None for parts that are not stored.
-        present: keys of the parts that are there.
+        place: where the index will be.
     """
     builds = asyncio.Semaphore(PARALLEL_BUILDS)
 
     async def one(shard: Shard) -> IndexFile:
-        if place is None:
-            async with builds:
-                return IndexFile(shard.name, await index_shard(shard, indexing))
         key = part_key(place, shard, indexing)
-        if key in present:
-            # Another process may have joined and deleted the parts meanwhile.
-            with contextlib.suppress(ShardError, ObjectNotFoundError):
-                return IndexFile(place.store.name(key), await place.store.read_all(key))
+        with contextlib.suppress(ShardError, ObjectNotFoundError):
+            return IndexFile(place.store.name(key), await place.store.read_all(key))
         async with builds:
             data = await index_shard(shard, indexing)
             await place.store.put(key, data)
@@ -414,34 +384,24 @@ def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
-async def present_parts(place: Shard | None) -> set[str]:
-    """Keys of the parts that are complete, of an index at `place`."""
-    if place is None:
-        return set()
-    return {head.key for head in await list_heads(place.store, place.key + PARTS)}
-
-
-async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
+async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
     """Build an index, on the parts that a call before has left, and store the index at `place`.
 
     Args:
         shards: the shards, with their versions.
         indexing: how shards are indexed.
-        place: where to store the index; None for in memory only.
+        place: where to store the index.
 
     Raises:
         ShardError: a shard is damaged.
         StoreError: a request failed.
     """
-    parts = await build_parts(shards, indexing, place, await present_parts(place))
-    data = IndexFile.joined(folder_of(shards), parts)
-    if place is None:
-        return IndexFile(f"index of {shards[0].name}", data)
-    await place.store.put(place.key, data)
+    parts = await build_parts(shards, indexing, place)
+    index = await _stored(place, IndexFile.joined(folder_of(shards), parts))
     if place.store.local_root is not None:
         shutil.rmtree(_path(place) + PARTS, ignore_errors=True)
-        return map_index(_path(place))
+        return index
     keys = [part_key(place, shard, indexing) for shard in shards]
     with contextlib.suppress(Exception):  # of any store: the parts may stay
         await obstore.delete_async(place.store.backend(), keys)
-    return IndexFile(place.name, data)
+    return index

@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head, same_tag
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import StateError
 
 
-@dataclass(frozen=True, slots=True)
-class PartPosition:
+class PartPosition(NamedTuple):
     """Where a part is read on."""
 
     part: int  # its number in the user's list
     given: int = 0  # number of its samples that were given out
     drop: int = 0  # how many of them come again after the place where the decoder starts
-    decoder: State | None = None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
+    decoder: dict[str, Any] | None = None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
     size: int | None = None  # bytes of the object, if known
     etag: str | None = None  # its version, if known
 
     def after(self, count: int) -> PartPosition:
         """The position `count` samples later, from the same place."""
-        return replace(self, given=self.given + count, drop=self.drop + count)
+        return self._replace(given=self.given + count, drop=self.drop + count)
 
     def to_state(self, taken: int = 0, head: Head | None = None) -> State:
-        """The position `taken` samples later, from the same place, as JSON values; `head` is of the object."""
-        state: State = {"part": self.part, "given": self.given + taken, "drop": self.drop + taken}
-        if self.decoder is not None:
-            state["decoder"] = self.decoder
-        size, etag = (self.size, self.etag) if head is None else (head.size, head.etag)
-        if size is not None:
-            state["size"], state["etag"] = size, etag
-        return state
-
-    @classmethod
-    def from_state(cls, state: object, parts: int) -> PartPosition:
-        """The reverse of `to_state`, for a stream of `parts` parts; checked."""
-        state = expect({"position": state}, "position", dict)
-        values = {name: expect(state, name, int) for name in ("part", "given", "drop")}
-        if "size" in state:
-            values["size"] = expect(state, "size", int)
-        decoder = expect(state, "decoder", dict) if "decoder" in state else None
-        etag = state.get("etag")
-        if (etag is not None and not isinstance(etag, str)) or values["part"] >= parts:
-            raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
-        position = cls(**values, decoder=decoder, etag=etag)
-        if position.drop > position.given:
-            raise StateError(f"the state is damaged: {state} is no position")
-        return position
+        """The fields of the position `taken` samples later, from the same place; `head` is of the object."""
+        known = self if head is None else self._replace(size=head.size, etag=head.etag)
+        return known.after(taken)._asdict()
 
     def version_of(self, shard: Shard) -> Shard:
         """`shard` in the version of which the position is; raises `StateError` if it is another now."""

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace._core.eventloop.per_loop import end_all
@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import InitialRead
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import HeadraceError, ShardError, StateError
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class BadRecord(NamedTuple):
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAhead:
+class ReadAhead(NamedTuple):
     """How far shards are read ahead of their consumer.
 
     Memory holds at most about ``shards_in_parallel × (2 × requests_per_shard + 5) × chunk_bytes``.
@@ -89,9 +88,10 @@ class ChunkReader:
     async def _read(self, start: int, stop: int) -> InitialRead | Exception:
         shard, head = self._shard, self.head
         try:
-            if head is None:
+            if head is None and not start:
                 return await shard.store.read_start(shard.key, stop)
-            return InitialRead(await replace(shard, head=head).read(start, stop), head)
+            head = head or await shard.store.head(shard.key)
+            return InitialRead(await replace(shard, head=head).read(start, min(stop, head.size)), head)
         except Exception as error:
             return as_exception(error)
 
@@ -126,8 +126,8 @@ class Decoder(ABC):
         """
         return None
 
-    def restore(self, position: State) -> None:
-        """Go on from a position, which is checked; called before the first `feed`."""
+    def restore(self, position: Any) -> None:
+        """Go on from a position; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
     ending: bytes = b""
@@ -164,10 +164,9 @@ class RecordDecoder(Decoder):
     def position(self) -> State | None:
         return {"offset": self._offset, "number": self._number}
 
-    def restore(self, position: State) -> None:
+    def restore(self, position: Any) -> None:
         self._parts = []  # of a sample that the decoder made before
-        self._offset = expect(position, "offset", int)
-        self._number = None if position.get("number") is None else expect(position, "number", int)
+        self._offset, self._number = position["offset"], position["number"]
 
     @property
     def _name(self) -> str:
@@ -204,6 +203,7 @@ class ShardReader:
         ended: whether they are the last.
         decoded: samples of the shard up to the end of the block.
         has_successor: whether the shard after it was opened, or there is none.
+        codec: unpacks the shard.
     """
 
     def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition) -> None:
@@ -213,17 +213,16 @@ class ShardReader:
         self.ended = self.has_successor = False
         self._current = position  # the start of the current block
         self._following: PartPosition | None = position  # the start of the block after it
-        self._produced = position  # the position after the last block that was produced
         self._count = 0  # samples of the current block
         self._shard = shard
-        self._codec = Codec(shard.key, shard.name, pages=decoder.pages)
+        self.codec = Codec(shard.key, shard.name, pages=decoder.pages)
         self._decoder = decoder
         offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
-            offset = expect(position.decoder, "offset", int)
-        start = 0 if self._codec.compressed else offset
-        self._codec.taken = start
+            offset = position.decoder["offset"]
+        start = 0 if self.codec.compressed else offset
+        self.codec.taken = start
         self._skip, self._drop = offset - start, position.drop
         self._pieces: Iterator[Buffer] = iter(())
         self._chunks = ChunkReader(shard, ahead, start)
@@ -259,9 +258,9 @@ class ShardReader:
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
         """The byte at which an error has ended the shard, and its size; 0 where either is unknown."""
-        offset = None if self._codec.compressed else getattr(error, "offset", None)
+        offset = None if self.codec.compressed else getattr(error, "offset", None)
         head = self._chunks.head
-        return self._codec.taken if offset is None else offset, 0 if head is None else head.size
+        return self.codec.taken if offset is None else offset, 0 if head is None else head.size
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -281,7 +280,7 @@ class ShardReader:
                 piece = await self._next_piece()
                 if piece is None:
                     end = True
-                    self._codec.finish()
+                    self.codec.finish()
                 # Those before an error are kept.
                 samples.extend(self._decoder.finish() if piece is None else self._decoder.feed(piece))
             except Exception as caught:
@@ -289,15 +288,15 @@ class ShardReader:
             while self._drop and samples:
                 samples.popleft()
                 self._drop -= 1
+        begin = self._following  # the start of this block, until the block is taken
+        assert begin is not None
         if not end:
             place = self._decoder.position()
-            self._produced = self._produced.after(len(samples))
-            if place is not None:
-                self._produced = replace(self._produced, drop=0, decoder=place)
-            return Block(samples, self._produced)
+            after = begin.after(len(samples))
+            return Block(samples, after if place is None else after._replace(drop=0, decoder=place))
         await self._chunks.aclose()
         if self._drop and error is None:
-            given = self._produced.given
+            given = begin.given
             error = StateError(
                 f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
                 f"samples, and {given} of them had been given out"
@@ -307,7 +306,7 @@ class ShardReader:
     async def _next_piece(self) -> Buffer | None:
         while True:
             # zlib and zstd release the interpreter lock while they unpack.
-            piece = await asyncio.to_thread(self._unpack) if self._codec.compressed else self._unpack()
+            piece = await asyncio.to_thread(self._unpack) if self.codec.compressed else self._unpack()
             if piece is not None:
                 if not self._skip:
                     return piece
@@ -320,7 +319,7 @@ class ShardReader:
             chunk = await self._chunks.read()
             if chunk is None:
                 return None
-            self._pieces = self._codec.feed(chunk)
+            self._pieces = self.codec.feed(chunk)
 
     def _unpack(self) -> Buffer | None:
         return next(self._pieces, None)

@@ -90,7 +90,8 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
     metadata, index = (replace(shard, key=shard.key + ending, head=None) for ending in (".metadata", ".index"))
     file, width, count, ends = metadata, 0, 0, None
     try:
-        first, tokens = bytes((await metadata.read_start(_METADATA)).data[:_METADATA]).split(b"\n")[:2]
+        _, data = await metadata.read_version(_METADATA)
+        first, tokens = bytes(data[:_METADATA]).split(b"\n")[:2]
         width, count = int(first.rpartition(b"|")[2]), int(tokens)
     except ObjectNotFoundError:
         pass  # DocumentTokenizer writes it if asked to

@@ -81,7 +81,7 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
     return stream._parts, stream._for_decoding().index_decoder
 
 
-def _build(shards: list[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
+def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
     """Store the parts of shards, by processes that read several shards at once."""
     size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
     num_workers = min(processes, -(-len(shards) // size)) if processes > 1 else 0

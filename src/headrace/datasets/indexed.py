@@ -116,7 +116,7 @@ class IndexedDataset(RangedShards[T_co]):
             return await self._unpacked.get((number, part[0][0]), functools.partial(self._unpack, number, *part))
 
         found = await map_all(unpacked, parts)
-        data = found[0] if len(found) == 1 else np.concatenate(found)
+        data: Any = found[0] if len(found) == 1 else np.concatenate(found)
         begin = parts[0][0][1]
         return memoryview(data)[start - begin : stop - begin]
 

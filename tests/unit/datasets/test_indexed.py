@@ -78,7 +78,7 @@ class TestIndexedLines(DatasetContract):
 
 def in_parts():
     """Lines in the frames of zstd's seekable format, in streams of gzip with padding, and in small streams of zlib."""
-    text = b"".join(b'"%d"\n' % number * 30 for number in range(9000))
+    text = b"".join(b'"' + b"%d" % number * 300 + b'"\n' for number in range(1200))
     pieces = [text[first : first + 300_000] for first in range(0, len(text), 300_000)]
     small = [text[first : first + 9_999] for first in range(0, len(text), 9_999)]
     return {
@@ -211,11 +211,11 @@ def test_a_part_of_a_compressed_shard_is_read_alone(monkeypatch):
             return read(self, key, start, stop, **options)
 
         monkeypatch.setattr(hr.Store, "read", noted)
-        for at in (1234, *range(2000, len(dataset), 44_999)):
+        for at in (1234, *range(2000, len(dataset), 199)):
             dataset = pickle.loads(pickle.dumps(dataset))  # nothing is unpacked in a copy
             assert dataset[at] is not None
         assert len(asked) >= 13
-        assert all(stop - start <= len(shards[key]) / 3 for key, start, stop in asked)
+        assert [each for each in asked if each[2] - each[1] > len(shards[each[0]]) / 3] == []
         assert {key for key, _, _ in asked} == {*shards}
         with hr.DataLoader(dataset, 100, shuffle=True, seed=0, collate_fn=len) as loader:
             before = server.requests()["GET"]

@@ -151,8 +151,9 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
 
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
-    if name.lower().endswith(_UNSUPPORTED):
-        what = f".{name.rpartition('.')[2]} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+    _, dot, ending = name.lower().rpartition(".")
+    if dot + ending in _UNSUPPORTED:
+        what = f"{dot}{ending} is not supported; supported compressions are {', '.join(SUFFIXES)}"
         raise ShardError(what, shard=name)
 
 

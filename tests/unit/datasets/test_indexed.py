@@ -15,9 +15,11 @@ import subprocess
 import tarfile
 import zlib
 
+import numpy as np
 import pytest
 
 import headrace as hr
+from headrace._core.shards.index_file import IndexedShard, IndexFile
 from headrace.cli.main import main
 from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
@@ -337,6 +339,20 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
         hr.TarDataset.index(folder)
     assert list(hr.TarDataset.index(folder, save=True)) == whole
     assert path.read_bytes() == data
+
+
+def test_offsets_beyond_four_gib_are_exact():
+    sizes = np.random.default_rng(0).integers(1, 3 << 31, 40)  # of samples, of which some are larger than 4 GiB
+    begins = [np.cumsum(part) - part for part in np.split(sizes, [13, 13, 25])]
+    parts = []
+    for number, (offsets, own) in enumerate(zip(begins, np.split(sizes, [13, 13, 25]), strict=True)):
+        end = int(own.sum())
+        row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
+        parts.append(IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), "")))
+    index = IndexFile("all", IndexFile.joined("", parts))
+    starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), np.arange(40))
+    assert starts.tolist() == np.concatenate(begins).tolist()
+    assert (stops - starts).tolist() == sizes.tolist()
 
 
 def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):

@@ -83,31 +83,6 @@ def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(kind, bat
     assert sorted(given + rest) == list(range(N))
 
 
-def test_rank_that_continues_for_two_is_interrupted_before_its_first_batch_in_order(tmp_path, as_rank):
-    """Its state has the stream's position from before, whose samples were counted by the two."""
-    (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(N)))
-
-    def loader(held=(), **options):
-        numbers = hr.LinesDataset(tmp_path / "numbers.txt").split().map(int)
-        return hr.DataLoader(numbers, transform=all_but(held), **options)
-
-    given = []
-    for rank in range(2):
-        as_rank(rank, 2)
-        more, state = take(loader(batch_size=2), 2)
-        given += more
-    as_rank(0, 1)
-    assert sorted(given) == list(range(8))
-    continued = loader({8}, batch_size=1, num_workers=3, prefetch_factor=2, in_order=False)
-    continued.load_state_dict(state)
-    more, state = take(continued, 3)
-    assert 8 not in more
-    restored = loader(batch_size=3, in_order=False)
-    restored.load_state_dict(state)
-    rest, _ = take(restored, N)
-    assert sorted(given + more + rest) == list(range(N))
-
-
 def test_another_batch_size_is_refused_until_the_epoch_has_ended():
     _, state = take(in_sequence({2}, 2, in_order=False), 3)
     loader = in_sequence(set(), 3, in_order=False)

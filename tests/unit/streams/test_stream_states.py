@@ -65,10 +65,6 @@ def listed(sequence):
     return [row.tolist() for row in sequence.values()]
 
 
-def rank_of(stream, rank, world_size=3, remainder="drop"):
-    return stream.split(rank=rank, world_size=world_size, remainder=remainder)
-
-
 N = np.int64  # states have plain values, whatever the types of parameters
 
 COMPOSITIONS = {
@@ -97,10 +93,7 @@ COMPOSITIONS = {
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     **{
-        f"split, {remainder}, rank {rank}": (
-            lambda rank=rank, remainder=remainder: rank_of(Count(8, bad=[1, 5]).shuffle(3), rank, remainder=remainder)
-        )
-        for remainder in ("drop", "keep")
+        f"split, rank {rank}": (lambda rank=rank: Count(8, bad=[1, 5]).shuffle(3).split(rank=rank, world_size=3))
         for rank in range(3)
     },
     "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), N(12), length=N),

@@ -309,7 +309,6 @@ class StreamReader(BatchReader):
     def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
         super().__init__(dataset, assembler, **kwargs)
         self._progress = Progress() if state is None else Progress.restored(state)
-        self._read_before = 0  # samples that `position` does not count
         self._errors = 0  # of those read
         self._stream: Iterator[Any]
         if state is None:
@@ -320,7 +319,6 @@ class StreamReader(BatchReader):
         else:
             stream = expect(state, "stream", dict)
             self._stream, again = restore_user(dataset, stream, lambda: iter(dataset))
-            self._read_before = expect(stream, "read", int) - self._progress.position
             self._errors = expect(stream, "errors", int)
             self._read_again(again)
 
@@ -353,7 +351,7 @@ class StreamReader(BatchReader):
         return None if state == {"read": 0} else self._progress.state_dict(state)
 
     def _state(self) -> State:
-        state = user_state(self._dataset, self._stream, self._read_before + self._progress.position)
+        state = user_state(self._dataset, self._stream, self._progress.position)
         state["errors"] = self._errors
         return state
 

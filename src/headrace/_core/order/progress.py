@@ -14,7 +14,7 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.state import LoaderState, checksum, encoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed, random_key
-from headrace._core.streams.resumable import State, expect, state_of_dataset
+from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch
@@ -76,22 +76,18 @@ class EpochProgress(Iterator[BatchPlan]):
         # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
-        streams, first = begun.streams, order.first_sample
+        first = order.first_sample
         self._part = part = order.rank_of(rank)
         self._origin, self._ranks = 0, 1  # the cursor before sample 0, and the number of ranks that share the order
         self._block = 1  # number of consecutive positions that this rank has before the next rank's turn
         if order.shared:
             self._origin, self._ranks, self._block = begun.cursor, part.world_size, order.sampler.dealt_at_once
         elif order.is_stream:
-            self._origin, self._ranks = begun.cursor - begun.samples * begun.ranks, part.world_size
-            if first != begun.samples:  # other ranks than before number the samples from here on
-                read = max((expect(state, "position", int) for state in streams.values()), default=0)
-                self._origin = max(begun.cursor, self._origin + read * begun.ranks)
-                streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
+            self._ranks = part.world_size
         out_of_order = (range(each[2], each[3] + 1) for each in begun.delivered if len(each) > 2)
         self.session_start = SessionStart(
             batch=begun.batches,
-            streams=streams if restored else {},
+            streams=begun.streams if restored else {},
             next_worker=begun.next_worker,
             delivered=tuple(sorted(out_of_order, key=min)),
             epoch=begun.epoch,
@@ -105,7 +101,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._given = {} if order.is_stream else {start: rest[0] for start, *rest in self._delivered}
         drawn = None, first, first, begun.sampler
         skipped = *begun.skipped, begun.lost
-        self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped)
+        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), skipped)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
         self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic

@@ -147,8 +147,7 @@ class ShardIterator(StreamOperation[Any]):
         if saved_by != self._read_by:
             raise StateError(
                 f"the state was saved by {_reader_name(*saved_by)}, and this is {_reader_name(*self._read_by)}. Use as "
-                f"many as before; or a stream with .split() as its last operation, or shards with an index, which any "
-                f"number of ranks can continue"
+                f"many as before, or shards with an index, which any number of ranks can continue"
             )
 
     def _restore_inner(self, state: State) -> None:

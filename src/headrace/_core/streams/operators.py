@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
@@ -21,7 +21,6 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     close_all,
-    expect_same,
     start_stream,
 )
 
@@ -121,19 +120,18 @@ class Split(ReplayOperation[T]):
     """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
 
     A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
-    of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards.
+    of another by more than the time to read a group. An incomplete last group is dropped. Between groups the states of
+    all shards are equal.
     """
 
     operation = "split"
-    fields = ("world_size", "ended")
+    options = ("world_size",)
 
-    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
+    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions) -> None:
         with child_seeds(spawn_key(), 0):
             super().__init__(start())
-        self._index, self._count = shard.index, shard.count
-        self._world_size = shard.count  # of the state, while one is restored
-        self._remainder = remainder
+        self._index = shard.index
+        self._world_size = shard.count
         self._group: list[T] = []
         self._origins.append((0, lambda number: self._inner.origin(number * shard.count + shard.index)))
 
@@ -145,19 +143,8 @@ class Split(ReplayOperation[T]):
         self._group = []
         return group[self._index]
 
-    async def _rest(self) -> T:
-        last, self._group = self._group, []
-        if self._remainder == "drop" or self._index >= len(last):
-            raise StopAsyncIteration
-        return last[self._index]
-
     def _is_exact(self) -> bool:
         return not self._group
-
-    def _restored(self) -> None:
-        if self._reread.left:
-            expect_same({"world_size": self._world_size}, "world_size", self._count)
-        self._world_size = self._count
 
 
 class ShuffleBuffer(ReplayOperation[T]):

@@ -295,36 +295,6 @@ def test_state_of_another_stream_is_refused(name):
         start_stream(after).load_state_dict(saved(start_stream(before)))
 
 
-def damaged(value):
-    """Every state that differs from a state in one value."""
-    if isinstance(value, dict):
-        for key in value:
-            yield {name: part for name, part in value.items() if name != key}
-            for other in damaged(value[key]):
-                yield {**value, key: other}
-    elif isinstance(value, list):
-        yield from (value[:-1] if value else [None], [*value, 3])
-        for place, part in enumerate(value):
-            for other in damaged(part):
-                yield [*value[:place], other, *value[place + 1 :]]
-    else:
-        yield from (None, -1, "x", [], {})
-
-
-async def test_damaged_state_raises_or_restores_but_never_fails_otherwise():
-    for make in (make for name, make in COMPOSITIONS.items() if not name.startswith(("user", "from", "inside"))):
-        iterator = start_stream(make())
-        await outcomes(iterator, 3)
-        for state in damaged(saved(iterator)):
-            restored = start_stream(make())
-            try:
-                restored.load_state_dict(state)
-            except (hr.StateError, KeyError):  # KeyError: of CountIterator
-                continue
-            with contextlib.suppress(TypeError):  # of CountIterator
-                await asyncio.wait_for(outcomes(restored, 30), 10)
-
-
 def test_error_while_a_filter_reads_again_is_a_state_error(tmp_path):
     (tmp_path / "0.txt").write_text("".join(f"{number}\n" for number in range(60)))
     lost = []

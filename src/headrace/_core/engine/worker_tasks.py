@@ -25,7 +25,6 @@ from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
     Reread,
     State,
-    expect,
     is_stateful,
     name_of,
     restore_dataset,
@@ -315,11 +314,10 @@ class StreamReader(BatchReader):
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
-            restore_dataset(dataset, expect(state, "stream", dict))  # for the next epoch
+            restore_dataset(dataset, state["stream"])  # for the next epoch
         else:
-            stream = expect(state, "stream", dict)
-            self._stream, again = restore_user(dataset, stream, lambda: iter(dataset))
-            self._errors = expect(stream, "errors", int)
+            self._stream, again = restore_user(dataset, state["stream"], lambda: iter(dataset))
+            self._errors = state["stream"]["errors"]
             self._read_again(again)
 
     def _read_again(self, count: int) -> None:

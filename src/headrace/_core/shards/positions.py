@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.head import Head, same_tag
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import StateError
 
 
@@ -36,22 +36,6 @@ class PartPosition:
         if size is not None:
             state["size"], state["etag"] = size, etag
         return state
-
-    @classmethod
-    def from_state(cls, state: object, parts: int) -> PartPosition:
-        """The reverse of `to_state`, for a stream of `parts` parts; checked."""
-        state = expect({"position": state}, "position", dict)
-        values = {name: expect(state, name, int) for name in ("part", "given", "drop")}
-        if "size" in state:
-            values["size"] = expect(state, "size", int)
-        decoder = expect(state, "decoder", dict) if "decoder" in state else None
-        etag = state.get("etag")
-        if (etag is not None and not isinstance(etag, str)) or values["part"] >= parts:
-            raise StateError(f"the state is damaged: {state} is a position in none of {parts} parts")
-        position = cls(**values, decoder=decoder, etag=etag)
-        if position.drop > position.given:
-            raise StateError(f"the state is damaged: {state} is no position")
-        return position
 
     def version_of(self, shard: Shard) -> Shard:
         """`shard` in the version of which the position is; raises `StateError` if it is another now."""

@@ -15,7 +15,7 @@ from headrace._core.shards.compression import Codec
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.positions import PartPosition
 from headrace._core.store.head import InitialRead
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import HeadraceError, ShardError, StateError
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class RecordDecoder(Decoder):
 
     def restore(self, position: State) -> None:
         self._parts = []  # of a sample that the decoder made before
-        self._offset = expect(position, "offset", int)
-        self._number = None if position.get("number") is None else expect(position, "number", int)
+        self._offset, self._number = position["offset"], position["number"]
 
     @property
     def _name(self) -> str:
@@ -221,7 +220,7 @@ class ShardReader:
         offset = 0
         if position.decoder is not None:
             decoder.restore(position.decoder)
-            offset = expect(position.decoder, "offset", int)
+            offset = position.decoder["offset"]
         start = 0 if self._codec.compressed else offset
         self._codec.taken = start
         self._skip, self._drop = offset - start, position.drop

@@ -10,7 +10,7 @@ from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, ShardReader
 from headrace._core.streams.epochs import Order
-from headrace._core.streams.resumable import ORIGINS, Origins, State, StreamOperation, close_all, expect
+from headrace._core.streams.resumable import ORIGINS, Origins, State, StreamOperation, close_all
 from headrace.errors import HeadraceError, StateError
 
 
@@ -151,18 +151,11 @@ class ShardIterator(StreamOperation[Any]):
             )
 
     def _restore_inner(self, state: State) -> None:
-        inner, shards = expect(state, "inner", dict), self._stream._parts
-        opened = expect(inner, "opened", int)
-        positions = [PartPosition.from_state(one, len(shards)) for one in expect(inner, "open", list)]
-        if not len(positions) <= opened <= len(self._parts):
-            raise StateError(
-                f"the state is damaged: {len(positions)} shards are open of {opened} opened, and there are "
-                f"{len(self._parts)}"
-            )
-        for position in positions:
-            position.version_of(shards[position.part])
-        self._opened = opened
-        self._from_state.extend(positions)
+        self._opened = state["inner"]["opened"]
+        for values in state["inner"]["open"]:
+            position = PartPosition(**values)
+            position.version_of(self._stream._parts[position.part])
+            self._from_state.append(position)
 
     async def aclose(self) -> None:
         """Stop reading; no request is in flight when this returns."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from headrace._core.shards.reading import BadRecord, Decoder
-from headrace._core.streams.resumable import State, expect
+from headrace._core.streams.resumable import State
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
 if TYPE_CHECKING:
@@ -358,10 +358,10 @@ class TarSamples(TarParser, Decoder):
         return {"offset": self.complete, "fields": learned}
 
     def restore(self, position: State) -> None:
-        self.complete = self._end = self._offset = expect(position, "offset", int)
-        learned = None if position.get("fields") is None else expect(position, "fields", list)
+        self.complete = self._end = self._offset = position["offset"]
+        learned = position.get("fields")
         if self._exact and learned is not None:
-            self._required = frozenset(map(str, learned))
+            self._required = frozenset(learned)
         if self._offset:
             self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
 

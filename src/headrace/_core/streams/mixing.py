@@ -24,7 +24,6 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     close_all,
-    expect,
     start_stream,
 )
 
@@ -162,7 +161,7 @@ class Mix(StreamOperation[object]):
         return self._states.copy()
 
     def _restore_inner(self, state: State) -> None:
-        for stream, saved in zip(self._inner, expect(state, "inner", list, length=len(self._inner)), strict=True):
+        for stream, saved in zip(self._inner, state["inner"], strict=True):
             if saved is not None:  # otherwise nothing was read of it
                 stream.load_state_dict(saved)
 
@@ -191,7 +190,7 @@ def drawn_of_mixes(state: object) -> Counter[str]:
     """The samples of each stream of the mixes in a state, or in several in dicts and lists."""
     found = Counter[str]()
     if isinstance(state, Mapping) and state.get("operation") == Mix.operation:
-        found.update(dict(zip(expect(state, "names", list), expect(state, "counts", list), strict=True)))
+        found.update(dict(zip(state["names"], state["counts"], strict=True)))
     for part in state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ():
         found += drawn_of_mixes(part)
     return found

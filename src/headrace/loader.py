@@ -73,7 +73,7 @@ class DataLoader(TorchDataLoader[T_co]):
         prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
         persistent_workers: whether workers with a torch dataset outlive the epoch; others always do.
         pin_memory_device: accepted for compatibility, and deprecated as in torch.
-        in_order: whether batches come in the sampler's order, or as they are completed.
+        in_order: whether batches come in the sampler's order, or as they are completed; async streams in order always.
     Fetching:
         concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
         memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no bound.

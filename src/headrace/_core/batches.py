@@ -131,7 +131,6 @@ class SessionStart(NamedTuple):
     # Empty where the dataset is map-style, or the session begins with the epoch.
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
-    delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     epoch: int = 0
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 

@@ -108,9 +108,7 @@ class LoaderState(NamedTuple):
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
-    # Batches given out after others that were not: first sample and number of samples of each, and of a stream the
-    # first and last position.
-    delivered: tuple[tuple[int, int] | tuple[int, int, int, int], ...] = ()
+    delivered: Pairs = ()  # batches given out after others that were not: first sample and number of samples of each
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch

@@ -28,7 +28,7 @@ def decoded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
-VERSION: Final = 4
+VERSION: Final = 5
 LOST_KEPT = 256  # lost batches that a state knows
 
 # Fields that have their defaults in a state before an epoch.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
@@ -58,7 +57,6 @@ def mix(
     datasets: Sequence[object] | Mapping[str, object],
     weights: MixWeights | Sequence[tuple[int, MixWeights]],
     *,
-    temperature: float = 1.0,
     seed: int | None = None,
     stop: Stop = "first",
     unit: Literal["samples", "lengths"] = "samples",
@@ -86,8 +84,6 @@ def mix(
             is one sample of the mix, not a batch; samples that raised an error count. Of map-style
             datasets, and of streams below `split`, steps count the samples of all ranks; of other
             streams the samples of each rank. Weights in a schedule may be zero.
-        temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1,
-            more evenly above.
         seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
         stop: ``"first"``: the mix ends when a dataset that is drawn has ended.
             ``"all"``: a dataset that has ended starts again, in another order if it is shuffled,
@@ -121,19 +117,18 @@ def mix(
     named = datasets if isinstance(datasets, Mapping) else {str(number): each for number, each in enumerate(datasets)}
     names = list(named)
     parts, are_streams = require_async([*named.values()])
-    if stop not in get_args(Stop) or not temperature > 0:
-        raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
-    weights_at = functools.partial(_weights_of, names, float(temperature))
+    if stop not in get_args(Stop):
+        raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}")
     schedule: Any
     if not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
         entries = cast("Sequence[Any]", weights)
-        schedule = [[whole_number("step", step), weights_at(each)] for step, each in entries]
+        schedule = [[whole_number("step", step), _weights_of(names, each)] for step, each in entries]
         if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
             raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
     else:
-        if not all(_weights_of(names, 1.0, weights)):
+        schedule = [[0, _weights_of(names, weights)]]
+        if not all(schedule[0][1]):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
-        schedule = [[0, weights_at(weights)]]
     seed = checked_seed(seed)
     shown = f"mix({{}}, {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
@@ -169,7 +164,7 @@ def _mean_length(name: str, dataset: Any) -> float:
     return float(np.mean(lengths)) or 1.0
 
 
-def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[float]:
+def _weights_of(names: Sequence[str], weights: Any) -> list[float]:
     """The weights in the order of the datasets, checked."""
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
     numbers = [*map(float, found)]
@@ -177,8 +172,7 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[
     if len(weights) != len(names) or not any(numbers) or not in_range:
         expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
         raise ValueError(f"weights={weights!r} must be {expected}")
-    largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
-    return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
+    return numbers
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

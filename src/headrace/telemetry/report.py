@@ -30,8 +30,6 @@ class Report(Figures):
             text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is made elsewhere.
         factor: by how much the change makes the limiting stage faster; None if that is not known.
-        mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
-            position; up to where a restored loader reads on, and of all ranks if the mix is split.
         chosen: numbers of workers that ``num_workers="auto"`` has chosen or tried in vain, and why, the oldest first.
     """
 
@@ -41,7 +39,6 @@ class Report(Figures):
     predicted: float | None
     change: Mapping[str, Any]
     factor: float | None
-    mixed: Mapping[str, int]
     chosen: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -97,16 +94,10 @@ class Report(Figures):
             facts["chosen"] = f"\n{'':22}".join(self.chosen)
         if self.skipped:
             facts["skipped samples"] = f"{self.skipped:,}"
-        if total := sum(self.mixed.values()):
-            drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
-            shown = [f"{name} {share(count / total)} ({count:,})" for name, count in drawn[:_SHOWN]]
-            more = f", and {len(drawn) - _SHOWN:,} others" if len(drawn) > _SHOWN else ""
-            facts["mixed"] = ", ".join(shown) + more
         requests = dataclasses.asdict(self.requests).items()
         return facts | {name.replace("_", " "): f"{count:,}" for name, count in requests if count}
 
 
-_SHOWN = 8  # streams of a mix
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
 _LIMITS = {
@@ -126,9 +117,9 @@ _LIMITS = {
 }
 
 
-def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str, int] | None = None) -> Report:
+def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
     """The report on one iteration, given its batches in the order of delivery."""
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}), chosen=setup.chosen)
+    return Report(**values, **diagnosis._asdict(), chosen=setup.chosen)

@@ -56,8 +56,6 @@ def test_wrong_arguments_are_errors():
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),
-        lambda: hr.mix([stream()], [1], temperature=0),
-        lambda: hr.mix([stream()], [1], temperature=math.nan),
         lambda: hr.mix([stream()] * 2, [1, math.nan]),
         lambda: hr.mix([stream()], [1], seed=-1),
         lambda: stream().shuffle(2, seed=2**64),

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import json
-import math
 import re
 
 import pytest
@@ -31,13 +30,10 @@ def test_schedule_changes_weights_at_its_steps():
     assert 1400 < drawn(samples[150:])[1] < 1600
 
 
-@pytest.mark.parametrize(
-    ("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)]
-)
 @pytest.mark.parametrize("scale", [1, 1e301, 1e-307])
-def test_temperature_evens_out_sizes_of_any_scale(temperature, share, scale):
-    assert abs(drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(4000))[0] / 4000 - share) < 0.03
-    assert drawn(mix([(0, [scale, 0])], temperature=temperature).take(50)) == {0: 50}
+def test_weights_are_of_any_scale(scale):
+    assert abs(drawn(mix([9e6 * scale, 1e6 * scale]).take(4000))[0] / 4000 - 0.9) < 0.03
+    assert drawn(mix([(0, [scale, 0])]).take(50)) == {0: 50}
 
 
 @pytest.mark.parametrize(
@@ -68,17 +64,6 @@ def test_dataset_that_occurs_twice_has_another_order_the_second_time():
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     assert first == list(shuffled)
-
-
-def test_report_and_state_have_the_samples_of_each_stream():
-    parts = {"web": Count(1000), "code": Count(2000, 1000), "none": Count(1)}
-    mixed = hr.mix(parts, [(0, {"web": 3, "code": 1, "none": 0})])
-    with hr.DataLoader(mixed, batch_size=8, seed=0) as loader:
-        of_web = sum(sample < 1000 for batch in itertools.islice(loader, 25) for sample in batch.tolist())
-        assert loader.report().mixed == {"web": of_web, "code": 200 - of_web}
-        assert f"({of_web}), code " in str(loader.report())
-        list(loader)
-        assert sum(loader.report().mixed.values()) > 900
 
 
 # Ranks

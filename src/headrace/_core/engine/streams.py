@@ -31,9 +31,9 @@ class Progress:
     lost: bool = False  # the position could not be restored
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Progress:
-        """The progress that a state was saved at."""
-        return cls(state["position"], ended="ended" in state)
+    def at(cls, state: Mapping[str, Any] | None) -> Progress:
+        """The progress that a state was saved at; None for the beginning."""
+        return cls() if state is None else cls(state["position"], ended="ended" in state)
 
     def state_dict(self, stream: State) -> State:
         state: State = {"position": self.position, "stream": stream}
@@ -149,7 +149,7 @@ class StreamFetch(FetchStage):
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
         self._state = start.own_state  # to be restored
-        self._progress = Progress() if self._state is None else Progress.restored(self._state)
+        self._progress = Progress.at(self._state)
         context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:

@@ -307,7 +307,7 @@ class StreamReader(BatchReader):
 
     def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
         super().__init__(dataset, assembler, **kwargs)
-        self._progress = Progress() if state is None else Progress.restored(state)
+        self._progress = Progress.at(state)
         self._errors = 0  # of those read
         self._stream: Iterator[Any]
         if state is None:

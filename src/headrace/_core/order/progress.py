@@ -114,11 +114,6 @@ class EpochProgress(Iterator[BatchPlan]):
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]
 
-    @property
-    def streams(self) -> Mapping[int | None, Mapping[str, object]]:
-        """The states of the streams there, by their reader."""
-        return self._points[-1].loaded_streams()
-
     def __next__(self) -> BatchPlan:
         order, number = self._order, self._number
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -18,7 +17,6 @@ from headrace._core.streams.kinds import T_co, children
 from headrace._core.streams.mixing import Mix
 from headrace._core.streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
-from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name, whole_number
 
@@ -284,11 +282,7 @@ class SplitStream(OperatedStream[T_co]):
             return len(self.dataset) // shard.count
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        shard = self._ranks.shard().in_worker()
-        start: Any = functools.partial(start_stream, self.dataset)
-        if shard.count > 1:  # all samples, even of a stream that splits itself by rank
-            start = functools.partial(InContext, bound(undivided, True), start)
-        return Split(start, shard)
+        return Split(self.dataset, self._ranks.shard().in_worker())
 
 
 class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace._core.ranks.distributed import ShardOptions
+from headrace._core.ranks.distributed import ShardOptions, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
@@ -109,11 +109,11 @@ class Repeat(Concat):
     def _open(self) -> ResumableIterator[object]:
         if self._times is None:
             self.endless_passes = self._begun - 1
-        start = functools.partial(start_stream, self._datasets[0])
         with child_seeds(self._key, self._begun):
             if self._begun == 1:
-                return start()
-            return InContext(bound(current_repetition, batch_seed(self._repetition, 0, self._begun)), start)
+                return start_stream(self._datasets[0])
+            repetition = batch_seed(self._repetition, 0, self._begun)
+            return InContext(bound(current_repetition, repetition), self._datasets[0])
 
 
 class Split(ReplayOperation[T]):
@@ -127,9 +127,9 @@ class Split(ReplayOperation[T]):
     operation = "split"
     options = ("world_size",)
 
-    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions) -> None:
-        with child_seeds(spawn_key(), 0):
-            super().__init__(start())
+    def __init__(self, source: AsyncIterable[T], shard: ShardOptions) -> None:
+        with child_seeds(spawn_key(), 0):  # all samples, even of a stream that splits itself by rank
+            super().__init__(InContext(bound(undivided, True), source) if shard.count > 1 else source)
         self._index = shard.index
         self._world_size = shard.count
         self._group: list[T] = []

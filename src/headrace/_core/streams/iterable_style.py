@@ -212,7 +212,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of theirs.
+    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of the one stream's.
 
     Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in place of a `seed`.
     """
@@ -227,8 +227,6 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.equal_on_ranks = _is_endless(self)
 
     def __repr__(self) -> str:
-        if isinstance(self.dataset, tuple):
-            return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.dataset))}]", 1)
         return self._shown.replace("{}", dataset_repr(self.dataset), 1)
 
     def __aiter__(self) -> AsyncIterator[T_co]:

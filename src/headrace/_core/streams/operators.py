@@ -143,8 +143,8 @@ class Split(ReplayOperation[T]):
         self._group = []
         return group[self._index]
 
-    def _is_exact(self) -> bool:
-        return not self._group
+    def _latest_mark(self) -> Mark:
+        return self._mark if self._group and self._mark else self._new_mark()
 
 
 class ShuffleBuffer(ReplayOperation[T]):

@@ -496,11 +496,7 @@ class ReplayOperation(StreamOperation[T]):
         return super().state_dict()
 
     def _latest_mark(self) -> Mark:
-        """The latest position from which what is held now can be read again."""
-        return self._new_mark() if self._mark is None or self._is_exact() else self._mark
-
-    def _is_exact(self) -> bool:
-        """Whether the current position can be saved as such; true at the start."""
+        """The latest position from which what is held now can be read again; at the start, the start."""
         raise NotImplementedError  # each operation has its own
 
     def _put(self, sample: Any) -> Any:

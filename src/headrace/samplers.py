@@ -194,7 +194,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         Raises:
             StateError: `state` is not one of `state_dict`.
         """
-        epoch, window, batches, checksum = (state.get(name) for name in ("epoch", "window", "batches", "checksum"))
+        values: list[Any] = [state.get(name) for name in ("epoch", "window", "batches", "checksum")]
+        epoch, window, batches, checksum = values
         whole = all(type(number) is int and number >= 0 for number in (epoch, window, batches))
         if not whole or window >= max(1, len(self._lengths) // self.window):
             raise StateError(f"the state is damaged, or of other lengths: {window=}, {batches=} of {epoch=}")

@@ -135,7 +135,7 @@ class SessionStart(NamedTuple):
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
-    def own_state(self) -> dict[str, object] | None:
+    def own_state(self) -> dict[str, Any] | None:
         """The state of a stream that no worker reads; None if the stream begins with the epoch."""
         state = self.streams.get(None)
         return None if state is None else dict(state)

@@ -28,7 +28,6 @@ from headrace._core.order.samplers import (
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
-from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
 from headrace._core.text import dataset_repr, function_name, whole_number
 from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
@@ -73,7 +72,7 @@ class DataLoader(TorchDataLoader[T_co]):
         prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
         persistent_workers: whether workers with a torch dataset outlive the epoch; others always do.
         pin_memory_device: accepted for compatibility, and deprecated as in torch.
-        in_order: whether batches come in the sampler's order, or as they are completed.
+        in_order: whether batches come in the sampler's order, or as they are completed; async streams in order always.
     Fetching:
         concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
         memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no bound.
@@ -414,9 +413,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         from headrace.telemetry.report import make_report
 
-        progress = self._control.progress
-        mixed = {} if progress is None else drawn_of_mixes(progress.streams)
-        return make_report(self._control.counters.records(), self._control.sessions.setup(self), mixed)
+        return make_report(self._control.counters.records(), self._control.sessions.setup(self))
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

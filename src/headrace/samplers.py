@@ -14,7 +14,6 @@ from headrace._core.order.balanced import Cursor, balanced_batches, of_rank
 from headrace._core.order.samplers import BlockSampler, RankSampler
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.streams.resumable import expect
 from headrace.errors import StateError
 
 __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
@@ -189,16 +188,17 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         epoch, cursor = self._position or (self.epoch, self._restored or Cursor())
         return {"epoch": epoch, **cursor._asdict()}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: the next iterator begins after its batches.
 
         Raises:
             StateError: `state` is not one of `state_dict`.
         """
-        epoch, window, batches = (expect(state, name, int) for name in ("epoch", "window", "batches"))
-        checksum = state.get("checksum")
-        if min(epoch, window, batches) < 0 or window >= max(1, len(self._lengths) // self.window):
+        values: list[Any] = [state.get(name) for name in ("epoch", "window", "batches", "checksum")]
+        epoch, window, batches, checksum = values
+        whole = all(type(number) is int and number >= 0 for number in (epoch, window, batches))
+        if not whole or window >= max(1, len(self._lengths) // self.window):
             raise StateError(f"the state is damaged, or of other lengths: {window=}, {batches=} of {epoch=}")
         self.epoch = epoch
         self._position = None
-        self._restored = None if checksum is None else Cursor(window, batches, expect(state, "checksum", int))
+        self._restored = None if checksum is None else Cursor(window, batches, checksum)

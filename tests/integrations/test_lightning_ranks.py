@@ -61,7 +61,7 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
         if kind == "unseeded":
             assert "sampler was DistributedSampler" in resumed
             continue
-        if kind == "shards":
+        if kind == "shards" or (kind == "split by samples" and step % EPOCH):
             assert "saved with 2 ranks, and there are 1 now" in resumed
             continue
         first = step // EPOCH

@@ -126,7 +126,7 @@ class Case:
     def is_dealt(self):
         """Whether all ranks share one order, which any number of ranks continues."""
         by_sampler = self.order.startswith("elastic") or self.order == "blocks"
-        return by_sampler or self.has_own_order or "split" in self.operations
+        return by_sampler or self.has_own_order
 
 
 # A program's text.
@@ -538,7 +538,8 @@ def _restarts(case):
         lives = tuple(dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives)
     if len(lives) > 1 and case.order == "distributed":
         changes["set_epoch"] = None
-    if not case.is_dealt or case.order == "elastic, exact":  # ranks may have unequal numbers of steps
+    same_on_all = case.is_dealt or "split" in case.operations
+    if not same_on_all or case.order == "elastic, exact":  # ranks may have unequal numbers of steps
         changes["merged"] = False
     return {"lives": lives, **changes}
 

@@ -82,15 +82,14 @@ class Stream:
 
     copies = of_torch = by_batch = False  # whether each worker reads a copy of it, as of torch's streams
 
-    def __init__(self, items, undivided=None):
+    def __init__(self, items):
         self.items = items
-        self.undivided = undivided  # the stream whose samples are dealt to the ranks; None of any other
 
     def map(self, function):
         def items(place):
             return (item if isinstance(item, Failed) else function(item) for item in self.items(place))
 
-        return Stream(items, self.undivided and self.undivided.map(function))
+        return Stream(items)
 
     def filter(self, function):
         return Stream(lambda place: (each for each in self.items(place) if isinstance(each, Failed) or function(each)))
@@ -129,8 +128,14 @@ class Stream:
         return Stream(items)
 
     def split(self):
-        """Every n-th sample for each of n ranks, which `Iteration` deals out."""
-        return Stream(self.items, undivided=self)
+        """Every n-th sample for each of n ranks, without an incomplete last round."""
+
+        def items(place):
+            whole = list(self.items(place._replace(rank=0, world_size=1)))
+            rounds = len(whole) // place.world_size * place.world_size
+            return iter(whole[place.rank : rounds : place.world_size])
+
+        return Stream(items)
 
     def pack(self, seq_len, strategy="concat", *, window=32):
         return Stream(lambda place: iter(packed(self.items(place), seq_len, strategy, window)))
@@ -456,7 +461,7 @@ class Iteration:
 
     def __init__(self, loader, start, *, draws_seed=False):
         self.loader, self.epoch = loader, start.epoch
-        self.batches, self.cursor, self.ended, self.over = start.batches, start.cursor, False, False
+        self.batches, self.cursor, self.ended = start.batches, start.cursor, False
         self.begun_over = start.over  # the epoch of the state was over already
         self.rank, self.world_size = place_of_program()
         self.lost, self.skipped = 0, loader.skipped_samples  # batches without a sample, and samples skipped before
@@ -498,14 +503,8 @@ class Iteration:
             workers = [stream.in_worker(worker, loader.copies) for worker in range(loader.copies)]
             batches = [self._batches(zip(items, itertools.count(), strict=False)) for items in workers]
             return self._after(start.batches, drawn.in_turn(batches))
-        if stream.undivided is None:
-            items = zip(stream.items(place), itertools.count(), strict=False)
-            return self._after(start.batches, self._batches(items))
-        # The ranks share the samples of a stream that is split, from the position of all ranks on.
-        left = list(stream.undivided.items(place._replace(rank=0, world_size=1)))[start.cursor :]
-        rounds = len(left) // self.world_size * self.world_size
-        own = [(left[number], start.cursor + number) for number in range(self.rank, rounds, self.world_size)]
-        return self._batches(own)
+        items = zip(stream.items(place), itertools.count(), strict=False)
+        return self._after(start.batches, self._batches(items))
 
     def _after(self, number, batches):
         """The batches after the first ones, which are read again. Their lost samples have been counted."""
@@ -533,7 +532,7 @@ class Iteration:
         rest = ()
         if self.loader.draws_own_seed:
             self.plans, rest = itertools.tee(self.plans)
-        over = self.over and getattr(self.loader.dataset, "undivided", None) is not None
+        over = False
         if self.loader.order is not None:
             # An epoch of which nothing was given is at its beginning, whether it has a batch on this rank or not.
             over = self.batches > 0 and next(self._computed(self.cursor), None) is None
@@ -554,7 +553,6 @@ class Iteration:
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1
-            self.over = len(indices) < (self.loader.batch_size or 1)  # of a stream: its end was read
             shared = self.loader.is_stream or (self.loader.order is not None and self.loader.order.dealt)
             self.cursor += len(indices) * (self.world_size if shared else 1)
             batch = self.made_of(indices, positions)

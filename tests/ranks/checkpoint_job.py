@@ -77,7 +77,7 @@ LOADERS = {
     "DistributedSampler": lambda: hr.DataLoader(
         Numbers(LENGTH), 3, sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2)
     ),
-    "lines by samples": lambda: hr.DataLoader(lines().split(remainder="keep").map(int), 3),
+    "lines by samples": lambda: hr.DataLoader(lines().split().map(int), 3),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
     "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),
     "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),

@@ -11,8 +11,7 @@ from tests.ranks.jobs import outputs
 
 PROGRAM = Path(job.__file__)
 WHOLE = list(range(job.LENGTH))
-ELASTIC = ["ElasticSampler", "lines by samples"]
-GATHERED = "lines by shards, gathered"
+ON_AS_MANY = ["lines by shards, gathered", "lines by samples"]
 SAME_ON_ALL = ["shuffled by seed", "sequential"]
 
 
@@ -37,21 +36,24 @@ def samples(ranks, name):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("name", ELASTIC)
-def test_ranks_together_are_given_exactly_the_rest(runs, name, ranks):
+def test_ranks_together_are_given_exactly_the_rest(runs, ranks):
     saved, loaded = runs
-    times = Counter(samples(saved, name) + samples(loaded[ranks], name))
+    times = Counter(samples(saved, "ElasticSampler") + samples(loaded[ranks], "ElasticSampler"))
     assert sorted(times) == WHOLE
-    repeated = times.total() - job.LENGTH  # those that fill up the last ranks
-    assert repeated < ranks if name == "ElasticSampler" else not repeated
+    assert times.total() - job.LENGTH < ranks  # those that fill up the last ranks
 
 
-def test_gathered_states_of_a_stream_continue_on_as_many_ranks_and_are_refused_on_others(runs):
+@pytest.mark.parametrize("name", ON_AS_MANY)
+def test_state_of_a_stream_continues_on_as_many_ranks_and_is_refused_on_others(runs, name):
     saved, loaded = runs
-    assert sorted(samples(saved, GATHERED) + samples(loaded[4], GATHERED)) == WHOLE
+    given = sorted(samples(saved, name) + samples(loaded[4], name))
+    if name == "lines by samples":  # the last three are dropped, since four ranks cannot share them
+        assert len(set(given)) == len(given) == job.LENGTH - 3
+    else:
+        assert given == WHOLE
     for ranks in (2, 8):
         for rank in loaded[ranks]:
-            assert f"saved with 4 ranks, and there are {ranks} now" in rank[GATHERED]
+            assert f"saved with 4 ranks, and there are {ranks} now" in rank[name]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -41,7 +41,7 @@ async def words():
         (Stream().map(len), "Stream().map(len)"),
         (Stream().take(2), "Stream().take(2)"),
         (Stream().shuffle(100, seed=3), "Stream().shuffle(100, seed=3)"),
-        (Stream().split(rank=0, world_size=1), "Stream().split(remainder='drop')"),
+        (Stream().split(rank=0, world_size=1), "Stream().split()"),
         (hr.concat([Numbers(), Numbers()]), "concat([Numbers(), Numbers()])"),
         (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
         (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=None, stop='first')"),

@@ -131,12 +131,11 @@ class SessionStart(NamedTuple):
     # Empty where the dataset is map-style, or the session begins with the epoch.
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
-    delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     epoch: int = 0
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
 
     @property
-    def own_state(self) -> dict[str, object] | None:
+    def own_state(self) -> dict[str, Any] | None:
         """The state of a stream that no worker reads; None if the stream begins with the epoch."""
         state = self.streams.get(None)
         return None if state is None else dict(state)

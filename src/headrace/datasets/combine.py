@@ -17,7 +17,7 @@ from headrace._core.streams.map_style import IndexedParts, MixedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
 from headrace._core.streams.torch_views import require_async
-from headrace._core.text import function_name, shorten, whole_number
+from headrace._core.text import dataset_repr, function_name, shorten, whole_number
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 
@@ -135,7 +135,7 @@ def mix(
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
     seed = checked_seed(seed)
-    shown = f"mix({{}}, {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
+    shown = f"mix([{', '.join(map(dataset_repr, parts))}], {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
     names = [*map(str, names)]
     if not are_streams:
         if stop == "once":

@@ -188,12 +188,11 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             raise ValueError(
                 f"{len(self._parts)} shards cannot be divided among {rank.count} ranks; apply .split() to the stream"
             )
-        order = self._order_for(self._seed)
-        samples = ShardIterator(self, rank, order)
+        order, reader = self._order_for(self._seed), rank.in_worker()
+        samples = ShardIterator(self, reader, order)
         if not self._buffer_size:
             return samples
-        number = 1 + rank.in_worker().index
-        return ShuffleBuffer(samples, self._buffer_size, order._replace(number=number))
+        return ShuffleBuffer(samples, self._buffer_size, order._replace(number=1 + reader.index))
 
     def _options(self) -> dict[str, object]:
         """What must be the same where a state is loaded."""

@@ -18,8 +18,8 @@ class HeadraceDataLoader:
     A dataloader of yours is a subclass of both; this one first. Its one iterator goes through the epochs of the loader.
     A batch has to be what torchtitan's trainer takes: a dict of inputs, and labels, from your `collate_fn`.
 
-    Any number of data-parallel ranks can continue where the position is the same on all (`ElasticSampler`,
-    `BlockShuffleSampler`, in order, streams split by samples). Otherwise there must be as many as before.
+    Any number of data-parallel ranks can continue a map-style dataset whose position is the same on all
+    (`ElasticSampler`, `BlockShuffleSampler`, in order). Otherwise there must be as many as before.
 
     Args:
         loader: the loader, which gives this data-parallel rank its part.
@@ -92,7 +92,7 @@ class HeadraceDataLoader:
                 raise StateError(
                     f"the state was saved by {saved} data-parallel ranks, and there are {self._dp_world_size} now: "
                     f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. Use as many as before; or "
-                    f"a stream with .split(), which any number of ranks can continue"
+                    f"shards with an index, which any number of ranks can continue"
                 )
             state = state_dict[self._key()]
         self.loader.load_state_dict(state)

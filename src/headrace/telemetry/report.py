@@ -29,8 +29,6 @@ class Report(Figures):
         predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
             text names; None if that is not known.
         change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is made elsewhere.
-        mixed: number of samples that `headrace.mix` has drawn from each stream in this epoch, by name, or else by
-            position; up to where a restored loader reads on, and of all ranks if the mix is split.
     """
 
     limit: str
@@ -38,7 +36,6 @@ class Report(Figures):
     advice: str
     predicted: float | None
     change: Mapping[str, Any]
-    mixed: Mapping[str, int]
 
     def __repr__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
@@ -87,9 +84,6 @@ class Report(Figures):
             facts["event loop busy"] = share(self.engine_cpu)
         if self.blocked >= 0.01:
             facts["event loop blocked"] = share(self.blocked)
-        if total := sum(self.mixed.values()):
-            drawn = sorted(self.mixed.items(), key=lambda each: -each[1])
-            facts["mixed"] = ", ".join(f"{name} {share(count / total)} ({count:,})" for name, count in drawn)
         requests = dataclasses.asdict(self.requests).items()
         return facts | {name.replace("_", " "): f"{count:,}" for name, count in requests if count}
 
@@ -113,9 +107,9 @@ _LIMITS = {
 }
 
 
-def make_report(records: Sequence[BatchRecord], setup: Setup, mixed: Mapping[str, int] | None = None) -> Report:
+def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
     """The report on one iteration, given its batches in the order of delivery."""
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict(), mixed=dict(mixed or {}))
+    return Report(**values, **diagnosis._asdict())

@@ -80,9 +80,7 @@ def elastic(folder):
 
 KINDS = {
     "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000),
-    "tar, split by samples": Kind(
-        lambda folder: (tars(folder).split(remainder="keep"), None), global_cursor=True, state_bytes=2000
-    ),
+    "tar, split by samples": Kind(lambda folder: (tars(folder).split(), None)),
     "tar, split by shards": Kind(lambda folder: (tars(folder), None)),
     "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)),
     "lines": Kind(lambda folder: (lines(folder), None)),

@@ -1,6 +1,6 @@
 """One epoch of shards, interrupted at random, and continued with other batches and orders of arrival.
 
-Each sample comes once. Where the state of one rank is enough for all, other ranks continue too.
+Each sample comes once.
 
 As `tests/faults/test_resume.py`, in one process and without kills, so that many more are tried. `HEADRACE_RESUME_RUNS`
 is the number of epochs for each kind of dataset.
@@ -34,7 +34,7 @@ def shards(tmp_path_factory):
 class Part:
     """The batches of one rank between two interruptions: the samples, the state after them, whether the epoch ended."""
 
-    def __init__(self, kind, shards, state, steps, lag, **options):
+    def __init__(self, kind, shards, state, steps, **options):
         dataset, sampler = KINDS[kind].make(shards)
         loader = hr.DataLoader(dataset, sampler=sampler, seed=3, **options)
         if state is not None:
@@ -44,19 +44,13 @@ class Part:
             read = [torch.as_tensor(batch).tolist() for batch in itertools.islice(batches, steps)]
             self.given = list(itertools.chain.from_iterable(read))
             self.ended = len(read) < steps
-            self.state = json.loads(json.dumps(loader.state_dict(lag=lag if self.ended else 0)))
-
-
-def is_of_its_ranks(states, global_cursor):
-    """Whether only as many ranks can continue, each from its own state."""
-    fields = [state["state"][0] for state in states]
-    return any(not global_cursor or each["delivered"] or each["rank"] is not None for each in fields)
+            self.state = json.loads(json.dumps(loader.state_dict(lag=int(self.ended))))
 
 
 @pytest.mark.parametrize("number", range(RUNS))
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "elastic sampler"])
 def test_each_sample_is_given_once(name, number, shards, as_rank):
-    kind, draw = KINDS[name], random.Random(f"{name} {number}")
+    draw = random.Random(f"{name} {number}")
     late = set(draw.sample(range(N), N // 4))
 
     def transform(sample):
@@ -67,20 +61,14 @@ def test_each_sample_is_given_once(name, number, shards, as_rank):
     given, states, parts, story, lost = collections.Counter(), [], [], [], 0
     drop_last = draw.random() < 0.3
     for start in range(STARTS):
-        alone = is_of_its_ranks(states, kind.global_cursor)
-        ranks = len(states) if alone else draw.choice([1, 1, 2, 3, 4])
-        if states and not (alone and kind.global_cursor):
-            merged = json.loads(json.dumps(hr.merge_states(draw.sample(states, len(states)))))
-            of_one = states if kind.global_cursor and not any(part.ended for part in parts) else []
-            states = [draw.choice([merged, *of_one])] * ranks
-        in_order = (ranks > 1 and kind.global_cursor) or draw.random() < 0.4
+        ranks = len(states) or draw.choice([1, 1, 2, 3, 4])
+        if states:
+            states = [json.loads(json.dumps(hr.merge_states(draw.sample(states, ranks))))] * ranks
         options = {
             "num_workers": draw.choice([0, 2, 2, 2]),
-            "in_order": in_order,
+            "in_order": draw.random() < 0.4,
             "batch_size": draw.choice([1, 2, 3, 5]),
             "drop_last": drop_last,
-            # A state after the end begins the next epoch, where it is not merged with others.
-            "lag": draw.choice([0, 1]) if in_order and not alone else 1,
         }
         steps = N + 1 if start == STARTS - 1 else draw.randrange(5)
         parts = []

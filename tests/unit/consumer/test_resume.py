@@ -272,12 +272,12 @@ def test_damaged_states_are_refused():
         ({}, "no state of a headrace.DataLoader"),
         ({"_snapshot": 1}, r"no state of a headrace\.DataLoader: \['_snapshot'\]"),
         ({**state, "version": 1}, "format version 1"),
-        ({"version": 4}, "damaged: None is not a list of states"),
+        ({"version": 5}, "damaged: None is not a list of states"),
         ({**state, "state": []}, "damaged: .* is not a list of states"),
         ({**state, "state": [3]}, "damaged: .3. is not a list of states"),
         (damaged(state, samples=9), "edited: its checksum does not match"),
         (damaged(state, more=9), "edited: its checksum does not match"),
-        ({**state, "version": 3}, "format version 3, but this release of headrace reads 4"),
+        ({**state, "version": 4}, "format version 4, but this release of headrace reads 5"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)

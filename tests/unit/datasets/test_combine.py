@@ -53,7 +53,6 @@ def test_wrong_arguments_are_errors():
         lambda: stream().shuffle(0),
         lambda: stream().take(-1),
         lambda: stream().repeat(-1),
-        lambda: stream().split(remainder="odd"),
         lambda: hr.mix([stream()], [0]),
         lambda: hr.mix([stream()], [1, 1]),
         lambda: hr.mix([stream()], [1], stop="odd"),

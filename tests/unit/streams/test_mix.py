@@ -70,17 +70,6 @@ def test_dataset_that_occurs_twice_has_another_order_the_second_time():
     assert first == list(shuffled)
 
 
-def test_report_and_state_have_the_samples_of_each_stream():
-    parts = {"web": Count(1000), "code": Count(2000, 1000), "none": Count(1)}
-    mixed = hr.mix(parts, [(0, {"web": 3, "code": 1, "none": 0})])
-    with hr.DataLoader(mixed, batch_size=8, seed=0) as loader:
-        of_web = sum(sample < 1000 for batch in itertools.islice(loader, 25) for sample in batch.tolist())
-        assert loader.report().mixed == {"web": of_web, "code": 200 - of_web}
-        assert f"({of_web}), code " in str(loader.report())
-        list(loader)
-        assert sum(loader.report().mixed.values()) > 900
-
-
 # Ranks
 
 

@@ -221,7 +221,7 @@ class LoaderControl:
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
         """The number of batches of the restored epoch that are left on this rank; see `restore.batches_left`."""
         order = self.order(loader)
-        return batches_left(loader, order, of_rank(self.resumed, order.rank_of(rank)), rank)
+        return batches_left(order, of_rank(self.resumed, order.rank_of(rank)))
 
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
@@ -311,8 +311,7 @@ class LoaderControl:
         keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        renumbered = kind.is_iterable and resumed is not None and resumed.ranks != rank.world_size
-        order = EpochOrder(loader, stream=kind.is_iterable, resumed=resumed, renumbered=renumbered, at_once=late_epoch)
+        order = EpochOrder(loader, stream=kind.is_iterable, resumed=resumed, at_once=late_epoch)
         if resumed is not None:
             self.past = resumed.past
             check_rank(resumed, order, rank)

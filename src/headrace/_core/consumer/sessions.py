@@ -24,6 +24,7 @@ from headrace._core.ranks.rankinfo import ranks_on_host
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.composition import gives_tables
+from headrace._core.streams.kinds import DatasetKind
 from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
 from headrace.options import engine_options
@@ -140,7 +141,7 @@ class LoaderSessions:
             deferred=in_thread and assembler.runs_user_code,
             look_ahead=self.spec.look_ahead(loader)[0],
             drop_last=loader.drop_last,
-            in_order=loader.in_order,
+            in_order=loader.in_order or self.spec.kind is DatasetKind.ASYNC_ITERABLE,
             base_seed=base_seed,
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,

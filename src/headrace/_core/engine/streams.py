@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
 from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.streams.epochs import keys_within
-from headrace._core.streams.resumable import ResumableIterator, State, expect, start_stream
+from headrace._core.streams.resumable import ResumableIterator, State, start_stream
 from headrace.errors import StateError
 
 
@@ -29,27 +29,17 @@ class Progress:
     failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
     lost: bool = False  # the position could not be restored
-    delivered: list[range] = field(default_factory=list)  # positions to be dropped, ascending; those passed are removed
 
     @classmethod
-    def restored(cls, state: Mapping[str, object], delivered: Sequence[range] = ()) -> Progress:
-        """The progress that a state was saved at; `StateError` if that is damaged."""
-        return cls(
-            expect(state, "position", int),
-            ended=state.get("ended") is True,
-            delivered=list(delivered),
-        )
+    def at(cls, state: Mapping[str, Any] | None) -> Progress:
+        """The progress that a state was saved at; None for the beginning."""
+        return cls() if state is None else cls(state["position"], ended="ended" in state)
 
     def state_dict(self, stream: State) -> State:
         state: State = {"position": self.position, "stream": stream}
         if self.ended:
             state["ended"] = True
         return state
-
-    def next_is_delivered(self) -> bool:
-        while self.delivered and self.delivered[0].stop <= self.position:
-            del self.delivered[0]
-        return bool(self.delivered) and self.position in self.delivered[0]
 
 
 class StreamBatch:
@@ -67,7 +57,6 @@ class StreamBatch:
         self._samples: list[Any] = []
         self._failures = 0
         self._first = progress.position
-        self._places: list[int] | None = [] if progress.delivered else None  # positions; None for consecutive ones
 
     @property
     def room(self) -> int:
@@ -77,17 +66,11 @@ class StreamBatch:
     def _missing(self) -> int:
         return len(self._plan.indices) - len(self._samples) + self._failures
 
-    def add(self, sample: Any) -> bool:
-        """Add the stream's next sample; returns False if it was delivered before, and is dropped."""
-        progress = self._progress
-        is_new = self._places is None or not progress.next_is_delivered()
-        if is_new:
-            self._samples.append(sample)
-            if self._places is not None:
-                self._places.append(progress.position)
-        progress.position += 1
-        progress.failures_in_a_row = 0
-        return is_new
+    def add(self, sample: Any) -> None:
+        """Add the stream's next sample."""
+        self._samples.append(sample)
+        self._progress.position += 1
+        self._progress.failures_in_a_row = 0
 
     def fail(self, error: BaseException) -> None:
         """Add an error in place of the next sample; the stream ends if it only raises errors."""
@@ -112,24 +95,21 @@ class StreamBatch:
         self._add_failure(Failure.caught(error, Stage.RESTORE, self._plan.number))
 
     def _add_failure(self, failure: Failure) -> None:
-        if self.add(failure):
-            self._failures += 1
-            self._broken = not self._tolerance.skips
+        self.add(failure)
+        self._failures += 1
+        self._broken = not self._tolerance.skips
 
     def raw(self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException) -> RawBatch:
         """The batch, with the state that `stream` returns; with `drop_last`, only the failures of an incomplete one.
 
         What is caught from `stream` is the batch's failure.
         """
-        progress, samples, positions = self._progress, self._samples, self._plan.positions
-        places = range(self._first, progress.position) if self._places is None else self._places
+        progress, samples = self._progress, self._samples
+        places: Sequence[int] = range(self._first, progress.position)
+        positions = self._plan.positions[self._first : progress.position]
         if drop_last and self._missing and not self._broken:  # its samples are lost with a broken one
-            failed = [slot for slot in zip(places, samples, strict=True) if isinstance(slot[1], Failure)]
-            places, samples = [place for place, _ in failed], [failure for _, failure in failed]
-        if isinstance(places, range):
-            positions = positions[places.start : places.stop]
-        else:
-            positions = [positions[place] for place in places]
+            failed = [number for number, sample in enumerate(samples) if isinstance(sample, Failure)]
+            samples, places, positions = ([each[number] for number in failed] for each in (samples, places, positions))
         plan = self._plan._replace(indices=tuple(places), positions=positions)
         state: State | None = None
         try:
@@ -169,7 +149,7 @@ class StreamFetch(FetchStage):
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
         self._state = start.own_state  # to be restored
-        self._progress = Progress.restored(self._state or {"position": 0}, start.delivered)
+        self._progress = Progress.at(self._state)
         context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
@@ -213,7 +193,7 @@ class StreamFetch(FetchStage):
             with keys_within(0):
                 stream = start_stream(self._dataset)
                 if state is not None:
-                    stream.load_state_dict(expect(state, "stream", dict))
+                    stream.load_state_dict(state["stream"])
                 return stream
         except BaseException as error:  # user code
             if state is None:

@@ -25,7 +25,6 @@ from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.streams.resumable import (
     Reread,
     State,
-    expect,
     is_stateful,
     name_of,
     restore_dataset,
@@ -308,20 +307,17 @@ class StreamReader(BatchReader):
 
     def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
         super().__init__(dataset, assembler, **kwargs)
-        self._progress = Progress() if state is None else Progress.restored(state)
-        self._read_before = 0  # samples that `position` does not count
+        self._progress = Progress.at(state)
         self._errors = 0  # of those read
         self._stream: Iterator[Any]
         if state is None:
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is read of it
-            restore_dataset(dataset, expect(state, "stream", dict))  # for the next epoch
+            restore_dataset(dataset, state["stream"])  # for the next epoch
         else:
-            stream = expect(state, "stream", dict)
-            self._stream, again = restore_user(dataset, stream, lambda: iter(dataset))
-            self._read_before = expect(stream, "read", int) - self._progress.position
-            self._errors = expect(stream, "errors", int)
+            self._stream, again = restore_user(dataset, state["stream"], lambda: iter(dataset))
+            self._errors = state["stream"]["errors"]
             self._read_again(again)
 
     def _read_again(self, count: int) -> None:
@@ -353,7 +349,7 @@ class StreamReader(BatchReader):
         return None if state == {"read": 0} else self._progress.state_dict(state)
 
     def _state(self) -> State:
-        state = user_state(self._dataset, self._stream, self._read_before + self._progress.position)
+        state = user_state(self._dataset, self._stream, self._progress.position)
         state["errors"] = self._errors
         return state
 

@@ -77,7 +77,6 @@ class EpochOrder:
         *,
         stream: bool,
         resumed: LoaderState | None = None,  # to continue from, or before the epoch; None for the whole epoch
-        renumbered: bool = False,  # whether this rank's samples are numbered from 0 at the resume point
         at_once: bool = False,  # whether a `DistributedSampler` decides on its order now, not at the first index
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
@@ -116,7 +115,7 @@ class EpochOrder:
             self._between, resumed = resumed, None
         self.resumed = resumed  # the state to continue from, in this order's numbers; None for the whole epoch
         # The number of the first sample drawn, among this rank's.
-        self.first_sample = 0 if resumed is None or renumbered or self.shared else resumed.samples
+        self.first_sample = 0 if resumed is None or self.shared else resumed.samples
         self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()

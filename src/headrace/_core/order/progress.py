@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
@@ -14,23 +14,26 @@ from headrace._core.order.order import EpochOrder
 from headrace._core.order.state import LoaderState, checksum, encoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed, random_key
-from headrace._core.streams.resumable import State, expect, state_of_dataset
+from headrace._core.streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # after each of the last 8 batches, and before them
 _SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch
 
 
-# Plain tuples, as there is one for each batch. Of a plan: the plan (None before the first), the number of samples drawn
-# before it and with it, and the state of the user's sampler after it. Of a batch that was given out after a gap also
-# the state of the loader's stream after it, and the first and last position of its samples in the stream.
-_Drawn: TypeAlias = tuple[Any, ...]
+class _Drawn(NamedTuple):
+    """What the sampler has drawn up to a plan."""
+
+    plan: BatchPlan | None  # None before the first
+    before: int  # number of samples drawn before it
+    samples: int  # number of samples drawn with it
+    sampler: object  # state of the user's sampler after it
 
 
 class _Point(NamedTuple):
     """The position after a batch."""
 
     batches: int  # number of the epoch's batches that were given out without a gap
-    drawn: _Drawn  # the plan of the last of them, with what was drawn for them
+    drawn: _Drawn  # up to the last of them
     streams: Mapping[int | None, StreamState]  # after them, of each worker, or the loader's (None)
     last_worker: int  # that of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
@@ -76,24 +79,18 @@ class EpochProgress(Iterator[BatchPlan]):
         # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
-        streams, first = begun.streams, order.first_sample
+        first = order.first_sample
         self._part = part = order.rank_of(rank)
         self._origin, self._ranks = 0, 1  # the cursor before sample 0, and the number of ranks that share the order
         self._block = 1  # number of consecutive positions that this rank has before the next rank's turn
         if order.shared:
             self._origin, self._ranks, self._block = begun.cursor, part.world_size, order.sampler.dealt_at_once
         elif order.is_stream:
-            self._origin, self._ranks = begun.cursor - begun.samples * begun.ranks, part.world_size
-            if first != begun.samples:  # other ranks than before number the samples from here on
-                read = max((expect(state, "position", int) for state in streams.values()), default=0)
-                self._origin = max(begun.cursor, self._origin + read * begun.ranks)
-                streams = {reader: {**state, "position": 0} for reader, state in streams.items()}
-        out_of_order = (range(each[2], each[3] + 1) for each in begun.delivered if len(each) > 2)
+            self._ranks = part.world_size
         self.session_start = SessionStart(
             batch=begun.batches,
-            streams=streams if restored else {},
+            streams=begun.streams if restored else {},
             next_worker=begun.next_worker,
-            delivered=tuple(sorted(out_of_order, key=min)),
             epoch=begun.epoch,
         )
         self._random_key = random_key(base_seed, begun.epoch)
@@ -101,11 +98,11 @@ class EpochProgress(Iterator[BatchPlan]):
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         self._samples = first
         # Batches that were given out before the restored state, after others that were not. Numbered as here.
-        self._delivered = [(start - begun.samples + first, *rest) for start, *rest in begun.delivered]
-        self._given = {} if order.is_stream else {start: rest[0] for start, *rest in self._delivered}
-        drawn = None, first, first, begun.sampler
+        self._delivered = [(start - begun.samples + first, count) for start, count in begun.delivered]
+        self._given = {} if order.is_stream else dict(self._delivered)
+        drawn = _Drawn(None, first, first, begun.sampler)
         skipped = *begun.skipped, begun.lost
-        self._last = _Point(begun.batches, drawn, streams, begun.next_worker - 1, (), skipped)
+        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), skipped)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # of the next plan
         self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
@@ -116,11 +113,6 @@ class EpochProgress(Iterator[BatchPlan]):
     def last_point(self) -> object:
         """The position after the last batch that was given out: another object after each."""
         return self._points[-1]
-
-    @property
-    def streams(self) -> Mapping[int | None, Mapping[str, object]]:
-        """The states of the streams there, by their reader."""
-        return self._points[-1].loaded_streams()
 
     def __next__(self) -> BatchPlan:
         order, number = self._order, self._number
@@ -153,7 +145,7 @@ class EpochProgress(Iterator[BatchPlan]):
         )
         self._number = number + 1
         state = order.sampler_state()
-        self._drawn[number] = plan, before, self._samples, state
+        self._drawn[number] = _Drawn(plan, before, self._samples, state)
         # The sampler's state says so already, though its end has not been asked for.
         ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
         if ended or (order.is_by_arithmetic and not self._drawn_ahead):
@@ -203,21 +195,12 @@ class EpochProgress(Iterator[BatchPlan]):
         number, state = host.plan.number, host.stream_state
         if host.worker is not None:
             last_worker = host.worker
-            if state is not None:
-                streams, state = {**streams, host.worker: state}, None
-        if number != batches:
-            read: Any = host.plan.indices
-            positions = (read[0], read[-1]) if state is not None and read else ()
-            self._beyond[number] = *drawn, state, positions
-        else:
-            while True:
-                batches, last = batches + 1, drawn
-                if state is not None:
-                    streams = {**streams, None: state}
-                if batches not in self._beyond:
-                    break
-                drawn = self._beyond.pop(batches)
-                state = drawn[4]
+        if state is not None:  # batches of one reader come in order
+            streams = {**streams, host.worker: state}
+        self._beyond[number] = drawn
+        while batches in self._beyond:
+            last = self._beyond.pop(batches)
+            batches += 1
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
         return _Point(batches, last, streams, last_worker, delivered, skipped)
 
@@ -240,20 +223,13 @@ class EpochProgress(Iterator[BatchPlan]):
             raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
         point, order = self._points[-1 - back], self._order
         size = self.begun.fingerprint.length
-        plan, _, samples, sampler, *_ = point.drawn
+        plan, samples = point.drawn.plan, point.drawn.samples
         cursor = self._origin + samples * self._ranks
         checked = None
         if plan is not None and order.is_walked and order.stateful is None:
             checked = (*checksum(plan.indices), self._part.rank)
-        position: Any = load_state(point.streams[None]).get("position", 0) if None in point.streams else 0
-        earlier: list[Any] = [
-            (first, count, *positions)
-            for first, count, *positions in self._delivered
-            if (positions[1] >= position if positions else first + count > samples)
-        ]
-        since: list[Any] = [
-            (before, after - before, *positions) for _, before, after, _, _, positions in point.delivered
-        ]
+        earlier = [(first, count) for first, count in self._delivered if first + count > samples]
+        since = [(drawn.before, drawn.samples - drawn.before) for drawn in point.delivered]
         of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._part.world_size > 1)
         streams = point.loaded_streams()
         if self.before_first is not None and (unread := self.before_first()) is not None:
@@ -271,7 +247,7 @@ class EpochProgress(Iterator[BatchPlan]):
             rank=self._part.rank if of_rank else None,
             ranks=self._part.world_size,
             generator=encoded(order.generator),
-            sampler=self._sampler_at_end if over and not self.begun.over else sampler,
+            sampler=self._sampler_at_end if over and not self.begun.over else point.drawn.sampler,
             last_indices=self.begun.last_indices if checked is None else checked,
             streams=streams,
             next_worker=(point.last_worker + 1) % self._readers,

@@ -35,12 +35,13 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
-    if saved.rank is not None and saved.ranks != rank.world_size and order.is_stream:
+    begun = saved.rank is not None or not (saved.over or saved.is_between_epochs)
+    if order.is_stream and begun and saved.ranks != rank.world_size:
         raise StateError(
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: each rank reads its "
             f"part of the stream, and continues only among as many ranks. Use {saved.ranks} ranks until the end of "
-            f"epoch {saved.epoch}. Any number of ranks can continue a stream with .split() as its last operation "
-            f"and in_order=True, and map-style data, as shards with an index are (headrace.TarDataset.index(...))."
+            f"epoch {saved.epoch}. Any number of ranks can continue map-style data, as shards with an index are "
+            f"(headrace.TarDataset.index(...))."
         )
     if saved.rank is not None:
         raise StateError(
@@ -201,25 +202,22 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     return saved
 
 
-def batches_left(loader: TorchLoader, order: EpochOrder, state: LoaderState, rank: RankInfo) -> int | None:
+def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
     """The number of batches after a position, for the present ranks and batch size.
 
-    None for an epoch of unknown length, for a stream of as many ranks as before, and for an order that gives no other
-    position to other ranks.
+    None for a stream, and for an order that gives no other position to other ranks.
     """
-    if (state.ranks == rank.world_size) if order.is_stream else not order.is_by_arithmetic:
+    if order.is_stream or not order.is_by_arithmetic:
         return None
-    ranks = order.sampler.num_replicas if order.shared else rank.world_size if order.is_stream else 1
-    try:
-        size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-        _, size = len(loader), size or len(loader.dataset) * ranks  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a dataset or sampler without a length
+    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
+    if size is None:
         return None
+    ranks = order.sampler.num_replicas if order.shared else 1
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
     left = left // ranks if drops else -(-left // ranks)
-    of_batch = loader.batch_size or 1
-    return left // of_batch if loader.drop_last else -(-left // of_batch)
+    of_batch = order.batch_size or 1
+    return left // of_batch if order.drop_last else -(-left // of_batch)
 
 
 def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
@@ -245,9 +243,7 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
         every.append(state)
     if all(state.rank is None for state in every):
-        over = [state.over or any(one.get("ended") is True for one in state.streams.values()) for state in every]
-        left = [state for state, ended in zip(every, over, strict=True) if not ended]
-        left = left or [max(every, key=lambda state: state.cursor)]
+        left = [state for state in every if not state.over] or [max(every, key=lambda state: state.cursor)]
         if len({state.cursor for state in left}) > 1 or len({state.batches for state in every}) > 1:
             cursors = sorted({(state.cursor, state.batches) for state in every})
             raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")

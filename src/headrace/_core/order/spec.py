@@ -20,11 +20,6 @@ from headrace.options import LoaderOptions, number_of_engines
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
 
-def is_of_libraries(part: object) -> bool:
-    """Whether a dataset or a sampler has a class of torch's or of headrace's, and none of the user's."""
-    return type(part).__module__.startswith(("headrace.", "torch.utils."))
-
-
 def samplers_of(loader: TorchLoader) -> tuple[Any, Any, Any]:
     """The batch sampler, the sampler, and the sampler of the batch sampler; None for those that are not there."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
@@ -43,7 +38,7 @@ def deciding_sampler(loader: TorchLoader) -> Any:
 def drawn_freely(loader: TorchLoader) -> float:
     """How many batches may be drawn at any time: the sampler then uses no generator that the program may use too."""
     sampler = deciding_sampler(loader)
-    if not is_of_libraries(sampler):
+    if not type(sampler).__module__.startswith(("headrace.", "torch.utils.")):  # of the user's
         return 0
     if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
         return math.inf

@@ -28,7 +28,7 @@ def decoded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
-VERSION: Final = 4
+VERSION: Final = 5
 LOST_KEPT = 256  # lost batches that a state knows
 
 # Fields that have their defaults in a state before an epoch.
@@ -108,9 +108,7 @@ class LoaderState(NamedTuple):
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
-    # Batches given out after others that were not: first sample and number of samples of each, and of a stream the
-    # first and last position.
-    delivered: tuple[tuple[int, int] | tuple[int, int, int, int], ...] = ()
+    delivered: Pairs = ()  # batches given out after others that were not: first sample and number of samples of each
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch

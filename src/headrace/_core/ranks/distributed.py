@@ -6,18 +6,11 @@ import operator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
 from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
-
-Remainder = Literal["drop", "keep"]
-"""The policy for ranks that would get unequal numbers of samples.
-
-``"drop"`` truncates every rank to the shortest. ``"keep"`` leaves the numbers unequal.
-"""
-
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
 """Whether streams that start now are read whole by all ranks and workers, because an outer `split` divides them."""
@@ -98,9 +91,3 @@ def check_given_rank(what: str, rank: int, world_size: int, loader: RankInfo | N
         f"{rank} of {world_size}: ranks that need the same batches would get others. Give it the rank and the number "
         f"of ranks in data_parallel=, or leave them out where headrace asks for them (headrace.ElasticSampler, streams)"
     )
-
-
-def check_remainder(remainder: str) -> None:
-    """Raise `ValueError` for an unknown policy."""
-    if remainder not in get_args(Remainder):
-        raise ValueError(f"remainder={remainder!r} must be one of {', '.join(map(repr, get_args(Remainder)))}")

@@ -30,13 +30,12 @@ class ShardIterator(StreamOperation[Any]):
     """
 
     operation = "shards"
-    fields = ("order", "read_by")
+    fields = ("order",)
 
-    def __init__(self, stream: Any, rank: ShardOptions, order: Order) -> None:
+    def __init__(self, stream: Any, reader: ShardOptions, order: Order) -> None:
         super().__init__(None)
         self._stream = stream
-        self._rank = rank
-        self._reader = rank.in_worker()
+        self._reader = reader
         self._order = order
         self._opened = 0  # shards
         self._from_state: deque[PartPosition] = deque()  # of shards that were open when the state was saved
@@ -45,10 +44,9 @@ class ShardIterator(StreamOperation[Any]):
         self._origins = Origins(maxlen=ORIGINS)
         self._before = 0  # samples and errors of shards that have ended
         self._usual = 0  # samples of the last shard that was read to its end
-        self._begin()
+        self._restored()
 
-    def _begin(self) -> None:
-        self._read_by = [self._reader.index, self._reader.count, self._rank.count]
+    def _restored(self) -> None:
         self._parts = list(range(len(self._stream._parts)))
         if self._stream._shuffle:
             random.Random(self._order.key()).shuffle(self._parts)
@@ -133,26 +131,14 @@ class ShardIterator(StreamOperation[Any]):
                 self._ahead.append(following)
 
     def _options(self) -> State:
-        found: State = self._stream._options()
-        return found
+        return {**self._stream._options(), "reader": [self._reader.index, self._reader.count]}
 
     def _inner_state(self) -> State:
         open_ones = [reader.state_dict() for reader in self._open_ones]
         open_ones += [position.to_state() for position in self._from_state]
         return {"opened": self._opened - len(self._ahead), "open": open_ones}
 
-    def _restored(self) -> None:
-        saved_by = self._read_by
-        self._begin()
-        if saved_by != self._read_by:
-            raise StateError(
-                f"the state was saved by {_reader_name(*saved_by)}, and this is {_reader_name(*self._read_by)}. Use as "
-                f"many as before; or a stream with .split() as its last operation, or shards with an index, which any "
-                f"number of ranks can continue"
-            )
-
-    def _restore_inner(self, state: Any) -> None:
-        # Not damaged: the state of the loader has a checksum.
+    def _restore_inner(self, state: State) -> None:
         positions = [PartPosition(**fields) for fields in state["inner"]["open"]]
         for position in positions:
             position.version_of(self._stream._parts[position.part])
@@ -163,9 +149,3 @@ class ShardIterator(StreamOperation[Any]):
         """Stop reading; no request is in flight when this returns."""
         self._closed = True
         await close_all(*self._open_ones, *self._ahead)
-
-
-def _reader_name(index: int, count: int, ranks: int) -> str:
-    if count == ranks:
-        return f"rank {index} of {ranks}"
-    return f"reader {index} of {count}, the workers of {ranks} ranks"

@@ -357,7 +357,7 @@ class TarSamples(TarParser, Decoder):
         learned = sorted(self._required) if self._exact and self._required is not None else None
         return {"offset": self.complete, "fields": learned}
 
-    def restore(self, position: Any) -> None:
+    def restore(self, position: State) -> None:
         self.complete = self._end = self._offset = position["offset"]
         learned = position.get("fields")
         if self._exact and learned is not None:

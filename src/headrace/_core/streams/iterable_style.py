@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
 from torch.utils.data import IterableDataset
 
-from headrace._core.ranks.distributed import RankChoice, Remainder, check_remainder, undivided
+from headrace._core.ranks.distributed import RankChoice, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import ConcatComposition, MapComposition, plan
@@ -18,7 +17,6 @@ from headrace._core.streams.kinds import T_co, children
 from headrace._core.streams.mixing import Mix
 from headrace._core.streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
 from headrace._core.streams.packing import Pack, PackLabels, PackStrategy
-from headrace._core.streams.resumable import InContext, start_stream
 from headrace._core.streams.steps import Step, Steps
 from headrace._core.text import check_function, dataset_repr, function_name, whole_number
 
@@ -123,19 +121,15 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
         return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
 
-    def split(
-        self, *, rank: int | None = None, world_size: int | None = None, remainder: Remainder = "drop"
-    ) -> AsyncIterableDataset[T_co]:
+    def split(self, *, rank: int | None = None, world_size: int | None = None) -> AsyncIterableDataset[T_co]:
         """Every n-th sample of this stream, so that every rank gets the same number, of a stream that is not split.
 
         Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader,
-        which count as ranks. A stream of shards inside does not split itself then.
+        which count as ranks. A stream of shards inside does not split itself then. An incomplete last round is dropped.
 
         Args:
             rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
             world_size: number of parts.
-            remainder: policy for an incomplete last round: ``"drop"`` it, or ``"keep"`` it, so that ranks may differ by
-                one.
 
         Raises:
             ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.
@@ -147,7 +141,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> [list(from_async_iterable(numbers).split(rank=rank, world_size=2)) for rank in range(2)]
             [[0, 2, 4], [1, 3, 5]]
         """
-        return SplitStream(self, RankChoice(rank, world_size), remainder)
+        return SplitStream(self, RankChoice(rank, world_size))
 
     def pack(
         self,
@@ -218,7 +212,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of theirs.
+    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of the one stream's.
 
     Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in place of a `seed`.
     """
@@ -233,8 +227,6 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.equal_on_ranks = _is_endless(self)
 
     def __repr__(self) -> str:
-        if isinstance(self.dataset, tuple):
-            return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.dataset))}]", 1)
         return self._shown.replace("{}", dataset_repr(self.dataset), 1)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
@@ -277,25 +269,18 @@ class SplitStream(OperatedStream[T_co]):
     splits_over_workers = True  # in a torch loader each worker reads its own part
     divides_samples = True  # each rank reads the whole stream, so that a position is one of all ranks
 
-    def __init__(self, dataset: Any, ranks: RankChoice, remainder: Remainder) -> None:
-        check_remainder(remainder)
-        super().__init__(dataset, f"{{}}.split(remainder={remainder!r})", Split)
+    def __init__(self, dataset: Any, ranks: RankChoice) -> None:
+        super().__init__(dataset, "{}.split()", Split)
         self._ranks = ranks
-        self._remainder = remainder
         self.equal_on_ranks = True
 
     def __len__(self) -> int:
         shard = self._ranks.shard()
         with bound(undivided, shard.count > 1):
-            whole, rest = divmod(len(self.dataset), shard.count)
-        return whole + (self._remainder == "keep" and shard.index < rest)
+            return len(self.dataset) // shard.count
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        shard = self._ranks.shard().in_worker()
-        start: Any = functools.partial(start_stream, self.dataset)
-        if shard.count > 1:  # all samples, even of a stream that splits itself by rank
-            start = functools.partial(InContext, bound(undivided, True), start)
-        return Split(start, shard, self._remainder)
+        return Split(self.dataset, self._ranks.shard().in_worker())
 
 
 class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):

@@ -344,7 +344,7 @@ class MixedParts(IndexedParts):
         self.stop = stop
 
     def __repr__(self) -> str:
-        return self._shown.replace("{}", f"[{', '.join(map(dataset_repr, self.sources))}]", 1)
+        return self._shown
 
 
 def refuse_mixes(sources: Sequence[Any]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +23,6 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     close_all,
-    expect,
     start_stream,
 )
 
@@ -42,7 +40,7 @@ class Mix(StreamOperation[object]):
 
     operation = "mix"
     options = ("names", "weights", "stop")
-    fields = ("order", "rank", "drawn", "over", "gave", "left_out", "passes", "counts")
+    fields = ("order", "rank", "drawn", "over", "gave", "left_out", "passes")
     ranks_differ = True
 
     def __init__(
@@ -67,7 +65,6 @@ class Mix(StreamOperation[object]):
         self._gave = [False] * count  # whether the current pass of each has given a sample
         self._left_out = [False] * count  # streams from which nothing is drawn any more
         self._passes = [0] * count  # completed passes of each
-        self._counts = [0] * count  # samples of each
         self._key = spawn_key()
         self._occurrences = [*_occurrences(datasets)]
         self._inner = [self._start(number) for number in range(count)]
@@ -78,12 +75,12 @@ class Mix(StreamOperation[object]):
         self._weighed_until: float = 0  # draws
 
     def _start(self, number: int) -> ResumableIterator[Any]:
-        passes, start = self._passes[number], functools.partial(start_stream, self._datasets[number])
+        passes, dataset = self._passes[number], self._datasets[number]
         with child_seeds(self._key, passes * len(self._datasets) + number):
             if not (passes or self._occurrences[number]):
-                return start()
+                return start_stream(dataset)
             repetition = batch_seed(self._order.repetition, self._occurrences[number], passes)
-            return InContext(bound(current_repetition, repetition), start)
+            return InContext(bound(current_repetition, repetition), dataset)
 
     def _draw(self) -> float:
         block, offset = divmod(self._drawn, _BLOCK)
@@ -120,7 +117,6 @@ class Mix(StreamOperation[object]):
             else:
                 self._drawn += 1
                 self._gave[chosen] = True
-                self._counts[chosen] += 1
                 return sample
         raise StopAsyncIteration
 
@@ -162,7 +158,7 @@ class Mix(StreamOperation[object]):
         return self._states.copy()
 
     def _restore_inner(self, state: State) -> None:
-        for stream, saved in zip(self._inner, expect(state, "inner", list, length=len(self._inner)), strict=True):
+        for stream, saved in zip(self._inner, state["inner"], strict=True):
             if saved is not None:  # otherwise nothing was read of it
                 stream.load_state_dict(saved)
 
@@ -185,13 +181,3 @@ def _occurrences(datasets: Sequence[object]) -> Iterator[int]:
         parts = {id(part) for part in walk_datasets(dataset)}
         yield max(map(seen.__getitem__, parts), default=0)
         seen.update(parts)
-
-
-def drawn_of_mixes(state: object) -> Counter[str]:
-    """The samples of each stream of the mixes in a state, or in several in dicts and lists."""
-    found = Counter[str]()
-    if isinstance(state, Mapping) and state.get("operation") == Mix.operation:
-        found.update(dict(zip(expect(state, "names", list), expect(state, "counts", list), strict=True)))
-    for part in state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ():
-        found += drawn_of_mixes(part)
-    return found

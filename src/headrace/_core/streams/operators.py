@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace._core.ranks.distributed import Remainder, ShardOptions
+from headrace._core.ranks.distributed import ShardOptions, undivided
 from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.epochs import Order, child_seeds, current_repetition, spawn_key
@@ -21,7 +21,6 @@ from headrace._core.streams.resumable import (
     State,
     StreamOperation,
     close_all,
-    expect_same,
     start_stream,
 )
 
@@ -110,30 +109,29 @@ class Repeat(Concat):
     def _open(self) -> ResumableIterator[object]:
         if self._times is None:
             self.endless_passes = self._begun - 1
-        start = functools.partial(start_stream, self._datasets[0])
         with child_seeds(self._key, self._begun):
             if self._begun == 1:
-                return start()
-            return InContext(bound(current_repetition, batch_seed(self._repetition, 0, self._begun)), start)
+                return start_stream(self._datasets[0])
+            repetition = batch_seed(self._repetition, 0, self._begun)
+            return InContext(bound(current_repetition, repetition), self._datasets[0])
 
 
 class Split(ReplayOperation[T]):
     """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
 
     A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
-    of another by more than the time to read a group. Its states between groups are the same for all shards, and can be
-    restored with another number of shards.
+    of another by more than the time to read a group. An incomplete last group is dropped. Between groups the states of
+    all shards are equal.
     """
 
     operation = "split"
-    fields = ("world_size", "ended")
+    options = ("world_size",)
 
-    def __init__(self, start: Callable[[], ResumableIterator[T]], shard: ShardOptions, remainder: Remainder) -> None:
-        with child_seeds(spawn_key(), 0):
-            super().__init__(start())
-        self._index, self._count = shard.index, shard.count
-        self._world_size = shard.count  # of the state, while one is restored
-        self._remainder = remainder
+    def __init__(self, source: AsyncIterable[T], shard: ShardOptions) -> None:
+        with child_seeds(spawn_key(), 0):  # all samples, even of a stream that splits itself by rank
+            super().__init__(InContext(bound(undivided, True), source) if shard.count > 1 else source)
+        self._index = shard.index
+        self._world_size = shard.count
         self._group: list[T] = []
         self._origins.append((0, lambda number: self._inner.origin(number * shard.count + shard.index)))
 
@@ -145,19 +143,8 @@ class Split(ReplayOperation[T]):
         self._group = []
         return group[self._index]
 
-    async def _rest(self) -> T:
-        last, self._group = self._group, []
-        if self._remainder == "drop" or self._index >= len(last):
-            raise StopAsyncIteration
-        return last[self._index]
-
-    def _is_exact(self) -> bool:
-        return not self._group
-
-    def _restored(self) -> None:
-        if self._reread.left:
-            expect_same({"world_size": self._world_size}, "world_size", self._count)
-        self._world_size = self._count
+    def _latest_mark(self) -> Mark:
+        return self._mark if self._group and self._mark else self._new_mark()
 
 
 class ShuffleBuffer(ReplayOperation[T]):

@@ -174,7 +174,5 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
 
     def _restored(self) -> None:
         unknown = _Sequence(0, None)
-        if len(self._used) != len(self._opened) or any(not 0 < used < self._seq_len for used in self._used):
-            raise StateError(f"the state is damaged: 'used' is {self._used}, 'opened' {self._opened}")
         self._open_ones = [unknown] * len(self._used)
         self._ready.extend([unknown] * self._queued)

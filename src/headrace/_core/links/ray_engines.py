@@ -55,9 +55,7 @@ class RayEngines(Placement):
         self._settings = Settings.here()
         options = {
             "num_cpus": placement.cpus_per_engine,
-            "scheduling_strategy": placement.scheduling_strategy,
-            "resources": dict(placement.resources or {}),
-            "runtime_env": None if placement.runtime_env is None else dict(placement.runtime_env),
+            "scheduling_strategy": "SPREAD",
             "max_concurrency": _CALLS,
             "enable_task_events": False,
             "max_restarts": 0,  # plans of an engine that is lost go to others, which Ray cannot know

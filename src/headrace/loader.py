@@ -148,7 +148,7 @@ class DataLoader(TorchDataLoader[T_co]):
         workers = num_workers
         if workers == "auto":
             check_automatic(kind, checked, multiprocessing_context)
-            workers = self._control.sessions.search.number
+            workers = self._control.search.number
         check_engines(checked["engines"], checked["placement"], kind, workers)
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
@@ -202,13 +202,13 @@ class DataLoader(TorchDataLoader[T_co]):
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
                 self.__dict__[name] = value
-        self._control.sessions.start_early(self)
+        self._control.start_early(self)
 
     @property
     def num_workers(self) -> int:
         """The number of workers; with ``"auto"`` the present one."""
         given = self.__dict__["num_workers"]
-        return self._control.sessions.search.number if given == "auto" else given
+        return self._control.search.number if given == "auto" else given
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
@@ -416,7 +416,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         progress = self._control.progress
         mixed = {} if progress is None else drawn_of_mixes(progress.streams)
-        return make_report(self._control.counters.records(), self._control.sessions.setup(self), mixed)
+        return make_report(self._control.counters.records(), self._control.setup(self), mixed)
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

@@ -134,6 +134,7 @@ class SessionStart(NamedTuple):
     delivered: tuple[range, ...] = ()  # positions delivered out of order, ascending: they are read and dropped
     epoch: int = 0
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
+    seed: int = 0  # of the functions of a stream before batching; does not depend on where the session begins
 
     @property
     def own_state(self) -> dict[str, object] | None:

@@ -27,9 +27,9 @@ class RayPlacement:
         cpus_per_engine: Ray's CPUs for each; give the loader about ``num_workers=engines * cpus_per_engine``.
         min_engines: engines with which an epoch begins; the others join it when they have started. By default all.
         start_timeout: seconds after which an epoch that has fewer ends with an `EngineStartError`.
-        options: further arguments of Ray's ``options()`` for an actor: ``runtime_env`` (packages, modules, variables with
-            the credentials of a store), ``resources``, ``memory``. ``scheduling_strategy`` is ``"SPREAD"`` by default:
-            the engines are on different nodes.
+        options: further arguments of Ray's ``options()`` for an actor, such as ``resources``, ``memory``, and
+            ``runtime_env`` (packages, modules, variables with the credentials of a store). By default
+            ``scheduling_strategy`` is ``"SPREAD"``: the engines are on different nodes.
 
     Raises:
         TypeError: a number of engines is not a whole number.

@@ -100,7 +100,7 @@ def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
 def test_batches_are_made_by_the_workers_there_are(numbers, placement):
     with loader(Numbers(10**8), transform=worker, worker_init_fn=remember, placement=placement) as automatic:
         for expected in ({0}, {0, 1}, {0, 1, 2, 3, 4}, {0}):
-            numbers[automatic._control.sessions.search.looks + 1] = len(expected)
+            numbers[automatic._control.search.looks + 1] = len(expected)
             batches, last = iter(automatic), deque(maxlen=100)  # each epoch has the workers of the one before
             while len(last) < 100 or set(last) != expected:
                 last.append(int(next(batches)[0]))
@@ -111,7 +111,7 @@ def test_engine_that_is_started_again_has_the_workers_that_were_found(numbers):
     numbers.update({2: 3})
     with loader(worker_init_fn=remember, transform=worker) as automatic:
         list(automatic)
-        process = automatic._control.sessions._placements._current._engines[0].process
+        process = automatic._control.placements._current._engines[0].process
         process.signal(signal.SIGKILL)
         wait_readable(process.sentinel, timeout=120)
         assert set(torch.cat(list(automatic)).tolist()) == {0, 1, 2}

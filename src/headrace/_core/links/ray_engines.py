@@ -74,7 +74,7 @@ class RayEngines(Placement):
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         functions = ray.put(_packed(config, config.work()))
-        opening = next(self._numbers), config.base_seed, start, self._config, functions
+        opening = next(self._numbers), start, self._config, functions
 
         def connect(engine: int) -> RayLink:
             actor = self._actors[engine]

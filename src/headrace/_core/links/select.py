@@ -108,7 +108,7 @@ class PlacementSelector:
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
 
-    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
+    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool = False) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
         if self._seen is None or self._config is None:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)

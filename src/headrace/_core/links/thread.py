@@ -103,7 +103,7 @@ class ThreadPlacement(Placement):
         shipped = work if config.context is None else None
         steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
-        session = EngineSession(self._engine, link.put, functions, start, config.steps_seed(start.epoch), steps)
+        session = EngineSession(self._engine, link.put, functions, start, steps)
         link.session = session
         self._loop.call_soon(self._engine.start, session)
         return Session(

@@ -443,7 +443,7 @@ class LoaderControl:
             look_ahead=self.spec.look_ahead(loader)[0],
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
-            placement=self.counters.placement.partition(":")[0],
+            placement=self.counters.placement,
             stream=self.spec.kind.is_iterable,
             cores=self._cores(loader),
             most_concurrency=self.spec.engines * most_concurrency(),
@@ -502,7 +502,7 @@ class LoaderControl:
             rank=rank,
         )
         if not spec.kind.is_async and loader.num_workers == 0:
-            self.counters.placement = "inline: a torch dataset with num_workers=0 is read in the caller's thread"
+            self.counters.placement = "inline"
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.

@@ -34,6 +34,8 @@ from headrace.errors import EngineDiedError
 
 
 class ProcessPlacement(Placement):
+    name = "process"
+
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()
         try:

@@ -43,6 +43,8 @@ _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembl
 class RayEngines(Placement):
     """The engines of a loader on a Ray cluster."""
 
+    name = "ray"
+
     def __init__(self, config: EngineConfig, placement: RayPlacement, engines: int) -> None:
         _check_connected()
         super().__init__()

@@ -74,6 +74,7 @@ class Mailbox(Link):
 
 
 class ThreadPlacement(Placement):
+    name = "thread"
     has_copy = False
 
     def __init__(

@@ -6,7 +6,6 @@ import copy
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
@@ -107,6 +106,7 @@ class DataLoader(TorchDataLoader[T_co]):
     """
 
     dataset: Any
+    _control: LoaderControl
 
     @shown_in_signature
     def __init__(
@@ -235,13 +235,6 @@ class DataLoader(TorchDataLoader[T_co]):
         if value is None:
             self._control.close_epochs()
             self._control.close_engine()
-
-    @cached_property
-    def _control(self) -> LoaderControl:
-        raise TypeError(
-            f"the constructor of {type(self).__name__} does not call that of headrace.DataLoader, its base: import its "
-            f"module before torch.utils.data.DataLoader is replaced by headrace's, so that torch's is its base"
-        )
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:

@@ -144,12 +144,12 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
 @pytest.mark.parametrize(
     ("attributes", "error"),
     [
-        ({"executable": ""}, r"sys\.executable is empty.*set_executable"),
-        ({"executable": None}, r"sys\.executable is empty.*set_executable"),
+        ({"executable": ""}, ""),
+        ({"executable": None}, ""),
         ({"executable": "/bin/false", "frozen": True}, r"frozen.*freeze_support.*multiprocessing_context='spawn'"),
     ],
 )
-def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multiprocessing(attributes, error, run):
+def test_program_without_a_path_of_an_interpreter_is_an_error_or_uses_that_of_multiprocessing(attributes, error, run):
     def program():
         executable = sys.executable
         vars(sys).update(attributes)

@@ -216,10 +216,6 @@ class _Zygote:
                 "path of a Python interpreter that has the program's packages"
             )
         executable = configured if frozen or not sys.executable else sys.executable
-        if not executable:
-            raise OSError(
-                "sys.executable is empty: give multiprocessing.set_executable() the path of a Python interpreter"
-            )
         control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "

@@ -328,18 +328,16 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         return states_to_dict(self._control.states(self, lag))
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
 
         Args:
             state_dict: from `state_dict`.
-            strict: whether a state of another dataset length, sampler or seed is an error. Otherwise a warning lists
-                the differences, and the saved epoch begins anew.
 
         Raises:
             StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may raise it too.
         """
-        self._control.restore(self, states_from_dict(state_dict), strict=strict)
+        self._control.restore(self, states_from_dict(state_dict))
 
     def batch_at(self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None) -> T_co:
         """The batch that was, or will be, delivered at a step of an epoch, computed again, bit for bit.

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -161,15 +160,3 @@ def test_program_without_a_path_of_an_interpreter_is_an_error_or_uses_that_of_mu
             print(len(list(numbers)))
 
     assert printed(run(program)) == ["2"]
-
-
-def test_context_whose_process_is_a_thread_is_refused():
-    class ThreadContext(multiprocessing.context.SpawnContext):
-        Process = threading.Thread
-
-    for dataset in (Numbers(2), range(2)):
-        with (
-            hr.DataLoader(dataset, num_workers=1, multiprocessing_context=ThreadContext()) as numbers,
-            pytest.raises(ValueError, match=r"ThreadContext.* starts a Thread, which is no process of multiprocessing"),
-        ):
-            next(iter(numbers))

@@ -100,13 +100,12 @@ class Counters:
         self._counted: RequestCounts | None = None
         self._began: float | None = None
         self._last = self._waited = 0.0
-        # Of this object, and not of its copies:
-        self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
-        self.open: set[object] = set()  # iterations that are neither over nor closed
+        # Of this object, and not of its copies: with the one before those that `records` returns.
+        self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy of a loader has its counts, no batches, and no iteration."""
-        return {name: value for name, value in vars(self).items() if name not in ("_kept", "open")}
+        """A copy of a loader has its counts, and no batches."""
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Counters.__init__(self)

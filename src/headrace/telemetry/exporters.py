@@ -47,12 +47,12 @@ class Export:
         self.fetch_seconds += times.fetch_seconds
         self.load, self.ready = times.load, record.ready
 
-    def read(self, source: str, *, gauge: bool) -> Iterator[tuple[list[str], float]]:
+    def read(self, source: str) -> Iterator[tuple[list[str], float]]:
         """The values of a metric, each with the values of its labels: the loader's name, and the step."""
         if (counters := self._counters()) is None:
             return
         self.stats = counters.snapshot()
-        value = 0 if gauge and not counters.open else operator.attrgetter(source)(self)
+        value = operator.attrgetter(source)(self)
         if isinstance(value, dict):
             for step, each in value.items():
                 yield [self.name, step.replace(" ", "_").replace("-", "_")], each
@@ -89,7 +89,7 @@ COUNTERS = (
     ("cache_misses", "Samples fetched for a cache.", "stats.requests.cache_misses"),
     ("cache_damaged", "Damaged in a cache.", "stats.requests.cache_damaged"),
 )
-# These are 0 while no iteration is open.
+# Of the last batch, also after its iteration.
 GAUGES = (
     ("fetches_in_flight", "At the last batch.", "load.in_flight"),
     ("fetch_limit", "Fetches allowed, at the last batch.", "load.limit"),
@@ -107,7 +107,7 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
     """Export a loader's metrics to a registry of the Prometheus client.
 
     The registry has to be served in the process that iterates over the loader. Counters continue over all iterations,
-    also after `close()`; gauges are then 0. A loader that is no longer referenced leaves the registry.
+    also after `close()`; gauges are of the last batch. A loader that is no longer referenced leaves the registry.
 
     Args:
         loader: a `DataLoader`.
@@ -159,7 +159,7 @@ class _Collector:
                 labels = ["loader", "step"] if source == "step_waits" else ["loader"]
                 family = kind(f"headrace_{name}", about, labels=labels)
                 for export in list(self.exports.values()):
-                    for of, value in export.read(source, gauge=metrics is GAUGES):
+                    for of, value in export.read(source):
                         family.add_metric(of, value)
                 yield family
 

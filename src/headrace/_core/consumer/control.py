@@ -59,10 +59,9 @@ from headrace._core.streams.composition import gives_tables
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
-from headrace._core.text import warn_user
 from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
-from headrace.errors import LoaderClosedError, StateError
+from headrace.errors import LoaderClosedError
 from headrace.options import engine_options
 from headrace.telemetry.counters import Counters
 
@@ -113,7 +112,6 @@ class LoaderControl:
         self._next_epoch = 0
         self.past = Past()
         self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
-        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset(workers=0)
@@ -173,18 +171,11 @@ class LoaderControl:
             return self.resumed
         return (self._state_of(self.progress, loader, lag),)
 
-    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
+    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
         now = self.fingerprint(loader, self.order(loader))
-        try:
-            for state in states:
-                check_fit(state, now)
-        except StateError as error:
-            if strict:
-                raise
-            epoch = states[0].epoch
-            warn_user(f"{error.args[0]} Epoch {epoch} begins anew.")
-            states = (LoaderState(epoch, now),)
+        for state in states:
+            check_fit(state, now)
         self.continue_from(loader, states)
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
@@ -352,7 +343,6 @@ class LoaderControl:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
-        self.sampler_epochs[epoch] = begun.sampler_epoch
         return EpochProgress(
             begun,
             order,

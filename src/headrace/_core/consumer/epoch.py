@@ -123,11 +123,9 @@ class Epoch:
         self._turn = threading.RLock()
         self._pid = os.getpid()
         # Also ends the session of an iterator that is dropped in mid-epoch.
-        iteration = object()
-        counters.open.add(iteration)
         # As by torch, workers that persist read all that was drawn, also what was not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
-        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent, counters.open, iteration)
+        self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
         self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
         self._traced = False
         if counters.traced:
@@ -425,10 +423,7 @@ class Epoch:
         )
 
 
-def _end_iteration(
-    session: Session | DeviceStage, unsent: list[BatchPlan], open_iterations: set[object], iteration: object
-) -> None:
-    open_iterations.discard(iteration)
+def _end_iteration(session: Session | DeviceStage, unsent: list[BatchPlan]) -> None:
     try:
         if unsent:
             session.send(unsent)

@@ -110,7 +110,6 @@ class ThreadPlacement(Placement):
         return Session(
             link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
-            is_current=lambda: self._loop.is_current,
             on_close=self.close if self._for_one_session else None,
         )
 
@@ -155,6 +154,10 @@ class ThreadLink(Mailbox):
         super().__init__()
         self._loop = loop
         loop.on_death.add(self._on_death)
+
+    @property
+    def is_current(self) -> bool:  # type: ignore[override]
+        return self._loop.is_current
 
     def send(self, message: Request) -> None:
         with suppress(EngineDiedError):  # whose message has the reason

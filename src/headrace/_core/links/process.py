@@ -67,8 +67,7 @@ class ProcessPlacement(Placement):
         connect = functools.partial(self.connect, work, start)
         if self._count == 1:
             return Session(connect(0))
-        later = [engine for engine in range(1, self._count) if engine not in self._engines]
-        return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
+        return Session(EngineGroup(config, connect, self._count, first=start.batch))
 
     def _end(self) -> None:
         for engine in self._engines.values():

@@ -29,7 +29,7 @@ from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.mixing import drawn_of_mixes
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
-from headrace._core.text import dataset_repr, function_name, whole_number
+from headrace._core.text import whole_number
 from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
@@ -257,17 +257,6 @@ class DataLoader(TorchDataLoader[T_co]):
         if not loses and spec.options["seed"] is None:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
-
-    def __repr__(self) -> str:
-        shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
-        if self.batch_size is None and self.batch_sampler is not None:
-            shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
-        shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := vars(self)[name]) != usual]
-        for name, value in self._control.spec.options.items():
-            if value != OPTIONS[name].default:
-                shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_control": copy.copy(self._control)}  # an engine is of one loader

@@ -20,8 +20,8 @@ from headrace._core.torchcompat import private
 
 CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
 SOURCE = Path(hr.__file__).parent
-# Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler that gives the plans, and
-# the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
+# Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler that gives the plans,
+# and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
 ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
 
 

@@ -2,7 +2,7 @@
 
 `DataLoader` and the integrations of trainers use a loader by it. Its public methods are this interface: the position
 (`states`, `restore`, `pending`, `last_point`), the next epoch (`next_epoch`, `set_epoch`, `skip`,
-`skip_rest`), what is left of it (`batches_left`), and its start (`ranked`, `begin`). The engine is `start_early` and `setup`.
+`skip_rest`), what is left of it (`batches_left`), and its start (`ranked`, `begin`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from pipelines import pipelines, sleeping
 from servers import Fault, ObjectServer
 
 import headrace as hr
-from headrace._core.consumer import sessions
+from headrace._core.consumer import control
 
 CORES = 16.0
 SWEEP = (0, 1, 2, 4, 8, 16)
@@ -200,7 +200,7 @@ def main() -> None:
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return
-    sessions.usable_cores = lambda: CORES  # type: ignore[attr-defined]
+    control.usable_cores = lambda: CORES  # type: ignore[attr-defined]
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     with ExitStack() as stack:
         cases = of_pipelines(stack) if arguments.pipelines else CASES

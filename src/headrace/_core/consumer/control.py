@@ -112,6 +112,7 @@ class LoaderControl:
         self._next_epoch = 0
         self.past = Past()
         self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
+        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset(workers=0)
@@ -343,6 +344,7 @@ class LoaderControl:
             begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
+        self.sampler_epochs[epoch] = begun.sampler_epoch
         return EpochProgress(
             begun,
             order,

@@ -163,8 +163,9 @@ def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderSta
     """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
     if order.sampler_epoch is None or order.wants_epoch:
         return epoch
-    if epoch == present.epoch and present.sampler_epoch is not None:
-        return present.sampler_epoch
+    known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
+    if (found := known.get(epoch)) is not None:
+        return found
     if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
         return epoch
     raise ValueError(

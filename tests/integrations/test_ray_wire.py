@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace._core.links.ray_actor import _Served, pack, unpack
+from headrace._core.messages import StatusRequest
 from headrace._core.transport.pickling import dump_message
 
 
@@ -30,10 +31,15 @@ def test_function_of_a_script_is_sent_by_value():
     assert double(4) == 8
 
 
-def test_calls_after_the_end_get_none():
+def test_each_call_gets_the_next_message_and_calls_after_the_end_get_none():
     async def answers():
         served = _Served()
+        served.send(0, pack(dump_message(StatusRequest(3))))
+        served.send(1, pack(dump_message(StatusRequest(4))))
         served.end(None)
-        return [await served.answer() for _ in range(2)]
+        return [await served.answer() for _ in range(4)]
 
-    assert asyncio.run(answers()) == [None, None]
+    first, second, *end = asyncio.run(answers())
+    assert "batch 3 has not begun" in unpack(first).text
+    assert "batch 4 has not begun" in unpack(second).text
+    assert end == [None, None]

@@ -413,7 +413,7 @@ class Epoch:
         if status is None:
             status = (
                 f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
-                f"event loop does not answer: it has not begun, or code in aget or __aiter__ blocks it"
+                f"event loop does not answer: code in aget or __aiter__ blocks it"
             )
         assert self._timeout is not None
         raise LoaderTimeoutError(

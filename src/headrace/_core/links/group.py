@@ -9,7 +9,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace._core.batches import GROWING, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
@@ -38,6 +38,7 @@ class EngineGroup(Link):
         *,
         first: int,  # number of a batch
         cluster: RayPlacement | None = None,  # where they may take long to start, and are lost with their nodes
+        later: Sequence[int] = (),  # engines that are linked when another has begun: the first batch needs a core
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -50,10 +51,12 @@ class EngineGroup(Link):
         )
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
+        self._shortage = f"`ray status` shows what is free for {cluster!r}"
         self._least = 1 if cluster is None else min(cluster.least, engines)  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
-        self._running: set[int] = set()  # or will run within a moment
+        self._running = set(range(engines)) if cluster is None else set[int]()  # or will run within a moment
+        self._later = later
         self._lost: dict[int, str] = {}  # engines that have died, and how
         self._ends: dict[int, str] = {}  # how the last process of each engine has ended
         self._times: dict[Link, StageTimes] = {}  # of the last batch of each link, also of a former one
@@ -63,7 +66,8 @@ class EngineGroup(Link):
         self.source = self._selector.fileno()
         try:
             for number in range(engines):
-                self._add(number)
+                if number not in later:
+                    self._add(number)
         except BaseException:  # Ctrl-C too: nothing owns the links yet
             self.leave()
             self.close()
@@ -83,6 +87,9 @@ class EngineGroup(Link):
             engine = self._dealer.engine_of(message.number)
             if engine in self._links:
                 self._links[engine].send(message)
+            else:
+                why = self._shortage if self._cluster and len(self._running) < self._least else "others have ended"
+                self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
             for link in self._links.values():
@@ -92,7 +99,14 @@ class EngineGroup(Link):
         """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
         # Those elsewhere are looked after also if nothing arrives.
         ready = [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
-        self._take_in(ready)
+        arrived = self._take_in(ready)
+        if arrived and self._later:
+            later, self._later = self._later, ()
+            try:
+                for number in later:
+                    self._add(number)
+            except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+                self._end(error)
         while self._lost and not self._over:
             self._take_in([*self._links])  # all that have died by now: none gets the batches of another
             if not self._over:
@@ -126,16 +140,20 @@ class EngineGroup(Link):
             self._running.add(number)
         for message in self._standing.values():
             link.send(message)
+        if plans := self._dealer.shares[number].plans:
+            link.send(list(plans.values()))
 
     def _end(self, error: BaseException | None) -> None:
         self._over = True
         self.messages.append(SessionEnd(error))
 
-    def _take_in(self, numbers: Iterable[int]) -> None:
+    def _take_in(self, numbers: Iterable[int]) -> bool:
+        arrived = False
         for number in numbers:
             link = self._links[number]
             link.receive()
             while link.messages and not self._over:
+                arrived = True
                 message = link.messages.popleft()
                 if isinstance(message, HostBatch):
                     host = message._replace(times=self._times_of_all(link, message.times))
@@ -148,6 +166,7 @@ class EngineGroup(Link):
                     self._lost[number] = message.death
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
                     self._end(message.error)
+        return arrived
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
@@ -174,13 +193,14 @@ class EngineGroup(Link):
                     engines=self._engines,
                     least=self._least,
                     seconds=cluster.start_timeout,
-                    shortage=f"`ray status` shows what is free for {cluster!r}",
+                    shortage=self._shortage,
                 )
                 self._end(error)
             return
         self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
         for number, plans in self._dealer.deal(sorted(self._running)).items():
-            self._links[number].send(plans)
+            if number in self._links:  # otherwise they are sent when it is started
+                self._links[number].send(plans)
 
     def _replace_lost(self) -> None:
         lost, self._lost = self._lost, {}

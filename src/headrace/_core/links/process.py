@@ -67,7 +67,8 @@ class ProcessPlacement(Placement):
         connect = functools.partial(self.connect, work, start)
         if self._count == 1:
             return Session(connect(0))
-        return Session(EngineGroup(config, connect, self._count, first=start.batch))
+        later = [engine for engine in range(1, self._count) if engine not in self._engines]
+        return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
 
     def _end(self) -> None:
         for engine in self._engines.values():

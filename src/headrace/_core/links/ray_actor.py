@@ -18,7 +18,7 @@ from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.process import ProcessLink, ProcessPlacement
 from headrace._core.links.sidecar import dump_batch, portable_end
-from headrace._core.messages import SessionEnd
+from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
@@ -133,9 +133,13 @@ class _Served:
         self._send_next(link)
 
     def send(self, sequence: int, packed: Packed) -> None:
-        self._unsent[sequence] = unpack(packed)
+        message = self._unsent[sequence] = unpack(packed)
         if self._link is not None:
             self._send_next(self._link)
+        elif isinstance(message, StatusRequest):
+            self._unsent[sequence] = []  # answered here
+            text = f"batch {message.number} has not begun: the engine's process is being started"
+            self._answers.put_nowait(pack(dump_message(Status(text))))
 
     def _send_next(self, link: ProcessLink) -> None:
         while self._next in self._unsent:

@@ -167,7 +167,7 @@ class RayLink(Link):
             return
         message = unpack(answer)
         if isinstance(message, Status):
-            self.messages.append(message)
+            self.messages.append(Status(f"{message.text}, on {self._place}"))
         elif not isinstance(message, SessionEnd):
             host = HostBatch.from_flat(message, self._plans.pop(message[0]))
             self.messages.append(self._translated(host) if self._elsewhere else host)

@@ -22,7 +22,7 @@ from headrace._core.engine.executors import Work
 from headrace._core.engine.worker_tasks import to_wire
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.links.placement import CLOSE_DEADLINE
-from headrace._core.messages import Answer, Request, SessionEnd
+from headrace._core.messages import Answer, Request, SessionEnd, Started
 from headrace._core.pool.launch import adopt_control
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
@@ -151,6 +151,8 @@ class _Sidecar:
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
         session = Session(engine, server.send, self._functions(config, begin.work), begin.start)
         engine.start(session)
+        if self._task.engines > 1:
+            server.send(Started())
         return session
 
     def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,16 @@ from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
-Packed = tuple[bytes, list[np.ndarray[Any, Any]]]
-"""An object as a pickle with arrays of bytes, which lie in Ray's object store without a copy."""
+IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+NOTHING = b""  # an answer after the end of a session
+
+Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
+"""An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
 
 
 def pack(message: Message) -> Packed:
+    if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
+        return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
     empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
     return message.pickled, [np.frombuffer(each, np.uint8) if each.nbytes else empty for each in message.buffers]
 
@@ -38,7 +44,7 @@ def unpack(packed: Packed) -> Any:
     What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
     this side; the store's object can be released behind it.
     """
-    pickled, found = packed
+    pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
     return load_message(pickled, [copy_of(buffer) for buffer in found])
 
 
@@ -90,11 +96,14 @@ class EngineActor:
         if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
-    async def answer(self, session: int, sequence: int = 0, message: Packed | None = None) -> Packed | None:
-        """The next message from the engine, or None after the session; a `message` to the engine is passed on first."""
+    async def answer(self, session: int, sequence: int = -1, message: Packed = NOTHING) -> Packed:
+        """The next message from the engine.
+
+        A message that comes with it is passed on first; `sequence` is -1 if there is none.
+        """
         if (served := self._served(session)) is None:
-            return None
-        if message is not None:
+            return NOTHING
+        if sequence >= 0:
             served.send(sequence, message)
         return await served.answer()
 
@@ -120,12 +129,12 @@ class _Served:
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
         self._unsent: dict[int, object] = {}  # messages that came before an earlier one, or before the session
         self._next = 0
-        self._answers: asyncio.Queue[Packed | None] = asyncio.Queue()
-        self._over = False  # whether the end is in the queue, and stays there
+        self._answers: asyncio.Queue[Packed] = asyncio.Queue()
+        self._last: Packed | None = None  # the end, which stays in the queue
 
     def begin(self, link: ProcessLink) -> None:
         """Run the session that has been opened; close it if it was left meanwhile."""
-        if self._over:
+        if self._last is not None:
             link.close()
             return
         self._link = link
@@ -151,7 +160,7 @@ class _Served:
 
     def _receive(self, link: ProcessLink) -> None:
         link.receive()
-        while link.messages and not self._over:
+        while link.messages and self._last is None:
             message = link.messages.popleft()
             if isinstance(message, SessionEnd):
                 self.end(message)
@@ -160,19 +169,20 @@ class _Served:
             else:
                 self._answers.put_nowait(pack(dump_message(message)))
 
-    async def answer(self) -> Packed | None:
+    async def answer(self) -> Packed:
         answer = await self._answers.get()
-        if self._over and self._answers.empty():
+        if answer is self._last:
             self._answers.put_nowait(answer)  # for all that wait, and that come
         return answer
 
     def end(self, end: SessionEnd | None) -> None:
-        if self._over:
+        if self._last is not None:
             return
-        self._over, last = True, None
+        self._last = NOTHING
         if end is not None:
-            last = pack(dump_message(portable_end(end, f"on node {ray.util.get_node_ip_address()}")))
-        self._answers.put_nowait(last)
+            end = portable_end(end, f"on node {ray.util.get_node_ip_address()}")
+            self._last = pack(dump_message(end))
+        self._answers.put_nowait(self._last)
         if self._link is not None:
             self._loop.remove_reader(self._link.source)
             self._link.close()

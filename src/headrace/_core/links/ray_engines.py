@@ -159,7 +159,7 @@ class RayLink(Link):
                 self._take_in(answer)
 
     def _take_in(self, answer: tuple[str, str, int] | Packed) -> None:
-        if len(answer) == 3:  # it is open
+        if len(answer) == 3 and isinstance(answer, tuple):  # it is open
             node, address, pid = answer
             self._elsewhere = node != ray.get_runtime_context().get_node_id()
             self._place = f"node {address}, process {pid}"

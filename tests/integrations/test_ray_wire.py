@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.links.ray_actor import IN_BAND, NOTHING, _Served, pack, unpack
-from headrace._core.messages import StatusRequest
+from headrace._core.links.ray_actor import IN_BAND, _Served, pack, unpack, unpack_views
 from headrace._core.transport.pickling import dump_message
 
 
 @pytest.mark.parametrize("size", [10, IN_BAND + 1], ids=["one byte string", "arrays"])
-def test_object_arrives_in_memory_of_its_own(size):
+def test_object_arrives_in_memory_of_its_own_or_as_views_without_a_warning(size):
     tensor = torch.arange(size, dtype=torch.uint8)
     packed = pack(dump_message({"tensor": tensor, "empty": np.empty((0, 3)), "view": np.ones(3)}))
     assert isinstance(packed, bytes) == (size < IN_BAND)
@@ -25,22 +24,25 @@ def test_object_arrives_in_memory_of_its_own(size):
     assert found["view"].tolist() == [2.0, 2.0, 2.0]
     assert found["empty"].shape == (0, 3)
     assert torch.equal(unpack(packed)["tensor"], tensor)
+    assert torch.equal(unpack_views(packed)["tensor"], tensor)
 
 
 def test_function_of_a_script_is_sent_by_value():
-    double = unpack(pack(dump_message(lambda value: 2 * value)))
+    double = unpack_views(pack(dump_message(lambda value: 2 * value)))
     assert double(4) == 8
 
 
-def test_each_call_gets_the_next_message_and_calls_after_the_end_get_nothing():
-    async def answers():
+def test_small_messages_come_in_one_answer_and_a_large_one_alone_in_their_order():
+    async def answers(*sizes):
         served = _Served()
-        served.send(0, pack(dump_message(StatusRequest(3))))
-        served.send(1, pack(dump_message(StatusRequest(4))))
+        for size in sizes:
+            served._put(pack(dump_message(np.ones(size, np.uint8))))
         served.end(None)
-        return [await served.answer() for _ in range(4)]
+        found = [await served.answer() for _ in range(6)]
+        return [[unpack(each).size for each in answer] if type(answer) is list else unpack(answer) for answer in found]
 
-    first, second, *end = asyncio.run(answers())
-    assert "batch 3 has not begun" in unpack(first).text
-    assert "batch 4 has not begun" in unpack(second).text
-    assert end == [NOTHING, NOTHING]
+    half = IN_BAND // 2 + 1
+    first, large, second, third, *end = asyncio.run(answers(1, 2, 2 * IN_BAND, 3, half, half))
+    assert large.nbytes == 2 * IN_BAND
+    assert (first, second, third) == ([1, 2], [3, half], [half])
+    assert end == [[], []]  # for every call that is made after it

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from headrace._core.transport.pickling import Message, copy_of, dump_message, lo
 from headrace._core.transport.shared_pickle import SharedPickle
 
 IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
-NOTHING = b""  # an answer after the end of a session
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
+_Answer = list[Packed] | Packed  # small messages, or one that is large
 
 
 def pack(message: Message) -> Packed:
@@ -46,6 +47,14 @@ def unpack(packed: Packed) -> Any:
     """
     pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
     return load_message(pickled, [copy_of(buffer) for buffer in found])
+
+
+def unpack_views(packed: Packed) -> Any:
+    """The object, its tensors and arrays read-only views of what Ray gave."""
+    parts: tuple[bytes, list[Any]] = pickle.loads(packed) if isinstance(packed, bytes) else packed
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
+        return load_message(parts[0], [memoryview(buffer).cast("B") for buffer in parts[1]])
 
 
 class EngineActor:
@@ -78,9 +87,9 @@ class EngineActor:
     def _connect(self, start: SessionStart, packed: Packed, work: Packed) -> ProcessLink:
         if self._config is None:
             self._settings.adopt()
-            config: EngineConfig = unpack(packed)
+            config: EngineConfig = unpack_views(packed)
             self._config = config.part(*self._part)._replace(in_order=False)
-        self._work = SharedPickle.dumps(unpack(work), self._work)
+        self._work = SharedPickle.dumps(unpack_views(work), self._work)
         if self._placement is None or not self._placement.alive:
             if self._placement is not None:
                 self._placement.close()
@@ -96,16 +105,17 @@ class EngineActor:
         if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
-    async def answer(self, session: int, sequence: int = -1, message: Packed = NOTHING) -> Packed:
-        """The next message from the engine.
+    async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed:
+        """The next messages from the engine: a large one, or a pickled list of small ones, empty after the session.
 
         A message that comes with it is passed on first; `sequence` is -1 if there is none.
         """
         if (served := self._served(session)) is None:
-            return NOTHING
+            return pickle.dumps([])
         if sequence >= 0:
             served.send(sequence, message)
-        return await served.answer()
+        answer = await served.answer()
+        return pickle.dumps(answer, protocol=5) if isinstance(answer, list) else answer
 
     async def end_session(self, session: int) -> None:
         """Leave a session: the consumer wants no more of its batches."""
@@ -121,7 +131,7 @@ class EngineActor:
 
 
 class _Served:
-    """A session in the actor. Its messages wait until the consumer asks for them, one by one."""
+    """A session in the actor. Its messages wait until the consumer asks: a large one by itself, small ones together."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -129,8 +139,10 @@ class _Served:
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
         self._unsent: dict[int, object] = {}  # messages that came before an earlier one, or before the session
         self._next = 0
-        self._answers: asyncio.Queue[Packed] = asyncio.Queue()
-        self._last: Packed | None = None  # the end, which stays in the queue
+        self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._small: list[Packed] = []  # the last in the queue, unless that is empty; closed by a large one
+        self._nbytes = 0  # in it
+        self._last: list[Packed] | None = None  # the end, which stays in the queue
 
     def begin(self, link: ProcessLink) -> None:
         """Run the session that has been opened; close it if it was left meanwhile."""
@@ -148,7 +160,7 @@ class _Served:
         elif isinstance(message, StatusRequest):
             self._unsent[sequence] = []  # answered here
             text = f"batch {message.number} has not begun: the engine's process is being started"
-            self._answers.put_nowait(pack(dump_message(Status(text))))
+            self._put(pack(dump_message(Status(text))))
 
     def _send_next(self, link: ProcessLink) -> None:
         while self._next in self._unsent:
@@ -165,11 +177,22 @@ class _Served:
             if isinstance(message, SessionEnd):
                 self.end(message)
             elif isinstance(message, HostBatch):
-                self._answers.put_nowait(pack(dump_batch(message, self._plans.pop(message.plan.number))))
+                self._put(pack(dump_batch(message, self._plans.pop(message.plan.number))))
             else:
-                self._answers.put_nowait(pack(dump_message(message)))
+                self._put(pack(dump_message(message)))
 
-    async def answer(self) -> Packed:
+    def _put(self, packed: Packed) -> None:
+        if not isinstance(packed, bytes):
+            self._small = []
+            self._answers.put_nowait(packed)
+            return
+        self._nbytes += len(packed)
+        if not self._small or self._answers.empty() or self._nbytes > IN_BAND:
+            self._small, self._nbytes = [], len(packed)
+            self._answers.put_nowait(self._small)
+        self._small.append(packed)
+
+    async def answer(self) -> _Answer:
         answer = await self._answers.get()
         if answer is self._last:
             self._answers.put_nowait(answer)  # for all that wait, and that come
@@ -178,10 +201,10 @@ class _Served:
     def end(self, end: SessionEnd | None) -> None:
         if self._last is not None:
             return
-        self._last = NOTHING
+        self._last = []
         if end is not None:
             end = portable_end(end, f"on node {ray.util.get_node_ip_address()}")
-            self._last = pack(dump_message(end))
+            self._last.append(pack(dump_message(end)))
         self._answers.put_nowait(self._last)
         if self._link is not None:
             self._loop.remove_reader(self._link.source)

@@ -35,7 +35,7 @@ from pipelines import pipelines, sleeping
 from servers import Fault, ObjectServer
 
 import headrace as hr
-from headrace._core.consumer import sessions
+from headrace._core.consumer import control
 
 CORES = 16.0
 SWEEP = (0, 1, 2, 4, 8, 16)
@@ -201,7 +201,7 @@ def main() -> None:
     if arguments.ranks > 1:
         compare_ranks(arguments)
         return
-    sessions.usable_cores = lambda: CORES  # type: ignore[attr-defined]
+    control.usable_cores = lambda: CORES  # type: ignore[attr-defined]
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     with ExitStack() as stack:
         cases = of_pipelines(stack) if arguments.pipelines else CASES
@@ -226,7 +226,7 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
             for start in sorted({1, max(1, by_rate[0])}):
                 with make(num_workers="auto") as loader:
-                    loader._control.sessions.search.number = start  # as by a state in which the number was found
+                    loader._control.search.number = start  # as by a state in which the number was found
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
                 assert {reading.digest} == {each.digest for each in found.values()}, f"{case}: batches differ"
                 share = reading.rate / found[best].rate

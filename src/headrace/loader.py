@@ -6,7 +6,6 @@ import copy
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
@@ -29,7 +28,7 @@ from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
 from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
-from headrace._core.text import dataset_repr, function_name, whole_number
+from headrace._core.text import whole_number
 from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
@@ -106,6 +105,7 @@ class DataLoader(TorchDataLoader[T_co]):
     """
 
     dataset: Any
+    _control: LoaderControl
 
     @shown_in_signature
     def __init__(
@@ -147,7 +147,7 @@ class DataLoader(TorchDataLoader[T_co]):
         workers = num_workers
         if workers == "auto":
             check_automatic(kind, checked, multiprocessing_context)
-            workers = self._control.sessions.search.number
+            workers = self._control.search.number
         check_engines(checked["engines"], checked["placement"], kind, workers)
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
@@ -201,13 +201,13 @@ class DataLoader(TorchDataLoader[T_co]):
         for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
                 self.__dict__[name] = value
-        self._control.sessions.start_early(self)
+        self._control.start_early(self)
 
     @property
     def num_workers(self) -> int:
         """The number of workers; with ``"auto"`` the present one."""
         given = self.__dict__["num_workers"]
-        return self._control.sessions.search.number if given == "auto" else given
+        return self._control.search.number if given == "auto" else given
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
@@ -235,13 +235,6 @@ class DataLoader(TorchDataLoader[T_co]):
             self._control.close_epochs()
             self._control.close_engine()
 
-    @cached_property
-    def _control(self) -> LoaderControl:
-        raise TypeError(
-            f"the constructor of {type(self).__name__} does not call that of headrace.DataLoader, its base: import its "
-            f"module before torch.utils.data.DataLoader is replaced by headrace's, so that torch's is its base"
-        )
-
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:
             val = self._portable(val)
@@ -263,17 +256,6 @@ class DataLoader(TorchDataLoader[T_co]):
         if not loses and spec.options["seed"] is None:
             return collate_fn  # a torch loader does the same with it
         return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
-
-    def __repr__(self) -> str:
-        shown = [dataset_repr(self.dataset), f"batch_size={self.batch_size}"]
-        if self.batch_size is None and self.batch_sampler is not None:
-            shown[1] = f"batch_sampler={dataset_repr(self.batch_sampler)}"
-        torchs = {"num_workers": 0, "drop_last": False, "pin_memory": False, "persistent_workers": False}
-        shown += [f"{name}={value!r}" for name, usual in torchs.items() if (value := vars(self)[name]) != usual]
-        for name, value in self._control.spec.options.items():
-            if value != OPTIONS[name].default:
-                shown.append(f"{name}={function_name(value) if callable(value) else repr(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_control": copy.copy(self._control)}  # an engine is of one loader
@@ -334,18 +316,16 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         return states_to_dict(self._control.states(self, lag))
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue after a saved position: the next iteration gives the rest of that epoch.
 
         Args:
             state_dict: from `state_dict`.
-            strict: whether a state of another dataset length, sampler or seed is an error. Otherwise a warning lists
-                the differences, and the saved epoch begins anew.
 
         Raises:
             StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may raise it too.
         """
-        self._control.restore(self, states_from_dict(state_dict), strict=strict)
+        self._control.restore(self, states_from_dict(state_dict))
 
     def batch_at(self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None) -> T_co:
         """The batch that was, or will be, delivered at a step of an epoch, computed again, bit for bit.
@@ -413,7 +393,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         from headrace.telemetry.report import make_report
 
-        return make_report(self._control.counters.records(), self._control.sessions.setup(self))
+        return make_report(self._control.counters.records(), self._control.setup(self))
 
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -144,12 +143,12 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
 @pytest.mark.parametrize(
     ("attributes", "error"),
     [
-        ({"executable": ""}, r"sys\.executable is empty.*set_executable"),
-        ({"executable": None}, r"sys\.executable is empty.*set_executable"),
+        ({"executable": ""}, None),
+        ({"executable": None}, None),
         ({"executable": "/bin/false", "frozen": True}, r"frozen.*freeze_support.*multiprocessing_context='spawn'"),
     ],
 )
-def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multiprocessing(attributes, error, run):
+def test_program_without_a_path_of_an_interpreter_is_an_error_or_uses_that_of_multiprocessing(attributes, error, run):
     def program():
         executable = sys.executable
         vars(sys).update(attributes)
@@ -161,15 +160,3 @@ def test_program_without_a_path_of_an_interpreter_names_it_or_uses_that_of_multi
             print(len(list(numbers)))
 
     assert printed(run(program)) == ["2"]
-
-
-def test_context_whose_process_is_a_thread_is_refused():
-    class ThreadContext(multiprocessing.context.SpawnContext):
-        Process = threading.Thread
-
-    for dataset in (Numbers(2), range(2)):
-        with (
-            hr.DataLoader(dataset, num_workers=1, multiprocessing_context=ThreadContext()) as numbers,
-            pytest.raises(ValueError, match=r"ThreadContext.* starts a Thread, which is no process of multiprocessing"),
-        ):
-            next(iter(numbers))

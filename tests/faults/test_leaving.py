@@ -130,7 +130,7 @@ def test_loader_whose_last_reference_is_dropped_on_its_own_event_loop_leaves_not
             loader = hr.DataLoader(list(range(64)), batch_size=4, num_workers=2, persistent_workers=True)
             held = [loader, iter(loader)]
             next(held[1])
-            loop = loader._control.sessions._placements._current._loop
+            loop = loader._control.placements._current._loop
             del loader
             loop.call_soon(drop, held)
             loop._thread.join()

@@ -55,7 +55,7 @@ def sidecar(loader: hr.DataLoader) -> int:
 
 def engines_of(loader: hr.DataLoader) -> list[int]:
     """The ids of the processes of a loader's engines."""
-    started = loader._control.sessions._placements._current._engines
+    started = loader._control.placements._current._engines
     engines = [started[number] for number in sorted(started)]
     wait_until(lambda: all(engine.process.ended() or engine.process.pid is not None for engine in engines))
     return [engine.process.pid for engine in engines]

@@ -123,7 +123,7 @@ def lost_and_continued(stream):
 def of_dataset(report, loader):
     """Two epochs, a state in the third, and losses."""
     report["two epochs"] = [digest(loader), digest(loader)]
-    assert loader.stats().placement.startswith("ray: RayPlacement(engines=2, ")
+    assert loader.stats().placement == "ray"
     assert len(engine_actors()) == 2
     iterator = iter(loader)
     for _ in range(3):
@@ -200,7 +200,7 @@ def engines(address, folder, pattern):
     check_collected_by_ray(folder, made, functools.partial(of_dataset, report))
     with made_stream_loader(pattern, placement=hr.RayPlacement(engines=2)) as stream:
         report["stream"] = lost_and_continued(stream)
-        assert stream.stats().placement.startswith("ray: RayPlacement(engines=2, ")
+        assert stream.stats().placement == "ray"
     # Begins with the two of three engines that there is room for. Five times the store goes through it.
     few = hr.RayPlacement(engines=3, cpus_per_engine=2, min_engines=1)
     options = {"transform": enlarged, "concurrency": 4, "placement": few}  # some 30 MB of batches at once

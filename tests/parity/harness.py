@@ -161,7 +161,7 @@ class Side:
 
     def places(self) -> set[str]:
         """Where our loaders ran, as far as they were iterated."""
-        said = {loader.stats().placement.partition(":")[0] for loader in self.made if self.is_ours}
+        said = {loader.stats().placement for loader in self.made if self.is_ours}
         return said - {"not started"}
 
 

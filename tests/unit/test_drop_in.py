@@ -220,12 +220,3 @@ def test_iterator_has_the_attributes_of_torchs_that_libraries_read():
         with pytest.raises(NotImplementedError, match="cannot be pickled"):
             pickle.dumps(iterator)
     assert seen[0] == seen[1]
-
-
-def test_subclass_whose_constructor_does_not_call_the_loaders_is_an_error():
-    class Own(hr.DataLoader):
-        def __init__(self):
-            self._iterator = None
-
-    with pytest.raises(TypeError, match=r"the constructor of Own does not call that of headrace.DataLoader"):
-        Own()

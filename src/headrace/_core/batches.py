@@ -133,6 +133,7 @@ class SessionStart(NamedTuple):
     next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
     epoch: int = 0
     set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
+    seed: int = 0  # of the functions of a stream before batching; does not depend on where the session begins
 
     @property
     def own_state(self) -> dict[str, Any] | None:

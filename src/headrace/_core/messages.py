@@ -76,6 +76,7 @@ class Link:
 
     messages: deque[Answer]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
     source: Any = None  # a descriptor that is readable when something can be received; None: no wait
+    is_current = False  # whether the caller is on the engine's own thread
     guarded = False  # whether `send` and `receive` must not overlap with `close`
     look_by: float | None = None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
 

@@ -11,7 +11,7 @@ from headrace._core.text import check_number, whole_number
 
 START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
 
-_OURS = ("num_cpus", "resources", "runtime_env", "scheduling_strategy", "max_concurrency", "max_restarts", "name")
+_OURS = ("num_cpus", "max_concurrency", "max_restarts", "name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,9 @@ class RayPlacement:
         cpus_per_engine: Ray's CPUs for each; give the loader about ``num_workers=engines * cpus_per_engine``.
         min_engines: engines with which an epoch begins; the others join it when they have started. By default all.
         start_timeout: seconds after which an epoch that has fewer ends with an `EngineStartError`.
-        scheduling_strategy: as for any Ray actor; ``"SPREAD"`` puts the engines on different nodes.
-        resources: custom resources of the cluster for each engine.
-        runtime_env: Ray's environment for the engines: packages, modules, variables (credentials of a store, say).
-        options: further arguments of Ray's ``options()`` for an actor: ``memory``, ``accelerator_type``,
-            ``label_selector``.
+        options: further arguments of Ray's ``options()`` for an actor, such as ``resources``, ``memory``, and
+            ``runtime_env`` (packages, modules, variables with the credentials of a store). By default
+            ``scheduling_strategy`` is ``"SPREAD"``: the engines are on different nodes.
 
     Raises:
         TypeError: a number of engines is not a whole number.
@@ -40,17 +38,14 @@ class RayPlacement:
     Example:
         >>> import headrace as hr
         >>> hr.RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
-        RayPlacement(engines=4, cpus_per_engine=2, min_engines=2, resources=None, options={})
+        RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
     """
 
     engines: int = 1
     cpus_per_engine: float = 1
     min_engines: int | None = None
     start_timeout: float = field(default=START_TIMEOUT, repr=False)
-    scheduling_strategy: Any = field(default="SPREAD", repr=False)
-    resources: Mapping[str, float] | None = None
-    runtime_env: Mapping[str, Any] | None = field(default=None, repr=False)  # it may have credentials
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # they may have credentials
 
     def __post_init__(self) -> None:
         whole_number("engines", self.engines, 1)

@@ -66,7 +66,7 @@ class HeadraceDataLoader:
             if empty and not may_be_over:
                 raise ValueError(
                     f"an epoch has no batch on data-parallel rank {self._dp_rank} of {self._dp_world_size}, so that "
-                    f"training would wait for ever: {self.loader!r}"
+                    f"training would wait for ever: {dataset_repr(self.loader.dataset)}"
                 )
 
     def state_dict(self) -> dict[str, Any]:

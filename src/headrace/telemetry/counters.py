@@ -52,7 +52,7 @@ class LoaderStats:
         wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in `Report.waited`; the first batch
             of each iteration included.
         elapsed_seconds: from the first `iter()` to the last batch delivered.
-        placement: the engine's placement, and the reason.
+        placement: where fetching runs: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"`` in the caller's thread.
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
         discarded_batches: batches that were ready and not delivered, since the epoch had ended on another rank, with
             ``coordinated=True``.

@@ -116,7 +116,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     def _describe(self, behind: int) -> None:
         """Set what stands after the bar, and its position: so many before the last batch, failed ones included."""
         records = self._control.counters.records(REPORTED)
-        report = make_report(records, self._control.sessions.setup(self._loader))
+        report = make_report(records, self._control.setup(self._loader))
         said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")

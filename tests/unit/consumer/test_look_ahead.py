@@ -65,4 +65,4 @@ async def test_all_fetches_are_in_flight_although_each_batch_waits_for_one_sampl
             indices = list(range(number * BATCH, (number + 1) * BATCH))
             assert await take_while_waiting(batches, dataset, indices[0]) == indices
         assert await anyio.to_thread.run_sync(dataset.await_pending, CONCURRENCY), dataset.pending
-        assert loader._control.sessions._ahead.batches == CONCURRENCY, "one batch for each fetch is enough"
+        assert loader._control._ahead.batches == CONCURRENCY, "one batch for each fetch is enough"

@@ -254,10 +254,6 @@ def test_state_of_another_loader_is_refused_with_the_difference(make, message):
     _, state = saved_after(CASES["shuffled by seed"](), 2)
     with pytest.raises(StateError, match=message):
         make().load_state_dict(state)
-    loader = make()
-    with pytest.warns(UserWarning, match=message):
-        loader.load_state_dict(state, strict=False)
-    assert len(epochs(loader, 1)[0]) == len(loader)
 
 
 def damaged(state, **changes):

@@ -120,7 +120,7 @@ def slow_url():
 
 
 def watch_of(loader):
-    return loader._control.sessions._placements._current._engine.watch
+    return loader._control.placements._current._engine.watch
 
 
 def watchdog_threads():

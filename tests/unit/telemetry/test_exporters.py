@@ -74,6 +74,7 @@ def test_counters_continue_over_iterations_and_gauges_are_those_of_the_last_batc
         next(iter(loader))
         assert value(registry, "fetch_limit") == 7
         list(loader)
+        assert value(registry, "fetch_limit") == 7
     list(loader)
     loader.close()
     assert (value(registry, "epochs_total"), value(registry, "samples_total")) == (3, 4 + 128)

@@ -20,6 +20,9 @@ from headrace._core.torchcompat import private
 
 CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
 SOURCE = Path(hr.__file__).parent
+# Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler that gives the plans,
+# and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
+ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
 
 
 def test_supported_versions_of_torch_begin_with_the_oldest_that_was_checked():
@@ -48,7 +51,7 @@ def test_private_names_of_torch_are_used_in_one_module_only():
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_names_exist_and_do_what_they_say():
-    assert [name for name in private.LOADER_ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)] == []
+    assert [name for name in ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)] == []
     assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
     assert private.pin_memory("text") == "text"
     assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"

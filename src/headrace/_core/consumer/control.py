@@ -11,22 +11,31 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
 
+from headrace._core.cgroup import usable_cores
 from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
-from headrace._core.consumer.sessions import LoaderSessions
+from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
+from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
 from headrace._core.device.pinning import pin
 from headrace._core.device.stage import DeviceStage
 from headrace._core.device.streams import streams_of
+from headrace._core.engine.assemble import Assembler
+from headrace._core.engine.config import EngineConfig
+from headrace._core.links.inline import InlineLink
+from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
+from headrace._core.look_ahead import LookAheadSize, most_concurrency
+from headrace._core.messages import WorkersRequest
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
@@ -39,16 +48,25 @@ from headrace._core.order.restore import (
     check_reading,
     of_rank,
 )
-from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
+from headrace._core.order.spec import LoaderSpec, TorchLoader, is_automatic, samplers_of
 from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
+from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank, ranks_on_host
+from headrace._core.ray_placement import RayPlacement
+from headrace._core.seeding import batch_seed
+from headrace._core.streams.composition import gives_tables
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.streams.torch_views import without_adapter
-from headrace._core.text import warn_user
-from headrace.errors import LoaderClosedError, StateError
+from headrace._core.torchcompat.portable_collate import without_transform
+from headrace.collate import destined
+from headrace.errors import LoaderClosedError
+from headrace.options import engine_options
 from headrace.telemetry.counters import Counters
+
+if TYPE_CHECKING:
+    from headrace.telemetry.diagnosis import Setup
 
 E = TypeVar("E", bound=Epoch)
 _log = logging.getLogger("headrace")
@@ -77,14 +95,18 @@ class LoaderControl:
     Reads the attributes of torch's loader at each epoch, since they may be set between epochs.
 
     Attributes:
-        sessions: opens the sessions of its epochs.
+        spec: the loader's dataset and options.
+        counters: the loader's counts.
+        search: of the number of workers, with ``num_workers="auto"``. A copy begins the search anew.
+        placements: the engines, which this owns.
         resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if it begins an epoch.
         past: what is known of the steps before the epoch begun last, and what is left out of it.
         progress: of the epoch begun last; None before the first.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
-        self.sessions = LoaderSessions(spec, Counters(type(spec.source).__qualname__))
+        self.spec = spec
+        self.counters = Counters(type(spec.source).__qualname__)
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
@@ -93,9 +115,15 @@ class LoaderControl:
         self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
-        self._reset()
+        self._reset(workers=0)
 
-    def _reset(self) -> None:
+    def _reset(self, workers: int) -> None:
+        engines = self.spec.engines
+        self.search = WorkerSearch(engines, max(engines, workers))  # engines divide the workers
+        self._ahead = LookAheadSize(0, 0)  # before the first epoch
+        self.placements = PlacementSelector(self.spec.placement, engines)
+        # At exit, the placements' own hook closes everything, in order.
+        weakref.finalize(self, self.placements.drop).atexit = False
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
         self._closings = 0  # number of calls of `close_epochs`
         self._agreements: list[StepGroup] = []  # one at most
@@ -103,29 +131,21 @@ class LoaderControl:
         self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
 
     def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_agreements")
-        return {name: value for name, value in self.__dict__.items() if name not in left} | {"progress": None}
+        left = ("_open_epochs", "_agreements", "placements")
+        kept = {name: value for name, value in self.__dict__.items() if name not in left}
+        return kept | {"progress": None, "counters": Counters(self.counters.name)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._seeds, self.sessions = copy.copy(self._seeds), copy.copy(self.sessions)
-        self._reset()
+        self._seeds = copy.copy(self._seeds)
+        self._reset(self.search.number)
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """A copy with another `spec` of the same dataset."""
         clone = copy.copy(self)
-        clone.sessions = LoaderSessions(spec, clone.counters, clone.sessions.search.number)
+        clone.spec = spec
+        clone._reset(self.search.number)
         return clone
-
-    @property
-    def spec(self) -> LoaderSpec:
-        """The loader's dataset and options."""
-        return self.sessions.spec
-
-    @property
-    def counters(self) -> Counters:
-        """The loader's counts."""
-        return self.sessions.counters
 
     # The position.
 
@@ -153,18 +173,11 @@ class LoaderControl:
             return self.resumed
         return (self._state_of(self.progress, loader, lag),)
 
-    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...], *, strict: bool) -> None:
+    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
         """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
         now = self.fingerprint(loader, self.order(loader))
-        try:
-            for state in states:
-                check_fit(state, now)
-        except StateError as error:
-            if strict:
-                raise
-            epoch = states[0].epoch
-            warn_user(f"{error.args[0]} Epoch {epoch} begins anew.")
-            states = (LoaderState(epoch, now),)
+        for state in states:
+            check_fit(state, now)
         self.continue_from(loader, states)
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
@@ -180,7 +193,7 @@ class LoaderControl:
         self._next_epoch = epoch
         for part in samplers_of(loader):
             propagate_epoch(part, epoch)
-        self.sessions.set_epoch(epoch)
+        self.placements.set_epoch(self.spec.source, epoch)
 
     def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
         """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
@@ -349,7 +362,7 @@ class LoaderControl:
         begun, rank = progress.begun, progress.rank
         self.counters.begin()
         self.epoch_was_set, self._epoch_set = self._epoch_set, False
-        session = self.sessions.open(loader, progress, epoch_set=self.epoch_was_set, resumed=bool(self.resumed))
+        session = self._open_session(loader, progress)
         progress.before_first = session.inline_state
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         place = rank.rank, rank.world_size, self.counters.placement
@@ -367,15 +380,18 @@ class LoaderControl:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), begun.epoch + 1, progress
-        size = self.sessions.size_ahead(loader)
+        # What one epoch has found is where the next one begins, within the limits of now.
+        self._ahead.resize(*self.spec.look_ahead(loader))
         epoch = iterator(
             loader,
-            self.sessions,
+            self.spec,
+            self.counters,
             progress,
             delivers,
-            look_ahead=None if session.inline_state is not None else size,
+            look_ahead=None if session.inline_state is not None else self._ahead,
             finish=finalize,
             state=functools.partial(self._state_of, progress, loader),
+            tune=functools.partial(self._tune, loader, delivers),
             agreement=agreement,
         )
         self._open_epochs[epoch] = begun.epoch
@@ -396,4 +412,107 @@ class LoaderControl:
     def close_engine(self) -> None:
         """End the engine and its workers; blocks until they have ended."""
         close_all(self._agreements)
-        self.sessions.close()
+        self.placements.close()
+
+    # The engine.
+
+    def start_early(self, loader: TorchLoader) -> None:
+        """Start the process that forks the engine and its workers, if there will be any."""
+        placement = self.spec.placement
+        if not self.spec.kind.is_async or isinstance(placement, RayPlacement) or loader.multiprocessing_context:
+            return
+        if placement == "process" or loader.num_workers > 0:
+            start_early()
+
+    def setup(self, loader: TorchLoader) -> Setup:
+        """The arguments that decide on the loader's speed."""
+        from headrace.telemetry.diagnosis import Setup
+
+        options = self.spec.options
+        return Setup(
+            concurrency=options["concurrency"],
+            num_workers=loader.num_workers,
+            look_ahead=self.spec.look_ahead(loader)[0],
+            in_order=loader.in_order,
+            memory_budget=options["memory_budget"],
+            placement=self.counters.placement,
+            stream=self.spec.kind.is_iterable,
+            cores=self._cores(loader),
+            most_concurrency=self.spec.engines * most_concurrency(),
+            engines=self.spec.engines,
+            fixed_look_ahead=vars(loader)["prefetch_factor"] is not None,
+        )
+
+    def _cores(self, loader: TorchLoader) -> int:
+        """CPUs that the loader may use; of a search those of this rank, among the ranks of the host."""
+        placement = self.spec.placement
+        if isinstance(placement, RayPlacement):
+            return max(1, int(self.spec.engines * placement.cpus_per_engine))
+        return max(1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1)))
+
+    def _open_session(self, loader: TorchLoader, progress: EpochProgress) -> Session:
+        """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
+        spec, options, automatic = self.spec, self.spec.options, is_automatic(loader)
+        rank, start, base_seed = progress.rank, progress.session_start, progress.base_seed
+        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
+        set_epoch = spec.kind.is_async or self.epoch_was_set
+        only_wanted = not (spec.kind.is_async or (set_epoch and start.batch))
+        self.placements.set_epoch(spec.source, start.epoch, only_wanted=only_wanted)
+        start = start._replace(set_epoch=set_epoch, seed=batch_seed(base_seed, start.epoch, rank.rank))
+        transforms = spec.maps
+        if options["transform"] is not None:
+            transforms = (*transforms, options["transform"])
+        assembler = Assembler(
+            transforms,
+            destined(without_transform(loader.collate_fn)),
+            loader._auto_collation,
+            spec.policy.tolerance,
+            gives_tables(spec.source),
+        )
+        in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
+        resumed = bool(self.resumed)
+        if options["seed"] is not None and not spec.kind.is_async:
+            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
+            base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
+        elif not spec.kind.is_async and resumed and (start.batch or (loader.persistent_workers and start.epoch)):
+            # Workers that begin anew must not draw again what those before them drew.
+            base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
+        config = EngineConfig(
+            dataset=spec.source,
+            kind=spec.kind,
+            assembler=assembler,
+            num_workers=self.search.least if automatic else loader.num_workers,
+            options=engine_options(options),
+            deferred=in_thread and assembler.runs_user_code,
+            look_ahead=spec.look_ahead(loader)[0],
+            drop_last=loader.drop_last,
+            in_order=loader.in_order or spec.kind is DatasetKind.ASYNC_ITERABLE,
+            base_seed=base_seed,
+            worker_init_fn=loader.worker_init_fn,
+            context=loader.multiprocessing_context,
+            rank=rank,
+        )
+        if not spec.kind.is_async and loader.num_workers == 0:
+            self.counters.placement = "inline"
+            link = InlineLink(config, start)
+            return Session(link, inline_state=link.state_dict)
+        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
+        with explained("start the loader"):
+            anew = resumed and spec.reads_in_persistent_workers(loader)  # whose dataset and generators are others
+            session = self.placements.open(config, start, persistent=loader.persistent_workers, anew=anew)
+        self.counters.placement = self.placements.where
+        if automatic:
+            session.send(WorkersRequest(self.search.number))
+        return session
+
+    def _tune(self, loader: TorchLoader, session: Session | DeviceStage) -> float:
+        """Change the number of workers, if the last batches say so; returns when to look again."""
+        if not is_automatic(loader):
+            return math.inf
+        records = self.counters.records(RECORDS)
+        if not records:
+            return 0.0
+        if self.search.look(records, self.setup(loader)):
+            session.send(WorkersRequest(self.search.number))
+            self._ahead.resize(*self.spec.look_ahead(loader))
+        return self.search.next_look

@@ -16,7 +16,6 @@ from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
 from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.consumer.sessions import LoaderSessions
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
@@ -25,7 +24,7 @@ from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.samplers import BlockSampler
-from headrace._core.order.spec import TorchLoader, drawn_freely
+from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
 from headrace._core.order.state import LoaderState, states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
 from headrace._core.streams.kinds import DatasetKind, capabilities, joined_part
@@ -41,7 +40,7 @@ from headrace.errors import (
     LoaderTimeoutError,
     LostBatchError,
 )
-from headrace.telemetry.counters import BatchRecord
+from headrace.telemetry.counters import BatchRecord, Counters
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -73,16 +72,17 @@ class Epoch:
     def __init__(
         self,
         loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
-        sessions: LoaderSessions,
+        arguments: LoaderSpec,
+        counters: Counters,
         progress: EpochProgress,
         session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
         state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
+        tune: Callable[[], float],  # changes the number of workers; returns when to call this again
         agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
     ) -> None:
-        arguments, counters = sessions.spec, sessions.counters
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
@@ -119,7 +119,7 @@ class Epoch:
         self._undecided: HostBatch | None = None  # a batch of which some samples failed, until `on_error` has decided
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
-        self._sessions = sessions
+        self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
         self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
@@ -160,7 +160,7 @@ class Epoch:
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
         if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
-            self._tune_at = self._sessions.tune(self._loader, self._session)
+            self._tune_at = self._tune()
         agreement = self._agreement
         if agreement is not None and not self._agree(agreement):
             return WAIT

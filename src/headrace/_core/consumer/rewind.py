@@ -146,7 +146,7 @@ def _loader_at(
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
         if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
-            control.sessions.set_epoch(control.progress.begun.epoch)
+            control.placements.set_epoch(control.spec.source, control.progress.begun.epoch)
 
 
 def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import DatasetKind
 from headrace._core.transport.shared_pickle import why_not_picklable
 from headrace.collate import is_default
@@ -27,7 +26,7 @@ class EngineConfig(NamedTuple):
     look_ahead: int  # batches that may be planned and not yet taken
     drop_last: bool
     in_order: bool
-    base_seed: int  # what torch datasets' workers are seeded from, and the functions of a stream before batching
+    base_seed: int  # what torch datasets' workers are seeded from
     worker_init_fn: Callable[[int], Any] | None
     context: Any  # a `multiprocessing` context the user asked for
     rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
@@ -61,10 +60,6 @@ class EngineConfig(NamedTuple):
     def steps_on_consumers_thread(self) -> bool:
         """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
-
-    def steps_seed(self, epoch: int) -> int:
-        """The seed of a stream's functions before batching; the same wherever a session of the epoch begins."""
-        return batch_seed(self.base_seed, epoch, self.rank.rank) if self.kind is DatasetKind.ASYNC_ITERABLE else 0
 
     def worker_task(self) -> AssembleTask:
         """The CPU work of a batch in a worker process; a torch dataset is read there too."""

@@ -161,7 +161,6 @@ class Session:
         send: Callable[[Answer], None],
         work: Work,
         start: SessionStart,
-        seed: int,  # of the functions of a stream before batching; does not depend on where the session begins
         steps: Apply | None = None,  # applies these; by default the engine's executor
     ) -> None:
         config = engine.config
@@ -173,7 +172,7 @@ class Session:
         self._work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
         apply = steps or executor.apply
-        self._steps = SessionSteps(apply, lambda: executor.workers, seed, common_seed)
+        self._steps = SessionSteps(apply, lambda: executor.workers, start.seed, common_seed)
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch

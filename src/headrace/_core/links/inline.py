@@ -53,8 +53,6 @@ class InlineLink(Link):
         self._sample_key = functools.partial(sample_key, config.dataset)
         self.messages: deque[Answer] = deque()
         self._plans: deque[BatchPlan] = deque()
-        self._streams = config.kind.is_iterable
-        self._interrupted: BatchPlan | None = None  # of a stream
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
@@ -68,13 +66,9 @@ class InlineLink(Link):
         if not self._plans:
             return
         plan = self._plans.popleft()
-        if self._interrupted is plan:
-            self.messages.append(HostBatch.nothing(plan))
-            return
         try:
             host = self._in_context(self._read, plan)
-        except BaseException:  # Ctrl-C: a batch of a map-style dataset is read again, a stream's samples are gone
-            self._interrupted = plan if self._streams else None
+        except BaseException:  # Ctrl-C: the batch is read again, of a stream with the next samples
             self._plans.appendleft(plan)
             raise
         self.messages.append(host.located(self._sample_key) if host.failures else host)

@@ -24,6 +24,7 @@ _living: weakref.WeakSet[Placement] = weakref.WeakSet()
 class Placement(ABC):
     """Engines somewhere, for one loader, which owns them. Those that are left are closed at exit, before the zygote."""
 
+    name: str  # for `stats()`
     is_current = False  # whether the caller is on the engine's own thread
     has_copy = True  # whether the engines read a copy of the dataset
 

@@ -34,6 +34,8 @@ from headrace.errors import EngineDiedError
 
 
 class ProcessPlacement(Placement):
+    name = "process"
+
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()
         try:
@@ -49,7 +51,7 @@ class ProcessPlacement(Placement):
     def alive(self) -> bool:
         return self._pid == os.getpid() and not all(engine.process.ended() for engine in self._engines.values())
 
-    def connect(self, config: EngineConfig, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
+    def connect(self, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
         if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
             del self._engines[engine]
@@ -58,11 +60,11 @@ class ProcessPlacement(Placement):
         if engine not in self._engines:
             task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
             self._engines[engine] = SidecarProcess(task, self._modules)
-        return self._engines[engine].connect(StartSession(work, config.steps_seed(start.epoch), start))
+        return self._engines[engine].connect(StartSession(work, start))
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         assert work is not None
-        connect = functools.partial(self.connect, config, work, start)
+        connect = functools.partial(self.connect, work, start)
         if self._count == 1:
             return Session(connect(0))
         later = [engine for engine in range(1, self._count) if engine not in self._engines]

@@ -72,32 +72,29 @@ class EngineActor:
     def __repr__(self) -> str:
         return f"headrace engine {self._part[0]}"  # Ray puts this before each line that the actor writes
 
-    async def open(
-        self, session: int, base_seed: int, start: SessionStart, config: Packed, work: Packed
-    ) -> tuple[str, str, int]:
+    async def open(self, session: int, start: SessionStart, config: Packed, work: Packed) -> tuple[str, str, int]:
         """Start a session, whose errors answer its plans; returns the node's id and address, and the process id."""
         if (served := self._served(session)) is not None:
             try:
                 async with self._opening:
-                    link = await asyncio.to_thread(self._connect, base_seed, start, config, work)
+                    link = await asyncio.to_thread(self._connect, start, config, work)
             except BaseException as error:  # user code: imports of its modules, unpickling
                 served.end(SessionEnd(error))
             else:
                 served.begin(link)
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
-    def _connect(self, base_seed: int, start: SessionStart, packed: Packed, work: Packed) -> ProcessLink:
+    def _connect(self, start: SessionStart, packed: Packed, work: Packed) -> ProcessLink:
         if self._config is None:
             self._settings.adopt()
             config: EngineConfig = unpack_views(packed)
             self._config = config.part(*self._part)._replace(in_order=False)
-        config = self._config._replace(base_seed=base_seed)
         self._work = SharedPickle.dumps(unpack_views(work), self._work)
         if self._placement is None or not self._placement.alive:
             if self._placement is not None:
                 self._placement.close()
-            self._placement = ProcessPlacement(config, self._work)
-        return self._placement.connect(config, self._work, start, 0)
+            self._placement = ProcessPlacement(self._config, self._work)
+        return self._placement.connect(self._work, start, 0)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""

@@ -46,6 +46,8 @@ _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembl
 class RayEngines(Placement):
     """The engines of a loader on a Ray cluster."""
 
+    name = "ray"
+
     def __init__(self, config: EngineConfig, placement: RayPlacement, engines: int) -> None:
         _check_connected()
         super().__init__()
@@ -58,9 +60,7 @@ class RayEngines(Placement):
         self._settings = Settings.here()
         options = {
             "num_cpus": placement.cpus_per_engine,
-            "scheduling_strategy": placement.scheduling_strategy,
-            "resources": dict(placement.resources or {}),
-            "runtime_env": None if placement.runtime_env is None else dict(placement.runtime_env),
+            "scheduling_strategy": "SPREAD",
             "max_concurrency": _CALLS,
             "enable_task_events": False,
             "max_restarts": 0,  # plans of an engine that is lost go to others, which Ray cannot know
@@ -79,7 +79,7 @@ class RayEngines(Placement):
 
     def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
         functions = ray.put(_packed(config, config.work()))
-        opening = next(self._numbers), config.base_seed, start, self._config, functions
+        opening = next(self._numbers), start, self._config, functions
 
         def connect(engine: int) -> RayLink:
             actor = self._actors[engine]

@@ -64,7 +64,7 @@ class PlacementSelector:
         self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
         self._retired: list[Placement] = []
         self._pickled: SharedPickle | None = None  # those that were pickled last
-        self.where = "not started"  # the engine's placement and its reason, for `stats()`
+        self.where = "not started"  # the name of the placement that was used last
 
     def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
@@ -76,9 +76,8 @@ class PlacementSelector:
         work = self._functions(config)
         forked = config.workers_are_forks and self._placement != "process"
         if not persistent and (forked or not config.kind.is_async):
-            of_dataset = "forks of this process" if config.kind.is_async else "workers with a torch dataset"
-            self.where = f"thread: {of_dataset}, for one epoch"
             placement = ThreadPlacement(config, for_one_session=True)
+            self.where = placement.name
             try:
                 return placement.open(config, None, start)
             except BaseException:  # Ctrl-C too: nothing owns the placement yet
@@ -98,6 +97,7 @@ class PlacementSelector:
             self._seen = snapshot(config.dataset) if current.has_copy else None
         if current.is_current:  # in aget: its session would start another, recursively
             raise DeadlockError(what="iter() of a loader")
+        self.where = current.name
         return current.open(config, work, start)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
@@ -108,7 +108,7 @@ class PlacementSelector:
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
 
-    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool) -> None:
+    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool = False) -> None:
         """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
         if self._seen is None or self._config is None:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
@@ -162,26 +162,15 @@ class PlacementSelector:
         if isinstance(self._placement, RayPlacement):
             from headrace._core.links.ray_engines import RayEngines
 
-            self.where = f"ray: {self._placement!r}"
             return RayEngines(config, self._placement, self._asked)
-        if not config.kind.is_async:
-            why = "a torch dataset's workers do the reading"
-        elif work is None:
-            why = "forks of this process" if config.has_processes else "num_workers=0"
-        elif self._placement == "thread":
-            why = "placement='thread'"
-        else:
+        if work is not None and self._placement != "thread":
             from headrace._core.links.process import ProcessPlacement
 
-            asked = "placement='process'" if self._asked == 1 else f"engines={self._asked}"
-            self.where = f"process: {'an async dataset with workers' if self._placement == 'auto' else asked}"
             try:
                 return ProcessPlacement(config, work, self._asked)
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise
-                why = str(error)
                 warning = f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}"
                 warn_user(warning, RuntimeWarning)
-        self.where = f"thread: {why}"
         return ThreadPlacement(config, work)

@@ -25,7 +25,6 @@ class Session:
         link: Link,  # to the engine, or to several; owned from here on
         *,
         work: WorkOnConsumersThread | None = None,
-        is_current: Callable[[], bool] = lambda: False,  # whether the caller is on the engine's own thread
         on_close: Callable[[], None] | None = None,  # called once, after the session is closed
         inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
@@ -34,7 +33,6 @@ class Session:
         self.error: BaseException | None = None
         self._link = link
         self._work = work
-        self._is_current = is_current
         self._on_close = on_close
         self._pid = os.getpid()
         self._ready: deque[HostBatch] = deque()
@@ -49,7 +47,7 @@ class Session:
     @property
     def is_current(self) -> bool:
         self._check_process()
-        return self._is_current()
+        return self._link.is_current
 
     def send(self, message: Request) -> None:
         self._check_process()

@@ -40,7 +40,6 @@ class StartSession(NamedTuple):
     """The first message of a session's connection."""
 
     work: SharedPickle  # the functions that assemble its batches
-    seed: int  # of the functions of a stream that are applied before batching
     start: SessionStart
 
 
@@ -150,7 +149,7 @@ class _Sidecar:
                 self._engines.append(Engine(config, begin.work))
         engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
-        session = Session(engine, server.send, self._functions(config, begin.work), begin.start, begin.seed)
+        session = Session(engine, server.send, self._functions(config, begin.work), begin.start)
         engine.start(session)
         if self._task.engines > 1:
             server.send(Started())

@@ -74,6 +74,7 @@ class Mailbox(Link):
 
 
 class ThreadPlacement(Placement):
+    name = "thread"
     has_copy = False
 
     def __init__(
@@ -103,13 +104,12 @@ class ThreadPlacement(Placement):
         shipped = work if config.context is None else None
         steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
         functions = shipped if config.has_processes else config.assembler
-        session = EngineSession(self._engine, link.put, functions, start, config.steps_seed(start.epoch), steps)
+        session = EngineSession(self._engine, link.put, functions, start, steps)
         link.session = session
         self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
             work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
-            is_current=lambda: self._loop.is_current,
             on_close=self.close if self._for_one_session else None,
         )
 
@@ -154,6 +154,10 @@ class ThreadLink(Mailbox):
         super().__init__()
         self._loop = loop
         loop.on_death.add(self._on_death)
+
+    @property
+    def is_current(self) -> bool:  # type: ignore[override]
+        return self._loop.is_current
 
     def send(self, message: Request) -> None:
         with suppress(EngineDiedError):  # whose message has the reason

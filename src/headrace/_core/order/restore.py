@@ -26,7 +26,7 @@ def check_fit(saved: LoaderState, now: Fingerprint) -> None:
     if differences:
         raise StateError(
             f"the state was saved by another loader: {'; '.join(differences)}. To begin epoch {saved.epoch} anew with "
-            f"this loader, use load_state_dict(state, strict=False)."
+            f"this loader, call set_epoch({saved.epoch}) in place of load_state_dict."
         )
 
 

@@ -76,17 +76,12 @@ def launch_worker(
     ours, theirs = Connection.pair()
 
     def start(task: WorkerTask | bytes | None) -> BaseProcess:
-        process: object = context.Process(  # type: ignore[attr-defined]
+        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=serve,
             args=(theirs, task, worker, workers),
             name=f"headrace-worker-{worker}",
             daemon=True,
         )
-        if not isinstance(process, BaseProcess):  # a thread, for example, has no descriptor that says when it ends
-            raise ValueError(
-                f"multiprocessing_context={context!r} starts a {type(process).__name__}, which is no process of "
-                f"multiprocessing. Workers are processes: leave the argument out, or name a start method."
-            )
         process.start()
         return process
 
@@ -216,10 +211,6 @@ class _Zygote:
                 "path of a Python interpreter that has the program's packages"
             )
         executable = configured if frozen or not sys.executable else sys.executable
-        if not executable:
-            raise OSError(
-                "sys.executable is empty: give multiprocessing.set_executable() the path of a Python interpreter"
-            )
         control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "

@@ -24,10 +24,6 @@ from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_
 from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
-# Attributes of torch's DataLoader that `headrace.DataLoader` reads: whether a plan is a batch, the sampler that gives
-# the plans, and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
-LOADER_ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
-
 
 def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:
     """Set `torch.utils.data.get_worker_info()` of this process, as in a worker of torch's."""

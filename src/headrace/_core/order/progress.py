@@ -197,10 +197,12 @@ class EpochProgress(Iterator[BatchPlan]):
             last_worker = host.worker
         if state is not None:  # batches of one reader come in order
             streams = {**streams, host.worker: state}
-        self._beyond[number] = drawn
-        while batches in self._beyond:
-            last = self._beyond.pop(batches)
-            batches += 1
+        if number == batches:
+            last, batches = drawn, batches + 1
+            while batches in self._beyond:
+                last, batches = self._beyond.pop(batches), batches + 1
+        else:
+            self._beyond[number] = drawn
         delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
         return _Point(batches, last, streams, last_worker, delivered, skipped)
 

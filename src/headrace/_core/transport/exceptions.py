@@ -22,7 +22,7 @@ def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
     make, arguments, *state = reduced
     if _reduced_by_a_builtin(type(error)):
         make, arguments = _make, (type(error), arguments, error.args)
-    notes = getattr(error, "__notes__", None)
+    notes = vars(error).get("__notes__")
     return _restore, (make, arguments, state[0] if state else None, notes, error.__cause__)
 
 

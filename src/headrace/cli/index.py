@@ -108,8 +108,8 @@ def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> boo
     """Print each difference of an index from the store; returns whether there is none."""
     opened, errors = compare(index, shards, indexing)
     gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
-    what = f"in the index {index.name}, and not in the store"
-    differences = [*map(str, errors), *(f"{index.shards[number].name}: {what}" for number in gone)]
+    differences = [*map(str, errors)]
+    differences += [f"{index.shards[number].name}: in the index {index.name}, not in the store" for number in gone]
     for difference in differences:
         print(difference)
     if not differences:

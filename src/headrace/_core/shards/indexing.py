@@ -121,13 +121,12 @@ class IndexingDecoder(Decoder):
         """
         head = self._shard.head
         assert head is not None
-        is_local = self._shard.store.local_root is not None
         row = IndexedShard(
             name=self._shard.name,
             format=self._decoder.format,
             size=head.size,
             # The tag of a local file has the number of its inode, which a copy does not keep.
-            etag=None if is_local else head.etag,
+            etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
             samples=len(self._begins),
             end=self._end,
@@ -303,8 +302,7 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
     # What is in the memory of this process has no name that another process could look for.
     cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
-        parts = [part_name(shard, indexing) for shard in shards]
-        cached = _cached(_hash([folder_of(shards), *parts]))
+        cached = _cached(_hash([folder_of(shards), *(part_name(shard, indexing) for shard in shards)]))
     try:
         index = await fetch_index(cached)
     except (ShardError, ObjectNotFoundError):

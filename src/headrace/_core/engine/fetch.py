@@ -129,7 +129,7 @@ class SampleFetch(FetchStage):
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
-        self._waking = False  # a fetcher was woken and does not run yet: it wakes the next one
+        self._waking = False  # whether the fetcher that was woken last does not run yet
         self._surplus = False  # fetchers must check whether to park
         self._submitted = 0
         self._controlled = False
@@ -270,12 +270,12 @@ class SampleFetch(FetchStage):
             self.context.requests.throttle_events += 1
 
     def _wake_one(self) -> None:
-        if self._waking or self._busy >= self._size:
+        if self._busy >= self._size:
             return
         self._waking = True
         if self._parked:
             fetcher = self._parked.pop()
-            if not fetcher.done():  # else it is being cancelled, with all others
+            if not fetcher.done():  # else it is being cancelled
                 fetcher.set_result(None)
         else:
             self._spawned += 1
@@ -338,6 +338,11 @@ class BatchFetch(SampleFetch):
         """The calls that run and wait; in samples, if `concurrency` is a number of samples."""
         busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
         return FetchLoad(busy, size, queued, unused=unused)
+
+    def _wake_one(self) -> None:
+        # A fetcher that joins takes many plans: a task for each plan would find none.
+        if not (self._joins and self._waking):
+            super()._wake_one()
 
     async def _fetch_waiting(self, plan: BatchPlan) -> None:
         await self._fetch(self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fnmatch
 import math
@@ -159,8 +158,8 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
             is_pattern = is_pattern or (root is not None and os.path.isdir(os.path.join(root, key)))
             named.append((one, is_pattern))
-    patterns = [shard for shard, is_pattern in named if is_pattern]
-    listed = iter(background_loop().run(map_all(partial(_list, suffixes), patterns)) if patterns else ())
+    patterns = [(shard, _local_names(shard)) for shard, is_pattern in named if is_pattern]
+    listed = iter(background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns)) if patterns else ())
     found: list[Shard] = []
     for one, is_pattern in named:
         found += next(listed) if is_pattern else [one]
@@ -172,13 +171,19 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
     return tuple(found)
 
 
-async def _list(suffixes: tuple[str, ...], pattern: Shard) -> list[Shard]:
+def _local_names(pattern: Shard) -> list[str]:
+    """The files and directories of this machine that match a glob; read on the caller's thread."""
+    root = pattern.store.local_root
+    return [] if root is None else sorted(glob(pattern.key, root_dir=root))
+
+
+async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
     """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
     if match := _GLOB.search(key):
         folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
-        found = await _matching(pattern, folder, suffixes)
+        found = await _matching(pattern, folder, names, suffixes)
     else:
         problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
         found = await list_inside(store, folder, suffixes)
@@ -195,8 +200,10 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
     return [Shard(store, head.key, head) for head in named if not _is_hidden(head.key.removeprefix(folder))]
 
 
-async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
-    """The objects that match a glob, and those in directories that do and are named as shards; in `folder`.
+async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+    """The objects that match a glob, and those in directories that do and are named as shards.
+
+    `folder` has them all; `names` are those of a directory of this machine, if the store is one.
 
     Without ``**``, a directory is listed only if its path matches, and what is below it is not.
     """
@@ -205,7 +212,6 @@ async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> lis
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
     if store.local_root is not None:
-        names = sorted(await asyncio.to_thread(glob, pattern, root_dir=store.local_root))
         return [*chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))]
     found, folders = list[Shard](), [""]
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name

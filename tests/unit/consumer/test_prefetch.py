@@ -88,6 +88,25 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
+def test_plans_of_a_group_of_blocks_are_sent_together():
+    plans_of_four = (BatchPlan(n, range(4), 0, positions=range(4 * n, 4 * n + 4)) for n in itertools.count())
+    engine = Engine(plans_of_four, 6, group=0.5, group_of=lambda position: position // 10)
+    engine.ahead.fill()
+    engine.run_without_waiting(200)
+    assert numbers(engine.sent) == list(range(len(numbers(engine.sent))))
+    groups = [{4 * number // 10 for number in sent} for sent in engine.sent[1:]]
+    assert len(groups) > 60
+    assert all(one.isdisjoint(other) for one, other in itertools.pairwise(groups))
+
+
+def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():
+    engine = Engine(plans(), 2, group=0.5, group_of=lambda position: 0)
+    engine.ahead.plans = (BatchPlan(n, (n,), 0, positions=range(n, n + 1)) for n in range(9))
+    engine.ahead.fill()
+    engine.run_without_waiting(9)
+    assert numbers(engine.sent) == list(range(9))
+
+
 IDLE = FetchLoad(in_flight=7, limit=8, unused=1)
 LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
 

@@ -90,16 +90,15 @@ class Epoch:
         self._session = session
         self._failures = FailureHandler(arguments, progress, counters, coordinated=agreement is not None)
         self._in_workers = arguments.kind is DatasetKind.MAP
-        sampler: object = loader.sampler
-        is_ranged = arguments.kind is DatasetKind.ASYNC_MAP and capabilities(arguments.source).ranges
+        sampler: Any = loader.sampler
+        in_groups = isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges
+        in_groups = in_groups and vars(loader)["prefetch_factor"] is None  # else the look-ahead may hold no group
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
             group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler),
-            group_of=sampler.groups_in(progress.begun.epoch)
-            if is_ranged and isinstance(sampler, BlockSampler)
-            else None,
+            group_of=sampler.groups_in(progress.begun.epoch) if in_groups else None,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,

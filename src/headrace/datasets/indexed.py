@@ -89,7 +89,6 @@ class IndexedDataset(RangedShards[T_co]):
         if not index.length:
             what = f"the index {index.name} has no lengths"
             raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
-        index.verify()
         firsts, counts = index.firsts[self._numbers], index.counts[self._numbers]
         return index.lengths[np.repeat(firsts - self._firsts, counts) + np.arange(len(self))]
 

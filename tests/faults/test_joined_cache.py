@@ -154,8 +154,10 @@ def test_processes_that_read_the_same_windows_have_them_all(forks, server, folde
 
 
 def test_damaged_member_is_read_again_without_its_neighbours(server, folder):
-    cached = tar(server).cache(folder)
-    server.misbehave(Fault("flip", key="0.tar", at=10 * (SIZE + 656) + 1000, times=1))
+    indexed = tar(server)
+    cached = indexed.cache(folder)
+    _, header, _ = indexed.range(10)
+    server.misbehave(Fault("flip", key="0.tar", at=header + 3, times=1))
     with loader_of(cached, batch_size=64, collate_fn=list) as loader:
         samples = next(iter(loader))
     assert [sample["bin"][:4] for sample in samples] == [body_of(number)[:4] for number in range(64)]

@@ -89,7 +89,7 @@ def test_large_column_chunk_is_read_by_several_requests():
         dataset = opened(server, "a.parquet", format="arrow")
         server.misbehave()
         assert whole(dataset).equals(table)
-        assert len(server.seen()) == 3, "20 MB in pieces of 8 MiB"
+        assert len(server.seen()) == 5, "20 MB in pieces of 4 MiB"
 
 
 def test_files_without_rows_yield_nothing(server):

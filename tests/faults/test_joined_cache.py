@@ -14,7 +14,7 @@ import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.peers import results, started_together
 from tests.faults.programs import caches
-from tests.faults.test_cache import QUICK, SIZE, body_of, entries_in
+from tests.faults.test_cache import QUICK, body_of, entries_in
 from tests.unit.shards import tars
 
 WINDOW = 50  # tokens, of two bytes

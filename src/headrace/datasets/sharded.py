@@ -124,7 +124,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     ) -> IndexedDataset[T_co]:
         """The same samples, map-style: any sample is read by one ranged request.
 
-        One index file has the places of the samples of all shards, and their CRC-32. The file is ``headrace.index`` in
+        One index file has the places of the samples of all shards. The file is ``headrace.index`` in
         the folder of the shards, and is made by the command ``headrace index URL``. Without the file, each shard is
         read once, and the index is kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
         shards. A compressed shard is read as a whole, or in parts if it has several streams of gzip or frames of zstd.

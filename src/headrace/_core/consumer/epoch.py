@@ -91,14 +91,16 @@ class Epoch:
         self._failures = FailureHandler(arguments, progress, counters, coordinated=agreement is not None)
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
-        in_groups = isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges
-        in_groups = in_groups and vars(loader)["prefetch_factor"] is None  # else the look-ahead may hold no group
+        group_of = None
+        is_given = vars(loader)["prefetch_factor"] is not None  # then the look-ahead may hold no group
+        if isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges and not is_given:
+            group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
             group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler),
-            group_of=sampler.groups_in(progress.begun.epoch) if in_groups else None,
+            group_of=group_of,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
             in_workers=self._in_workers,

@@ -18,7 +18,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 LARGEST_GAP = 64 * 2**10  # bytes; at 100 MB/s of one connection they take 0.7 ms, and a request to a store 10 to 30
-LARGEST_SPAN = 4 * 2**20  # bytes; as the parts of a large object
+LARGEST_SPAN = 4 * 2**20  # bytes; with 8 MiB a look-ahead in order had three requests in flight
 
 
 class Ranges(NamedTuple):

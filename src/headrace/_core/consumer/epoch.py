@@ -92,8 +92,8 @@ class Epoch:
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
-        is_given = vars(loader)["prefetch_factor"] is not None  # then the look-ahead may hold no group
-        if isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges and not is_given:
+        holds_groups = vars(loader)["prefetch_factor"] is None  # a look-ahead that the user gives may be less
+        if isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges and holds_groups:
             group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,

@@ -1,13 +1,15 @@
 """num_workers="auto": the rate reached within a minute, of the best number of a sweep.
 
-Transforms sleep, so that workers on this machine stand for those of a larger one; loaders count 16 cores.
-Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose last ten seconds count.
-The SHA-256 of the first batches has to be the same. The last four cases read objects of 4 KB from a local server that
-responds after 0, 20 and 100 ms, and from one of 20 ms that responds 503 above 2,000 requests/s.
-"auto" begins with one worker, and once more with the worst number of the sweep, as after a state that has this number.
+Transforms sleep, so that workers on this machine stand for those of a larger one; loaders count 16
+cores. Each case is read in turn with each number of the sweep, and by "auto" for a minute, whose
+last ten seconds count. The SHA-256 of the first batches has to be the same. The last four cases
+read objects of 4 KB from a local server that responds after 0, 20 and 100 ms, and from one of 20 ms
+that responds 503 above 2,000 requests/s. "auto" begins with one worker, and once more with the
+worst number of the sweep, as after a state that has this number.
 
-With `--pipelines` the cases are those of pipelines.py, without their concurrency and prefetch_factor.
-With `--ranks 2` as many ranks read at the same time, with transforms that compute on the cores that there are. ::
+With `--pipelines` the cases are those of pipelines.py, without their concurrency and
+prefetch_factor. With `--ranks 2` as many ranks read at the same time, with transforms that compute
+on the cores that there are. ::
 
     python benchmarks/auto_workers.py [--rounds 5] [--seconds 60] [--only "100 ms"] [--ranks 2]
     python benchmarks/auto_workers.py [--pipelines --sweep 0 1 2 4 8]
@@ -86,7 +88,9 @@ def of_store(name: str, **arguments: Any) -> hr.DataLoader[Any]:
     server = _server(latency)
     server.misbehave(*faults)
     store = hr.Store(f"{server.url}/objects", options=server.store_options)
-    return hr.DataLoader(hr.ObjectDataset(store), 8, transform=sleeping(0.005), shuffle=True, seed=0, **arguments)
+    return hr.DataLoader(
+        hr.ObjectDataset(store), 8, transform=sleeping(0.005), shuffle=True, seed=0, **arguments
+    )
 
 
 @functools.cache
@@ -103,14 +107,23 @@ def kept(sample: Any) -> bool:
 Make = Callable[..., hr.DataLoader[Any]]
 # A loader of each kind, and the seconds of a training step.
 CASES: dict[str, tuple[Make, float]] = {
-    "transform of 5 ms": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n), 0.01),
-    "the same, no training step": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n), 0.0),
+    "transform of 5 ms": (
+        lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n),
+        0.01,
+    ),
+    "the same, no training step": (
+        lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n),
+        0.0,
+    ),
     "work of 20 µs a batch": (lambda **n: hr.DataLoader(Numbers(), 8, collate_fn=len, **n), 0.005),
     "functions of a stream": (
         lambda **n: hr.DataLoader(Stream().map(sleeping(0.005)).filter(kept), 8, **n),
         0.01,
     ),
-    "the loop is the limit": (lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.0005), **n), 0.05),
+    "the loop is the limit": (
+        lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.0005), **n),
+        0.05,
+    ),
     **{f"store, {name}": (functools.partial(of_store, name), 0.01) for name in STORES},
 }
 
@@ -119,7 +132,10 @@ def of_pipelines(stack: ExitStack) -> dict[str, tuple[Make, float]]:
     """The pipelines of pipelines.py as cases."""
     made = {name: make() for name, make in pipelines(stack).items()}
     return {
-        name: (functools.partial(pipeline.make, concurrency="auto", prefetch_factor=None), pipeline.step)
+        name: (
+            functools.partial(pipeline.make, concurrency="auto", prefetch_factor=None),
+            pipeline.step,
+        )
         for name, pipeline in made.items()
     }
 
@@ -153,10 +169,14 @@ def read(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -
     return Reading((end - first) / (times[end] - times[first]), digest.hexdigest(), changes)
 
 
-def of_rank(rank: int, ranks: int, workers: int | str, seconds: float, begin: Any, results: Any) -> None:
+def of_rank(
+    rank: int, ranks: int, workers: int | str, seconds: float, begin: Any, results: Any
+) -> None:
     """Read as one rank of a host, at the same time as the others."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    with hr.DataLoader(Numbers(), 8, transform=computing, shuffle=True, seed=0, num_workers=workers) as loader:
+    with hr.DataLoader(
+        Numbers(), 8, transform=computing, shuffle=True, seed=0, num_workers=workers
+    ) as loader:
         next(iter(loader))  # the process is ready
         begin.wait()
         rate = read(loader, 0.0, seconds, seconds / 2).rate
@@ -173,20 +193,34 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
             begin, results = spawn.Barrier(arguments.ranks), spawn.Queue()
             seconds = arguments.seconds if workers == "auto" else 2 * arguments.fixed_seconds
             given = arguments.ranks, workers, seconds, begin, results
-            ranks = [spawn.Process(target=of_rank, args=(rank, *given)) for rank in range(arguments.ranks)]
+            ranks = [
+                spawn.Process(target=of_rank, args=(rank, *given))
+                for rank in range(arguments.ranks)
+            ]
             for process in ranks:
                 process.start()
             reached = [results.get() for _ in ranks]
             for process in ranks:
                 process.join()
             found[workers] = sum(reached)
-        print(", ".join(f"{workers}: {rate:.1f}" for workers, rate in found.items()), "batches/s", flush=True)
-        shares.append(found["auto"] / max(rate for workers, rate in found.items() if workers != "auto"))
-    claim(f'num_workers="auto" on {arguments.ranks} ranks of a host', Figure("of the best", shares, at_least=0.9))
+        print(
+            ", ".join(f"{workers}: {rate:.1f}" for workers, rate in found.items()),
+            "batches/s",
+            flush=True,
+        )
+        shares.append(
+            found["auto"] / max(rate for workers, rate in found.items() if workers != "auto")
+        )
+    claim(
+        f'num_workers="auto" on {arguments.ranks} ranks of a host',
+        Figure("of the best", shares, at_least=0.9),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--fixed-seconds", type=float, default=6.0)
@@ -211,7 +245,9 @@ def main() -> None:
 def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace) -> None:
     """The rates of "auto" and of each number of a sweep, in turn."""
     names = arguments.only.split(",")
-    chosen = [case for case in cases if (case in names if arguments.pipelines else arguments.only in case)]
+    chosen = [
+        case for case in cases if (case in names if arguments.pipelines else arguments.only in case)
+    ]
     shares: dict[str, list[float]] = {}
     for round_number in range(arguments.rounds):
         for case in chosen or cases:
@@ -219,19 +255,28 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
             found: dict[Any, Reading] = {}
             for workers in arguments.sweep:
                 with make(num_workers=workers) as loader:
-                    found[workers] = read(loader, step, arguments.fixed_seconds, arguments.fixed_seconds / 2)
+                    found[workers] = read(
+                        loader, step, arguments.fixed_seconds, arguments.fixed_seconds / 2
+                    )
             by_rate = sorted(found, key=lambda workers: found[workers].rate)
             best = by_rate[-1]
             row = ", ".join(f"{workers}: {reading.rate:.1f}" for workers, reading in found.items())
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
             for start in sorted({1, max(1, by_rate[0])}):
                 with make(num_workers="auto") as loader:
-                    loader._control.search.number = start  # as by a state in which the number was found
+                    loader._control.search.number = (
+                        start  # as by a state in which the number was found
+                    )
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
-                assert {reading.digest} == {each.digest for each in found.values()}, f"{case}: batches differ"
+                assert {reading.digest} == {each.digest for each in found.values()}, (
+                    f"{case}: batches differ"
+                )
                 share = reading.rate / found[best].rate
                 shares.setdefault(f"{case}, from {start}", []).append(share)
-                print(f"  from {start}: {share:.2f} of the best, {best}; {reading.numbers}", flush=True)
+                print(
+                    f"  from {start}: {share:.2f} of the best, {best}; {reading.numbers}",
+                    flush=True,
+                )
     claim(
         'num_workers="auto" after a minute, of the best of a sweep',
         *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),

@@ -1,9 +1,10 @@
 """Batches of samples of different lengths: how equal and how full those of all ranks are, and the time to plan them.
 
-Three distributions of lengths: files and docstrings of installed packages (4 bytes a token; drawn again and again up to
-the number of samples) and a log-normal one. Balance is the tokens of the fullest rank of a step, of the mean: the worst
-step, without the last. Torch's `BatchSampler` has the largest batch size with which no batch has more tokens than the
-budget. Each sample comes once, or the run does not count; so too with 50 changes of the number of ranks.
+Three distributions of lengths: files and docstrings of installed packages (4 bytes a token; drawn
+again and again up to the number of samples) and a log-normal one. Balance is the tokens of the
+fullest rank of a step, of the mean: the worst step, without the last. Torch's `BatchSampler` has
+the largest batch size with which no batch has more tokens than the budget. Each sample comes once,
+or the run does not count; so too with 50 changes of the number of ranks.
 
     python benchmarks/balanced_batches.py
 """
@@ -33,17 +34,28 @@ MAX_TOKENS = {"log-normal": 16_384, "files": 65_536, "docstrings": 8192}
 
 def distributions(count: int, files: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     rng = np.random.default_rng(0)
-    paths = list(itertools.islice(sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")), files))
+    paths = list(
+        itertools.islice(sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")), files)
+    )
     found: dict[str, list[int]] = {"files": [], "docstrings": []}
     for path in paths:
         try:
             text = path.read_text()
-            parsed = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            parsed = [
+                node
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            ]
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue
         found["files"].append(len(text) // 4)
-        found["docstrings"] += [len(words) // 4 for node in parsed if (words := ast.get_docstring(node))]
-    yield "log-normal", rng.lognormal(5.8, 1.2, count).clip(1, MAX_TOKENS["log-normal"]).astype(np.int64)
+        found["docstrings"] += [
+            len(words) // 4 for node in parsed if (words := ast.get_docstring(node))
+        ]
+    yield (
+        "log-normal",
+        rng.lognormal(5.8, 1.2, count).clip(1, MAX_TOKENS["log-normal"]).astype(np.int64),
+    )
     for name, lengths in found.items():
         yield name, rng.choice(np.array(lengths).clip(1, MAX_TOKENS[name]), count)
 
@@ -57,7 +69,9 @@ def balance(tokens: Sequence[int], ranks: int, max_tokens: int) -> tuple[float, 
 def of_torch(lengths: np.ndarray[Any, Any], max_tokens: int) -> list[int]:
     order = np.array([*RandomSampler(lengths, generator=torch.Generator().manual_seed(0))])
     size = int(max_tokens / lengths.mean())
-    while size > 1 and np.add.reduceat(lengths[order], range(0, len(order), size)).max() > max_tokens:
+    while (
+        size > 1 and np.add.reduceat(lengths[order], range(0, len(order), size)).max() > max_tokens
+    ):
         size = size * 15 // 16
     batches = BatchSampler(order.tolist(), size, drop_last=False)  # type: ignore[arg-type]
     return [int(lengths[batch].sum()) for batch in batches]
@@ -68,7 +82,10 @@ def restarted(lengths: np.ndarray[Any, Any], max_tokens: int) -> bool:
     draw, state, given = random.Random(0), None, list[int]()
     for restart in range(51):
         ranks = draw.randint(1, 16)
-        parts = [hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks) for rank in range(ranks)]
+        parts = [
+            hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks)
+            for rank in range(ranks)
+        ]
         for part in parts if state else ():
             part.load_state_dict(state)
         steps = zip(*parts, strict=True)
@@ -79,7 +96,9 @@ def restarted(lengths: np.ndarray[Any, Any], max_tokens: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=5_000)
     arguments = parse_arguments(parser, samples=50_000, files=200)
@@ -93,8 +112,13 @@ def main() -> None:
         if not np.array_equal(np.sort(np.concatenate(batches)), np.arange(len(lengths))):
             raise RuntimeError("samples are missing or doubled: this run does not count")
         if not restarted(lengths[: int(900 * max_tokens / lengths.mean())], max_tokens):
-            raise RuntimeError("samples are missing or doubled after 50 restarts: this run does not count")
-        tokens, torchs = [int(lengths[batch].sum()) for batch in batches], of_torch(lengths, max_tokens)
+            raise RuntimeError(
+                "samples are missing or doubled after 50 restarts: this run does not count"
+            )
+        tokens, torchs = (
+            [int(lengths[batch].sum()) for batch in batches],
+            of_torch(lengths, max_tokens),
+        )
         print(
             f"\n{name}: mean {lengths.mean():.0f}, most {lengths.max()}, {max_tokens} a batch: {costs[-1]:.2f} µs each"
         )

@@ -1,12 +1,14 @@
 """How fast large batches come from worker processes: 38 MB each, from two workers.
 
-A torch map-style dataset whose samples are in memory already (float32, 3 × 224 × 224), batches of 64, the default
-collate; headrace and torch get the same dataset, workers, start method and prefetch. Claimed: headrace reaches 10 GB/s
-or 0.8 of a warm memcpy of one core (the limit), and 8 times torch. A row of its own is the same work as an async
-dataset, whose batches cross two process borders: from the worker to the loader's process, and from there to here.
-Then both loaders without workers, where a batch is put together in new memory. Claimed: twice torch.
+A torch map-style dataset whose samples are in memory already (float32, 3 × 224 × 224), batches of
+64, the default collate; headrace and torch get the same dataset, workers, start method and
+prefetch. Claimed: headrace reaches 10 GB/s or 0.8 of a warm memcpy of one core (the limit), and 8
+times torch. A row of its own is the same work as an async dataset, whose batches cross two process
+borders: from the worker to the loader's process, and from there to here. Then both loaders without
+workers, where a batch is put together in new memory. Claimed: twice torch.
 
-The batches' first and last values are checked as they come, every value of each round's last batch behind the clock.
+The batches' first and last values are checked as they come, every value of each round's last batch
+behind the clock.
 
     python benchmarks/batch_bandwidth.py
 """
@@ -26,7 +28,9 @@ import headrace as hr
 SHAPE = (3, 224, 224)
 BATCH = 64
 IMAGES = 16  # different ones in memory
-TORCH_SHARE = 4  # torch is given a quarter of the batches: its rate does not depend on how many there are
+TORCH_SHARE = (
+    4  # torch is given a quarter of the batches: its rate does not depend on how many there are
+)
 
 LIMIT, HEADRACE, TORCH = "warm memcpy", "headrace", "torch"
 HERE, TORCH_HERE = "headrace, without workers", "torch, without workers"
@@ -75,7 +79,9 @@ class Reader:
     """Reads epochs, and knows what must come."""
 
     def __init__(self, images: torch.Tensor) -> None:
-        self.expected = torch.stack([images[index % IMAGES] for index in range(BATCH)])  # every batch holds the same
+        self.expected = torch.stack(
+            [images[index % IMAGES] for index in range(BATCH)]
+        )  # every batch holds the same
         self.ends = self.expected[0, 0, 0, 0].item(), self.expected[-1, -1, -1, -1].item()
 
     def __call__(self, loader: Any, batches: int) -> float:
@@ -103,7 +109,9 @@ def copy_in_memory(times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=121)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=12, rounds=1)
@@ -130,10 +138,15 @@ def main() -> None:
             unit="GB/s",
         )
         placement = async_loader.stats().placement
-    print(f"{reader.expected.nbytes / 1e6:.1f} MB a batch, 2 workers; the async dataset in a {placement}")
+    print(
+        f"{reader.expected.nbytes / 1e6:.1f} MB a batch, 2 workers; the async dataset in a {placement}"
+    )
     print(describe_machine())
     rounds.show(against=LIMIT)
-    rate, of_copy = rounds.figure(HEADRACE, at_least=10), rounds.share(HEADRACE, LIMIT, at_least=0.8)
+    rate, of_copy = (
+        rounds.figure(HEADRACE, at_least=10),
+        rounds.share(HEADRACE, LIMIT, at_least=0.8),
+    )
     of_torch = rounds.share(HEADRACE, TORCH, "× torch", at_least=8)
     claim(
         "batches of 38 MB from 2 workers",

@@ -1,7 +1,7 @@
 """What the detection of blocking calls costs: CPU time of a sample, with and without it, in turn.
 
-The dataset's `aget` waits 5 ms; 64 are in flight. The figure is CPU time of the process, which other programs on the
-machine disturb less than the rate.
+The dataset's `aget` waits 5 ms; 64 are in flight. The figure is CPU time of the process, which
+other programs on the machine disturb less than the rate.
 
     python benchmarks/blocked_loop.py
 """
@@ -34,7 +34,9 @@ class Waiting(hr.AsyncDataset[int]):
         return index
 
 
-def epoch(loader: hr.DataLoader[int], length: int, begin: Callable[[LoopWatch], None]) -> tuple[float, float]:
+def epoch(
+    loader: hr.DataLoader[int], length: int, begin: Callable[[LoopWatch], None]
+) -> tuple[float, float]:
     """Microseconds of CPU for a sample, and samples a second."""
     LoopWatch.begin = begin  # type: ignore[method-assign]
     began, cpu = time.perf_counter(), time.process_time()
@@ -46,7 +48,9 @@ def epoch(loader: hr.DataLoader[int], length: int, begin: Callable[[LoopWatch], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parse_arguments(parser, batches=20, rounds=1)
@@ -71,7 +75,10 @@ def main() -> None:
     cpu.show(against="without")
     rate.show(against="without")
     more = [100 * (ratio - 1) for ratio in cpu.ratios("with", "without")]
-    claim("CPU time of the detection of blocking calls", Figure("% more for a sample", more, at_most=1))
+    claim(
+        "CPU time of the detection of blocking calls",
+        Figure("% more for a sample", more, at_most=1),
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Cost of the disk cache: its later epochs against the same bytes as plain files, read by `FileDataset`.
 
-2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object store into a
-folder; later epochs read them from there.
+2,000 objects of 56 KB. The first epoch of a cached `ObjectDataset` fetches them from a local object
+store into a folder; later epochs read them from there.
 `FileDataset` reads the same bytes from plain files. Both go through a `DataLoader` with 64
 fetches in flight, without workers, in shuffled order; every sample's bytes are checked.
 
-Then an object store of 20 ms that answers 500 requests a second: an epoch without a cache, the first with one, and the
-second, by a SHA-256 of all batches within the clock. It needs nginx with its Lua module.
+Then an object store of 20 ms that answers 500 requests a second: an epoch without a cache, the
+first with one, and the second, by a SHA-256 of all batches within the clock. It needs nginx with
+its Lua module.
 
     python benchmarks/cache.py
     python benchmarks/cache.py --limited 100000 --limited-rounds 2     # 11 GB of disk, 15 minutes
@@ -55,8 +56,8 @@ def epoch(loader: hr.DataLoader[Any], checksums: dict[str, int]) -> float:
 def fresh(dataset: Any, options: dict[str, Any], checksums: dict[str, int]) -> float:
     """The rate of a loader of its own, in `EPOCHS` epochs after one that warms it up.
 
-    The malloc arena of a thread is chosen when it starts, and makes a difference of a tenth; so each round has new
-    threads.
+    The malloc arena of a thread is chosen when it starts, and makes a difference of a tenth; so
+    each round has new threads.
     """
     with hr.DataLoader(dataset, **options) as loader:
         epoch(loader, checksums)
@@ -72,8 +73,15 @@ def behind_a_limit(count: int, rounds: int, where: str | None) -> None:
             with tempfile.TemporaryDirectory(dir=where) as folder:
                 objects = hr.ObjectDataset(hr.Store(store.url, options=store.options))
                 datasets = objects, objects.cache(folder)
-                options: dict[str, Any] = {"batch_size": 64, "shuffle": True, "seed": 0, "collate_fn": gathered}
-                plain, cached = (hr.DataLoader(each, concurrency=CONCURRENCY, **options) for each in datasets)
+                options: dict[str, Any] = {
+                    "batch_size": 64,
+                    "shuffle": True,
+                    "seed": 0,
+                    "collate_fn": gathered,
+                }
+                plain, cached = (
+                    hr.DataLoader(each, concurrency=CONCURRENCY, **options) for each in datasets
+                )
                 gets, digests = [store.gets()], []
                 with plain, cached:
                     for name, loader in zip(rates, (plain, cached, cached), strict=True):
@@ -87,23 +95,38 @@ def behind_a_limit(count: int, rounds: int, where: str | None) -> None:
                         gets.append(store.gets())
                         digests.append(digest.digest())
             if len({*digests}) != 1 or found != count:
-                raise RuntimeError("epochs with other bytes, or in another order: this run does not count")
+                raise RuntimeError(
+                    "epochs with other bytes, or in another order: this run does not count"
+                )
             _, first, second = (after - before - 1 for before, after in itertools.pairwise(gets))
             fewer.append(first / max(1, second))
-    print(f"\n{count} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {RATE:.0f} requests/s; {store.kind}")
+    print(
+        f"\n{count} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {RATE:.0f} requests/s; {store.kind}"
+    )
     epochs = Rounds("samples/s", rates)
     epochs.show(against="no cache")
     first_epoch = epochs.share("first epoch", "no cache", "of no cache, first epoch", at_least=0.95)
     second_epoch = epochs.share("second epoch", "no cache", "× no cache, second epoch", at_least=5)
-    claim("disk cache behind a limit", first_epoch, second_epoch, Figure("× fewer GETs", fewer, at_least=50))
+    claim(
+        "disk cache behind a limit",
+        first_epoch,
+        second_epoch,
+        Figure("× fewer GETs", fewer, at_least=50),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--objects", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", help="where both are; a new one in the place for temporary files by default")
-    parser.add_argument("--limited", type=int, default=5000, help="objects of the store that limits requests")
+    parser.add_argument(
+        "--folder", help="where both are; a new one in the place for temporary files by default"
+    )
+    parser.add_argument(
+        "--limited", type=int, default=5000, help="objects of the store that limits requests"
+    )
     parser.add_argument("--limited-rounds", type=int, default=1)
     arguments = parse_arguments(parser, objects=200, rounds=1, limited=200)
     source = random.Random(7)
@@ -126,7 +149,10 @@ def main() -> None:
             "memory_budget": None,
         }
         bound = 2 * arguments.objects * OBJECT_SIZE
-        files, cached = hr.FileDataset(folder / "files"), objects.cache(folder / "cache", max_bytes=bound)
+        files, cached = (
+            hr.FileDataset(folder / "files"),
+            objects.cache(folder / "cache", max_bytes=bound),
+        )
         with hr.DataLoader(cached, **options) as loader:
             first = epoch(loader, checksums)
             counts = loader.stats().requests
@@ -140,7 +166,9 @@ def main() -> None:
         )
         requests = server.requests()["GET"]
     if (requests, counts.cache_misses) != (arguments.objects, arguments.objects):
-        raise RuntimeError(f"{requests} requests for {arguments.objects} objects: this run does not count")
+        raise RuntimeError(
+            f"{requests} requests for {arguments.objects} objects: this run does not count"
+        )
     print(f"{arguments.objects} objects of {OBJECT_SIZE} bytes, {CONCURRENCY} in flight")
     print(describe_machine())
     rounds.show(against="FileDataset")

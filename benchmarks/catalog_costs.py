@@ -1,7 +1,8 @@
 """What keys cost: memory of a dataset of a million objects here and in each engine, listing, and the first batch.
 
-The keys are as long as ImageNet's, with sizes and entity tags of 16 bytes, as a listing of S3 or a table gives them.
-No object is read: the dataset gives its indices, and holds what an `ObjectDataset` holds.
+The keys are as long as ImageNet's, with sizes and entity tags of 16 bytes, as a listing of S3 or a
+table gives them. No object is read: the dataset gives its indices, and holds what an
+`ObjectDataset` holds.
 
     python benchmarks/catalog_costs.py
 """
@@ -39,7 +40,10 @@ class Indices(hr.AsyncDataset[int]):
 
 def columns(keys: int) -> dict[str, list[Any]]:
     return {
-        "key": [f"train/n{number // 1300:08d}/n{number // 1300:08d}_{number:07d}.JPEG" for number in range(keys)],
+        "key": [
+            f"train/n{number // 1300:08d}/n{number // 1300:08d}_{number:07d}.JPEG"
+            for number in range(keys)
+        ],
         "size": [100_000 + number for number in range(keys)],
         "etag": [f'"{number:032x}"' for number in range(keys)],
     }
@@ -83,10 +87,14 @@ def start(dataset: hr.ObjectDataset, engines: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keys", type=int, default=1_000_000)
-    parser.add_argument("--listed", type=int, default=40_000, help="keys of a listing; 1,000 are a page")
+    parser.add_argument(
+        "--listed", type=int, default=40_000, help="keys of a listing; 1,000 are a page"
+    )
     arguments = parse_arguments(parser, rounds=1, keys=20_000, listed=3_000)
     keys, listed = arguments.keys, arguments.listed
     print(describe_machine())
@@ -96,7 +104,9 @@ def main() -> None:
     held = 8 * keys + sum(len(each._text) + 8 * len(each._offsets) for each in arrays)
     print(f"{held / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
     reading = interleave(
-        {"table": functools.partial(read_table, table, keys)}, rounds=arguments.rounds, unit="µs of CPU a key"
+        {"table": functools.partial(read_table, table, keys)},
+        rounds=arguments.rounds,
+        unit="µs of CPU a key",
     )
     reading.show(against="table")
     starts = {
@@ -111,7 +121,9 @@ def main() -> None:
         print(f"listing {listed:,} keys; the store: {store.kind}")
         units = ("µs of CPU a key", "keys/s, on shared cores")
         for figures in interleave_figures(
-            {"listing": functools.partial(listing, store, listed)}, rounds=arguments.rounds, units=units
+            {"listing": functools.partial(listing, store, listed)},
+            rounds=arguments.rounds,
+            units=units,
         ):
             figures.show(against="listing")
 

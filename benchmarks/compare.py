@@ -1,12 +1,12 @@
 """Compares the results of two runs of `run_all.py`: which figures got worse, by more than they vary within each run.
 
-Figures of claims are joined by name. One is worse if its range over the repetitions of B lies wholly on the worse side
-of its range in A. Figures with fewer than three repetitions have no range worth the name, and are shown apart if their
-claim is met in one run only. With five repetitions, one figure in 252 is worse by chance: measure it again before you
-look for the cause.
+Figures of claims are joined by name. One is worse if its range over the repetitions of B lies
+wholly on the worse side of its range in A. Figures with fewer than three repetitions have no range
+worth the name, and are shown apart if their claim is met in one run only. With five repetitions,
+one figure in 252 is worse by chance: measure it again before you look for the cause.
 
-Exit status: 0 if nothing got worse; 1 if a figure did, or a benchmark fails that ran before; 2 if the files cannot be
-compared.
+Exit status: 0 if nothing got worse; 1 if a figure did, or a benchmark fails that ran before; 2 if
+the files cannot be compared.
 
     python benchmarks/compare.py A.json B.json
 """
@@ -64,7 +64,9 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise NotComparable(f"{path}: {error}") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
-        raise NotComparable(f"{path} is not a file of results that this version of run_all.py writes")
+        raise NotComparable(
+            f"{path} is not a file of results that this version of run_all.py writes"
+        )
     if results["quick"]:
         raise NotComparable(f"{path} is of a quick run, of which nothing is claimed")
     return results
@@ -155,7 +157,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     section("WORSE", [changes[key] for key in worse])
     section("FAILS NOW", failed)
     section("better", [changes[key] for key in better])
-    section("met in one run only, too few repetitions for a range", [changes[key] for key in turned])
+    section(
+        "met in one run only, too few repetitions for a range", [changes[key] for key in turned]
+    )
     section("only in A", [shown(key) for key in before if key not in now])
     section("only in B", [shown(key) for key in now if key not in before])
     print(f"{len(common) - len(worse) - len(better)} of {len(common)} figures within their ranges")
@@ -163,7 +167,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("a", type=Path, metavar="A", help="results of the earlier run")
     parser.add_argument("b", type=Path, metavar="B", help="results of the later run")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
 """Contents of a benchmark's objects, and the comparison of every byte of every object received.
 
-An object begins with its own number, eight bytes of it; the rest is a slice of one block of noise, at another
-offset for each number. A slice is cheap to make and to compare (2.6 µs for 56 KB), and an object that is truncated,
-swapped with another, or wrong in one bit is detected.
+An object begins with its own number, eight bytes of it; the rest is a slice of one block of noise,
+at another offset for each number. A slice is cheap to make and to compare (2.6 µs for 56 KB), and
+an object that is truncated, swapped with another, or wrong in one bit is detected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["LONGEST", "check_order", "check_set", "content_of", "contents", "key
 
 WORD = 8  # bytes
 STARTS = 1 << 17  # where a stretch can begin, in words; more than the objects of any benchmark
-STEP = 40_503  # between the stretches of two numbers in a row; odd, so that no two numbers below STARTS share one
+# between the stretches of two numbers in a row; odd, so that no two numbers below STARTS share one
+STEP = 40_503
 LONGEST = 1 << 20  # bytes of an object
 
 NOISE = np.random.default_rng(0).integers(0, 1 << 63, STARTS + LONGEST // WORD, dtype=np.uint64)
@@ -60,7 +61,9 @@ def check_order(batches: Iterable[Sequence[int]], count: int) -> None:
     """
     numbers = [number for batch in batches for number in batch]
     if numbers != list(range(count)):
-        raise RuntimeError(f"{len(numbers)} of {count} objects came, or not in order: this run does not count")
+        raise RuntimeError(
+            f"{len(numbers)} of {count} objects came, or not in order: this run does not count"
+        )
 
 
 def check_set(batches: Iterable[Sequence[int]], count: int) -> None:
@@ -75,9 +78,15 @@ def check_set(batches: Iterable[Sequence[int]], count: int) -> None:
 def _number_of(data: Any, size: int) -> int:
     words = np.frombuffer(data, np.uint64) if len(data) == size else None
     number = STARTS if words is None else int(words[0])
-    if words is not None and number < STARTS and (words[1:] == _stretch(number, len(words))[1:]).all():
+    if (
+        words is not None
+        and number < STARTS
+        and (words[1:] == _stretch(number, len(words))[1:]).all()
+    ):
         return number
-    raise RuntimeError(f"an object of {len(data)} bytes is not one of those that were stored: this run does not count")
+    raise RuntimeError(
+        f"an object of {len(data)} bytes is not one of those that were stored: this run does not count"
+    )
 
 
 def _stretch(number: int, words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

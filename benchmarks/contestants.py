@@ -50,7 +50,8 @@ class Family:
 
     Attributes:
         open: context manager that gives a function that starts an epoch of that many objects.
-        settings: the first is used at equal concurrency if it has 64 in flight; the best is searched among all.
+        settings: the first is used at equal concurrency if it has 64 in flight; the best is
+            searched among all.
         package: required distribution, or "".
         in_order: whether samples are delivered in the requested order.
     """
@@ -78,5 +79,7 @@ def rate(store: Store, family: Family, epoch: Epoch, count: int) -> float:
     elapsed = time.perf_counter() - began
     (check_order if family.in_order else check_set)(batches, count)
     if (made := store.gets() - gets) < count:
-        raise RuntimeError(f"{made} GETs were made for {count} objects, the rest was cached: this run does not count")
+        raise RuntimeError(
+            f"{made} GETs were made for {count} objects, the rest was cached: this run does not count"
+        )
     return count / elapsed

@@ -1,7 +1,7 @@
 """The cost of `coordinated=True` for a step: two gloo ranks on this machine, a stream whose batches are ready at once.
 
-Epochs with and without agreement alternate in one run, on the same two ranks; each epoch's samples are checked. Claims
-nothing: the figures are shown.
+Epochs with and without agreement alternate in one run, on the same two ranks; each epoch's samples
+are checked. Claims nothing: the figures are shown.
 
     python benchmarks/coordinated.py
 """
@@ -88,7 +88,9 @@ def rank(number: int, folder: str, steps: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, steps=20, rounds=1)

@@ -1,21 +1,24 @@
 """A plain torch training script's loading with only its import changed: what headrace gives to who changes no more.
 
-A map-style torch dataset, batches of 64, `shuffle=True`, two workers, every other argument at its default: samples of
-4 KB (1,024 floats and a label) and of 602 KB (3 × 224 × 224 floats and a label). Claimed for the first epoch, which is
-the script's: no slower than torch at 4 KB, 1.5 times as fast at 602 KB. Claimed for the second epoch at 4 KB: 4 times
-as fast as torch, and 0.3 of the limit.
+A map-style torch dataset, batches of 64, `shuffle=True`, two workers, every other argument at its
+default: samples of 4 KB (1,024 floats and a label) and of 602 KB (3 × 224 × 224 floats and a
+label). Claimed for the first epoch, which is the script's: no slower than torch at 4 KB, 1.5 times
+as fast at 602 KB. Claimed for the second epoch at 4 KB: 4 times as fast as torch, and 0.3 of the
+limit.
 
-Each script runs in a process of its own that has imported torch and made the dataset. Three figures: milliseconds from
-before `from … import DataLoader` to the first batch; samples a second in the first epoch, from before that import until
-the loader is gone, with its workers; and in the second epoch of a loader with `persistent_workers=True`. The limit is
-two forked processes that read and stack every other batch each, into the same memory, and send nothing.
+Each script runs in a process of its own that has imported torch and made the dataset. Three
+figures: milliseconds from before `from … import DataLoader` to the first batch; samples a second in
+the first epoch, from before that import until the loader is gone, with its workers; and in the
+second epoch of a loader with `persistent_workers=True`. The limit is two forked processes that read
+and stack every other batch each, into the same memory, and send nothing.
 
-Of headrace's time to the first batch the import takes most, so that its CPU time is shown too: of `headrace.DataLoader`
-once torch is imported, of every name of headrace, and of the other packages alone that a loader needs, which are the
-least that it could take.
+Of headrace's time to the first batch the import takes most, so that its CPU time is shown too: of
+`headrace.DataLoader` once torch is imported, of every name of headrace, and of the other packages
+alone that a loader needs, which are the least that it could take.
 
-Both loaders get the same seed and must give the same batches in the same order. In every sample the first and the last
-value are checked as they come; the order, and all values of each epoch's last batch, behind the clock.
+Both loaders get the same seed and must give the same batches in the same order. In every sample the
+first and the last value are checked as they come; the order, and all values of each epoch's last
+batch, behind the clock.
 
     python benchmarks/drop_in.py
 """
@@ -40,7 +43,11 @@ from harness import Rounds, claim, describe_machine, interleave_figures, parse_a
 BATCH = 64
 STORED = 256  # different samples in memory
 SEED = 7
-UNITS = ("ms to the first batch", "samples/s, first epoch", "samples/s, second epoch, persistent workers")
+UNITS = (
+    "ms to the first batch",
+    "samples/s, first epoch",
+    "samples/s, second epoch, persistent workers",
+)
 
 LIMIT, HEADRACE, TORCH = "two bare loops", "headrace", "torch"
 MODULES = {HEADRACE: "headrace", TORCH: "torch.utils.data"}
@@ -104,7 +111,9 @@ class Epoch:
         for batch in loader:
             self.first = self.first or time.perf_counter()
             flat, labels = batch[0].view(len(batch[0]), -1), batch[1]
-            self.wrong += not (torch.equal(flat[:, 0], flat[:, -1]) and torch.equal(flat[:, 0].long(), labels))
+            self.wrong += not (
+                torch.equal(flat[:, 0], flat[:, -1]) and torch.equal(flat[:, 0].long(), labels)
+            )
             self.labels.append(labels.clone())
         self.last = batch
 
@@ -138,7 +147,11 @@ def run_script(name: str, case: Case) -> Outcome:
     ended = time.perf_counter()
 
     persistent = loader_class(
-        dataset, BATCH, generator=torch.Generator().manual_seed(SEED), persistent_workers=True, **options
+        dataset,
+        BATCH,
+        generator=torch.Generator().manual_seed(SEED),
+        persistent_workers=True,
+        **options,
     )
     Epoch().read(persistent)
     began_again = time.perf_counter()
@@ -198,7 +211,9 @@ def collate_on_demand(requests: Connection, dataset: Stored, half: int) -> None:
     out = torch.empty(BATCH, *dataset.stored.shape[1:])
     while requests.recv():
         for start in range(half * BATCH, dataset.length, 2 * BATCH):
-            samples, labels = zip(*(dataset[index] for index in order[start : start + BATCH]), strict=True)
+            samples, labels = zip(
+                *(dataset[index] for index in order[start : start + BATCH]), strict=True
+            )
             torch.stack(samples, out=out)
             torch.tensor(labels)
             if start == half * BATCH:
@@ -244,11 +259,15 @@ def compare(case: Case, rounds: int) -> tuple[Rounds, ...]:
 
         return run
 
-    return interleave_figures({name: contestant(name) for name in (LIMIT, HEADRACE, TORCH)}, rounds=rounds, units=UNITS)
+    return interleave_figures(
+        {name: contestant(name) for name in (LIMIT, HEADRACE, TORCH)}, rounds=rounds, units=UNITS
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, rounds=1)
     # In a quick run epochs are short, of whole passes over the stored samples.
@@ -265,7 +284,9 @@ def main() -> None:
             f"a torch script with its import changed, {case}",
             first.share(HEADRACE, TORCH, "× torch in the first epoch", at_least=case.aim),
             again.share(HEADRACE, TORCH, "× torch in the second epoch", at_least=case.aim_again),
-            again.share(HEADRACE, LIMIT, "of two bare loops in the second epoch", at_least=case.share_again),
+            again.share(
+                HEADRACE, LIMIT, "of two bare loops in the second epoch", at_least=case.share_again
+            ),
             to_first.share(HEADRACE, TORCH, "× torch's time to the first batch", at_most=1.2),
         )
 

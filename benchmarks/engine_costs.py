@@ -1,18 +1,19 @@
 """What one engine costs: CPU time of a read by the size of the object, over HTTP and HTTPS, and of a batch.
 
-Objects are read through a sidecar from nginx, by signed requests of S3's protocol, and their batches reach the consumer
-as lengths: what is counted is the engine's process, not the consumer's and not the store's. Python's threads of an
-engine (its event loop, and the thread that assembles batches) share an interpreter, so that an engine makes at most
-1 / (their CPU time for an object) objects a second; obstore's threads run beside them, on other cores.
+Objects are read through a sidecar from nginx, by signed requests of S3's protocol, and their
+batches reach the consumer as lengths: what is counted is the engine's process, not the consumer's
+and not the store's. Python's threads of an engine (its event loop, and the thread that assembles
+batches) share an interpreter, so that an engine makes at most 1 / (their CPU time for an object)
+objects a second; obstore's threads run beside them, on other cores.
 
-Before the clock every byte of every object is compared with the stored one, through the same engine; while it runs,
-each sample's length and number are checked.
+Before the clock every byte of every object is compared with the stored one, through the same
+engine; while it runs, each sample's length and number are checked.
 
-A batch of tensors that are there already, of 4 KB and of 38 MB, is made in a sidecar, or in a worker of it: CPU time
-there and in the consumer, which reads its first and last values.
+A batch of tensors that are there already, of 4 KB and of 38 MB, is made in a sidecar, or in a
+worker of it: CPU time there and in the consumer, which reads its first and last values.
 
-On loopback a part of the kernel's work of receiving is done by the sender. The CPU time of a network card's interrupts
-is not in these figures, nor is that of resolving names.
+On loopback a part of the kernel's work of receiving is done by the sender. The CPU time of a
+network card's interrupts is not in these figures, nor is that of resolving names.
 
     python benchmarks/engine_costs.py
 """
@@ -90,7 +91,9 @@ class Check:
 
     def _number(self, data: memoryview) -> int:
         number = int.from_bytes(data[:WORD], "little")
-        if len(data) != self._nbytes or (self._every_byte and data != content(self._nbytes, number)):
+        if len(data) != self._nbytes or (
+            self._every_byte and data != content(self._nbytes, number)
+        ):
             raise RuntimeError("an object is not as it was stored: this run does not count")
         return number
 
@@ -149,7 +152,9 @@ class Reader:
 
     def _new(self, *, every_byte: bool, reads: int) -> Any:
         sampler = Repeated(self._size.objects, reads)
-        return self._open(sampler=sampler, collate_fn=Check(self._size.nbytes, every_byte=every_byte))
+        return self._open(
+            sampler=sampler, collate_fn=Check(self._size.nbytes, every_byte=every_byte)
+        )
 
     def _read(self, loader: Any, reads: int) -> None:
         numbers = [number for batch in loader for number in batch]
@@ -164,7 +169,11 @@ class Reader:
         self._read(batches, self._size.reads)
         seconds = time.perf_counter() - began
         python, native = cpu()
-        return python / self._size.reads * 1e6, native / self._size.reads * 1e6, self._size.reads / seconds
+        return (
+            python / self._size.reads * 1e6,
+            native / self._size.reads * 1e6,
+            self._size.reads / seconds,
+        )
 
 
 def connections(port: int, reader: Reader) -> int:
@@ -205,7 +214,11 @@ class Batches:
         self.batches = batches
         self.expected = 0.0, float(row_bytes // 4 - 1)
         self.loader = hr.DataLoader(
-            Rows(batches, 64), 64, transform=Row(row_bytes), placement="process", num_workers=workers
+            Rows(batches, 64),
+            64,
+            transform=Row(row_bytes),
+            placement="process",
+            num_workers=workers,
         )
 
     def __call__(self) -> tuple[float, float]:
@@ -235,9 +248,18 @@ def stores(sizes: Sequence[str]) -> Iterator[dict[str, str]]:
                 file = bucket / f"{number}.bin"
                 file.write_bytes(content(size.nbytes, number))
                 os.utime(file, (MODIFIED, MODIFIED))
-        subject = ["-subj", "/CN=localhost", "-keyout", folder / "key.pem", "-out", folder / "certificate.pem"]
+        subject = [
+            "-subj",
+            "/CN=localhost",
+            "-keyout",
+            folder / "key.pem",
+            "-out",
+            folder / "certificate.pem",
+        ]
         kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        subprocess.run(["openssl", "req", "-x509", *kind, *subject], check=True, capture_output=True)
+        subprocess.run(
+            ["openssl", "req", "-x509", *kind, *subject], check=True, capture_output=True
+        )
         port = free_port()
         tls = f"ssl_certificate {folder}/certificate.pem; ssl_certificate_key {folder}/key.pem;"
         both = f"listen 127.0.0.1:{port} ssl; {tls} location / {{ root {folder}; }}"
@@ -250,7 +272,9 @@ def bucket_of(size: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--only", choices=("reads", "batches"))
@@ -269,12 +293,18 @@ def measure_reads(sizes: Sequence[str], rounds: int) -> None:
             for each in sizes
             for scheme, url in endpoints.items()
         }
-        units = ("µs of Python's threads an object", "µs of obstore's threads an object", "objects/s, on shared cores")
+        units = (
+            "µs of Python's threads an object",
+            "µs of obstore's threads an object",
+            "objects/s, on shared cores",
+        )
         for table in interleave_figures(readers, rounds=rounds, units=units):
             table.show(against=next(iter(readers)))
         reader = readers[f"{sizes[0]}, HTTP"]
         port = int(endpoints["HTTP"].rsplit(":", 1)[1])
-        print(f"{connections(port, reader)} connections at {SIZES[sizes[0]].in_flight} fetches in flight")
+        print(
+            f"{connections(port, reader)} connections at {SIZES[sizes[0]].in_flight} fetches in flight"
+        )
         for reader in readers.values():
             reader.loader.close()
 

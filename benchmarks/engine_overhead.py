@@ -1,8 +1,8 @@
 """What the engine adds to a sample: a dataset whose `aget` returns at once, batches of 256, no transform.
 
-Everything but the dataset is counted: planning, the fetch window, the helper thread, reorder, handoff and `next()`.
-In the same run: the bare await of the same `aget`, and one asyncio task for each sample, which is how such a loop is
-usually written.
+Everything but the dataset is counted: planning, the fetch window, the helper thread, reorder,
+handoff and `next()`. In the same run: the bare await of the same `aget`, and one asyncio task for
+each sample, which is how such a loop is usually written.
 
     python benchmarks/engine_overhead.py
 """
@@ -65,7 +65,9 @@ def with_a_task_each(dataset: AtOnce, length: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=20, rounds=1)

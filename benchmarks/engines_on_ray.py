@@ -2,10 +2,11 @@
 
     python benchmarks/engines_on_ray.py
 
-Two nodes of Ray on this machine: the program is on one, without CPUs, the actors are on the other. Each batch is an
-array of one value for each sample, which the consumer checks and adds to. A bare call makes the same array in an actor
-and returns it, one call after the other or as many at once as the loader plans ahead; results are copied, to be written
-to. Loaders make it in a worker. Ray Data makes it by `map_batches`, and `iter_torch_batches` returns it.
+Two nodes of Ray on this machine: the program is on one, without CPUs, the actors are on the other.
+Each batch is an array of one value for each sample, which the consumer checks and adds to. A bare
+call makes the same array in an actor and returns it, one call after the other or as many at once as
+the loader plans ahead; results are copied, to be written to. Loaders make it in a worker. Ray Data
+makes it by `map_batches`, and `iter_torch_batches` returns it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ import headrace as hr
 
 AHEAD = 6  # calls under way; the loader's own choice with these options
 # name: bytes of a sample, samples of a batch, batches of an epoch, as one of bare calls, as asked
-WORK = {"4 KB": (4096, 1, 2000, 0.5), "1 MB": (16384, 64, 100, 0.8), "38 MB": (600_000, 64, 16, 0.8)}
+WORK = {
+    "4 KB": (4096, 1, 2000, 0.5),
+    "1 MB": (16384, 64, 100, 0.8),
+    "38 MB": (600_000, 64, 16, 0.8),
+}
 
 
 class Numbers(hr.AsyncDataset):
@@ -71,7 +76,11 @@ class Maker:
 def check(batch, number, size, samples):
     batch += 1
     expected = np.arange(number * samples, (number + 1) * samples) % 251 + 1
-    if batch.shape != (samples, size) or (batch[:, 0].numpy() != expected).any() or batch[-1, -1] != expected[-1]:
+    if (
+        batch.shape != (samples, size)
+        or (batch[:, 0].numpy() != expected).any()
+        or batch[-1, -1] != expected[-1]
+    ):
         raise AssertionError(f"batch {number} is wrong")
 
 
@@ -129,7 +138,10 @@ def compare(name, batches, rounds):
     }
     print(f"\nbatches of {name}")
     rates = interleave(
-        {way: lambda make=make: measured(make(), size, samples, count) for way, make in ways.items()},
+        {
+            way: lambda make=make: measured(make(), size, samples, count)
+            for way, make in ways.items()
+        },
         rounds=rounds,
         unit=f"batches/s of {name}",
     )
@@ -143,12 +155,16 @@ def compare(name, batches, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=2000, help="at most, of an epoch")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=4, rounds=1)
     node = {"object_store_memory": 2_000_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node}
+    )
     cluster.add_node(num_cpus=4, **node)
     ray.init(address=cluster.address, log_to_driver=False)
     context = ray.data.DataContext.get_current()

@@ -1,9 +1,9 @@
 """What exporters of metrics and the progress line cost.
 
-Contestants, in turn, on the same loader, whose samples are there at once: nothing, `hr.telemetry.prometheus`, and
-`hr.progress` as in a terminal (a line every 0.5 s). Reading the metrics,
-once after each epoch, is not in the figure, which is CPU time of the process. The budget at 10,000 objects/s is 100 µs
-for an object.
+Contestants, in turn, on the same loader, whose samples are there at once: nothing,
+`hr.telemetry.prometheus`, and `hr.progress` as in a terminal (a line every 0.5 s). Reading the
+metrics, once after each epoch, is not in the figure, which is CPU time of the process. The budget
+at 10,000 objects/s is 100 µs for an object.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def cpu_of_a_batch(block: Any, batches: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parse_arguments(parser, batches=20, rounds=1)
@@ -90,7 +92,10 @@ def main() -> None:
             check_order((batch.tolist() for batch in source), dataset.length)  # type: ignore[attr-defined]
     blocks = {"nothing": nothing, "Prometheus": prometheus, "progress line": progress}
     table = interleave(
-        {name: lambda block=block: cpu_of_a_batch(block, arguments.batches) for name, block in blocks.items()},  # type: ignore[misc]
+        {
+            name: lambda block=block: cpu_of_a_batch(block, arguments.batches)
+            for name, block in blocks.items()
+        },  # type: ignore[misc]
         rounds=arguments.rounds,
         unit="µs of CPU for a batch of 64",
     )

@@ -1,10 +1,11 @@
 """`concurrency="auto"` of several engines, and of the loaders of two ranks, that read one store.
 
-Objects of 4 KB in batches of 64 from a local server that responds after 100 ms: to 500 requests a second ("throttled":
-to others with 503), at 2 MB/s, which is 500 objects/s ("slow": requests wait for each other), and without a limit. One
-loader with 1, 2 and 4 engines in turn, and two ranks, the second of which begins when the first has read for 3 s. In
-the second half of each run, of 16 s, are counted: the objects a second, Jain's index of the engines' or ranks' rates
-(1: all alike; 1/N: one has everything), refused requests for each served one, and the fetches in flight.
+Objects of 4 KB in batches of 64 from a local server that responds after 100 ms: to 500 requests a
+second ("throttled": to others with 503), at 2 MB/s, which is 500 objects/s ("slow": requests wait
+for each other), and without a limit. One loader with 1, 2 and 4 engines in turn, and two ranks, the
+second of which begins when the first has read for 3 s. In the second half of each run, of 16 s, are
+counted: the objects a second, Jain's index of the engines' or ranks' rates (1: all alike; 1/N: one
+has everything), refused requests for each served one, and the fetches in flight.
 
 Every byte is compared with the stored one, and the order is checked.
 
@@ -71,7 +72,12 @@ Read = tuple[list[tuple[int, float]], float]
 
 
 def read(
-    store: Store, engines: int, begun: Callable[[], object], until: Callable[[], float], rank: int, of: int
+    store: Store,
+    engines: int,
+    begun: Callable[[], object],
+    until: Callable[[], float],
+    rank: int,
+    of: int,
 ) -> Read:
     """Read until a time of `time.monotonic`; `begun` is called after a batch of each engine."""
     objects = hr.ObjectDataset(hr.Store(store.url, options=store.options))
@@ -82,7 +88,13 @@ def read(
         set()
     )  # batches of other engines, which were made in time, may be delivered after one that was not
     with hr.DataLoader(
-        objects, BATCH, sampler=order, collate_fn=collate, engines=engines, placement="process", concurrency="auto"
+        objects,
+        BATCH,
+        sampler=order,
+        collate_fn=collate,
+        engines=engines,
+        placement="process",
+        concurrency="auto",
     ) as loader:
         expected = iter(order)
         for process, at, numbers in loader:
@@ -145,21 +157,37 @@ def read_as_rank(endpoint: str) -> None:
 
 def jain(rates: Sequence[float]) -> float:
     """Jain's index of fairness (Jain, Chiu and Hawe, 1984)."""
-    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates)) if any(rates) else 0.0
+    return (
+        sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates)) if any(rates) else 0.0
+    )
 
 
 def run(
-    server: ObjectServer, store: Store, seconds: float, faults: Sequence[Fault], engines: int, ranks: int
+    server: ObjectServer,
+    store: Store,
+    seconds: float,
+    faults: Sequence[Fault],
+    engines: int,
+    ranks: int,
 ) -> tuple[float, ...]:
     """The figures of one run, in the order of `UNITS`."""
     server.misbehave(*faults)
-    reads, end = read_alone(store, engines, seconds) if ranks == 1 else read_as_ranks(store, ranks, seconds)
+    reads, end = (
+        read_alone(store, engines, seconds) if ranks == 1 else read_as_ranks(store, ranks, seconds)
+    )
     began = end - seconds / 2
-    shares = Counter(process for batches, _ in reads for process, at in batches if began <= at < end)
+    shares = Counter(
+        process for batches, _ in reads for process, at in batches if began <= at < end
+    )
     rates = [count * BATCH / (seconds / 2) for count in shares.values()]
     rates += [0.0] * (engines * ranks - len(rates))
     seen = [request.fault == "throttle" for request in server.seen() if began <= request.at < end]
-    return sum(rates), jain(rates), sum(seen) / max(1, len(seen) - sum(seen)), sum(in_flight for _, in_flight in reads)
+    return (
+        sum(rates),
+        jain(rates),
+        sum(seen) / max(1, len(seen) - sum(seen)),
+        sum(in_flight for _, in_flight in reads),
+    )
 
 
 def compare(name: str, seconds: float, rounds: int, engines: Sequence[int]) -> None:
@@ -167,7 +195,10 @@ def compare(name: str, seconds: float, rounds: int, engines: Sequence[int]) -> N
     with ObjectServer(contents(OBJECTS, SIZE), bucket=BUCKET, latency=LATENCY) as server:
         store = Store(server.endpoint, "headrace's test server", SIZE)
         run_with = functools.partial(run, server, store, seconds, STORES[name])
-        contestants = {f"{n} engine{'s' * (n > 1)}": functools.partial(run_with, engines=n, ranks=1) for n in engines}
+        contestants = {
+            f"{n} engine{'s' * (n > 1)}": functools.partial(run_with, engines=n, ranks=1)
+            for n in engines
+        }
         contestants["2 ranks"] = functools.partial(run_with, engines=1, ranks=2)
         tables = interleave_figures(contestants, rounds=rounds, units=UNITS)
     rate, fairness, refused, in_flight = tables
@@ -177,13 +208,22 @@ def compare(name: str, seconds: float, rounds: int, engines: Sequence[int]) -> N
     for table in (fairness, refused, in_flight):
         for each in contestants:
             values = table.values[each]
-            print(f"{each:10} {table.median(each):10.4g}  {min(values):10.4g}  {max(values):10.4g}   [{table.unit}]")
+            print(
+                f"{each:10} {table.median(each):10.4g}  {min(values):10.4g}  {max(values):10.4g}   [{table.unit}]"
+            )
     throttles = name == "throttled"
     claim(
         f'`concurrency="auto"` on one store, {name}',
-        *(rate.share(each, one, f"of the rate of one engine, {each}", at_least=0.9) for each in several),
+        *(
+            rate.share(each, one, f"of the rate of one engine, {each}", at_least=0.9)
+            for each in several
+        ),
         *(Figure(f"Jain's index, {each}", fairness.values[each], at_least=0.9) for each in several),
-        *(Figure(f"refused, {each}", refused.values[each], at_most=0.05) for each in several if throttles),
+        *(
+            Figure(f"refused, {each}", refused.values[each], at_most=0.05)
+            for each in several
+            if throttles
+        ),
     )
 
 
@@ -191,7 +231,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         read_as_rank(sys.argv[2])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=16.0, help="for each run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", type=int, nargs="+", default=(1, 2, 4))

@@ -1,20 +1,23 @@
 """How long the first batch takes: from making the loader to `next()`, with a dataset of 1.28 million keys.
 
-The objects come from a local store that takes 20 ms to the first byte; batches of 64, 64 fetches in flight. Dataset,
-store client and loader are made anew each time, the dataset outside the clock. Claimed: the thread placement needs at
-most two GETs (the limit, measured in the same round) and 50 ms; a process 150, once the helper process runs, as after
-the first round. Whatever the placement, the dataset is never pickled into the pool's workers: pickles of it are
-counted, and the run fails where there are more than the one that a loader's process needs. Torch pickles it into every
-worker that it spawns.
+The objects come from a local store that takes 20 ms to the first byte; batches of 64, 64 fetches in
+flight. Dataset, store client and loader are made anew each time, the dataset outside the clock.
+Claimed: the thread placement needs at most two GETs (the limit, measured in the same round) and 50
+ms; a process 150, once the helper process runs, as after the first round. Whatever the placement,
+the dataset is never pickled into the pool's workers: pickles of it are counted, and the run fails
+where there are more than the one that a loader's process needs. Torch pickles it into every worker
+that it spawns.
 
-Then, in a fresh interpreter each time, with 2 workers and scikit-learn in the transform: the first loader's first
-batch, and the second's, beside torch's loader (which forks) and beside an interpreter that imports torch, headrace and
-scikit-learn and ends. Claimed: the first takes at most 1.5 times that import, the second at most 0.3 s.
+Then, in a fresh interpreter each time, with 2 workers and scikit-learn in the transform: the first
+loader's first batch, and the second's, beside torch's loader (which forks) and beside an
+interpreter that imports torch, headrace and scikit-learn and ends. Claimed: the first takes at most
+1.5 times that import, the second at most 0.3 s.
 
-Last, in a fresh interpreter each time that has imported torch and headrace, placement="process" without workers: from
-`iter()` to the first batch, for a loader that is iterated at once, for one that was made some seconds before, while the
-program does other things, and for a second loader; beside an interpreter that imports torch and ends. Claimed: at most
-1.2 times that import at once, since the helper process imports torch too, and else at most 0.15 s.
+Last, in a fresh interpreter each time that has imported torch and headrace, placement="process"
+without workers: from `iter()` to the first batch, for a loader that is iterated at once, for one
+that was made some seconds before, while the program does other things, and for a second loader;
+beside an interpreter that imports torch and ends. Claimed: at most 1.2 times that import at once,
+since the helper process imports torch too, and else at most 0.15 s.
 
     python benchmarks/first_batch.py
 """
@@ -79,7 +82,9 @@ class Epoch:
 
     def __init__(self) -> None:
         self.keys = [f"train/n{i // 1300:08d}/n{i // 1300:08d}_{i:07d}.JPEG" for i in range(KEYS)]
-        first = torch.randperm(KEYS, generator=torch.Generator().manual_seed(SEED))[:AHEAD]  # as the sampler draws
+        first = torch.randperm(KEYS, generator=torch.Generator().manual_seed(SEED))[
+            :AHEAD
+        ]  # as the sampler draws
         self.needed = {*self.keys[:AHEAD], *(self.keys[i] for i in first)}
 
     def open(self, server: ObjectServer) -> Counted:
@@ -107,11 +112,15 @@ def first_batch(loader_class: Any, dataset: Any, *, pickles: int, **options: Any
     if batch.tolist() != [SIZE] * BATCH:
         raise RuntimeError("the first batch is wrong: this run does not count")
     if Counted.pickles != pickles:
-        raise RuntimeError(f"the dataset was pickled {Counted.pickles} times, {pickles} were expected")
+        raise RuntimeError(
+            f"the dataset was pickled {Counted.pickles} times, {pickles} were expected"
+        )
     if isinstance(loader, hr.DataLoader):
         loader.close()
     else:
-        for _ in batches:  # torch's workers may abort where an epoch is left in its middle, and say so
+        for (
+            _
+        ) in batches:  # torch's workers may abort where an epoch is left in its middle, and say so
             pass
     return elapsed * 1e3
 
@@ -146,7 +155,9 @@ def two_loaders(kind: str) -> None:
     for _ in range(2):
         began = time.perf_counter()
         if kind == "headrace":
-            loader: Any = hr.DataLoader(Numbers(), BATCH, num_workers=2, transform=with_scikit_learn)
+            loader: Any = hr.DataLoader(
+                Numbers(), BATCH, num_workers=2, transform=with_scikit_learn
+            )
         else:
             loader = torch.utils.data.DataLoader(TorchNumbers(), BATCH, num_workers=2)
         batches = iter(loader)
@@ -160,7 +171,9 @@ def two_loaders(kind: str) -> None:
 
 
 def in_fresh_interpreter(*words: str) -> tuple[float, float]:
-    done = subprocess.run([sys.executable, __file__, "--two", *words], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--two", *words], check=True, capture_output=True, text=True
+    )
     first, second = map(float, done.stdout.split())
     return first, second
 
@@ -187,7 +200,11 @@ def starts(wait: float) -> None:
     print(*elapsed)
 
 
-TORCH_IMPORT, AT_ONCE, LATER = "an import of torch", "headrace, at once", "headrace, made some seconds before"
+TORCH_IMPORT, AT_ONCE, LATER = (
+    "an import of torch",
+    "headrace, at once",
+    "headrace, made some seconds before",
+)
 
 
 def starts_of_the_helper(rounds: int, pause: float) -> None:
@@ -238,10 +255,14 @@ def modules_in_workers(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--two", choices=("headrace", "torch", "starts"), help=argparse.SUPPRESS)
-    parser.add_argument("pause", nargs="?", type=float, default=4.0, help="seconds of the program's other work")
+    parser.add_argument(
+        "pause", nargs="?", type=float, default=4.0, help="seconds of the program's other work"
+    )
     arguments = parse_arguments(parser, rounds=1, pause=1.0)
     if arguments.two == "starts":
         starts(arguments.pause)
@@ -255,10 +276,14 @@ def main() -> None:
     with ObjectServer({key: bytes(SIZE) for key in epoch.needed}, latency=LATENCY) as server:
 
         def headrace(*, pickles: int, **options: Any) -> float:
-            return first_batch(hr.DataLoader, epoch.open(server), pickles=pickles, transform=length, **options)
+            return first_batch(
+                hr.DataLoader, epoch.open(server), pickles=pickles, transform=length, **options
+            )
 
         def shuffled() -> float:
-            sampler = torch.utils.data.RandomSampler(epoch.keys, generator=torch.Generator().manual_seed(SEED))
+            sampler = torch.utils.data.RandomSampler(
+                epoch.keys, generator=torch.Generator().manual_seed(SEED)
+            )
             return headrace(pickles=0, sampler=sampler)
 
         rounds = interleave(
@@ -266,7 +291,9 @@ def main() -> None:
                 LIMIT: lambda: two_gets(server, epoch.keys[0]),
                 HEADRACE: lambda: headrace(pickles=0),
                 "headrace, thread, shuffled": shuffled,
-                "headrace, thread, 2 workers": lambda: headrace(pickles=0, placement="thread", num_workers=2),
+                "headrace, thread, 2 workers": lambda: headrace(
+                    pickles=0, placement="thread", num_workers=2
+                ),
                 PROCESS: lambda: headrace(pickles=1, placement="process", num_workers=2),
                 TORCH: lambda: first_batch(
                     torch.utils.data.DataLoader,
@@ -283,10 +310,18 @@ def main() -> None:
     print(f"{KEYS} keys, {LATENCY * 1000:.0f} ms to the first byte, batches of {BATCH}")
     print(describe_machine())
     rounds.show(against=LIMIT)
-    print("pickles of the dataset: 0 into the pool's workers, 1 into a loader's process, 2 by torch; as was expected")
-    claim(f"first batch of {KEYS / 1e6:.2f} M keys, in a process", rounds.figure(PROCESS, "ms", at_most=150))
+    print(
+        "pickles of the dataset: 0 into the pool's workers, 1 into a loader's process, 2 by torch; as was expected"
+    )
+    claim(
+        f"first batch of {KEYS / 1e6:.2f} M keys, in a process",
+        rounds.figure(PROCESS, "ms", at_most=150),
+    )
     more = rounds.differences(HEADRACE, LIMIT)
-    claim(f"first batch of {KEYS / 1e6:.2f} M keys, in a thread", Figure("ms more than 2 GETs", more, at_most=50))
+    claim(
+        f"first batch of {KEYS / 1e6:.2f} M keys, in a thread",
+        Figure("ms more than 2 GETs", more, at_most=50),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Readers of `formats.py`: each writes the images in its own format, and reads epochs of them in batches.
 
-The program runs as a process of one reader, in that reader's environment: it needs NumPy and the reader, headrace only
-for headrace's own. It answers each line of its input with a line of JSON, the rate of an epoch or its error.
+The program runs as a process of one reader, in that reader's environment: it needs NumPy and the
+reader, headrace only for headrace's own. It answers each line of its input with a line of JSON, the
+rate of an epoch or its error.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class Reader:
 
     Attributes:
         write: writes images of those numbers into a new folder.
-        open: context manager that gives a function that starts an epoch over the folder, shuffled if asked to.
+        open: context manager that gives a function that starts an epoch over the folder, shuffled
+            if asked to.
         packages: required distributions.
-        in_order: whether images come in the order in which they were written, if they are not shuffled.
+        in_order: whether images come in the order in which they were written, if they are not
+            shuffled.
         shuffles: whether it can shuffle images.
     """
 
@@ -69,7 +72,9 @@ def in_batches(images: Iterable[Any]) -> Iterator[list[Any]]:
 
 def write_tar(folder: Path, count: int) -> None:
     for first in range(0, count, SHARD):
-        with tarfile.open(folder / f"{first // SHARD:04d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        with tarfile.open(
+            folder / f"{first // SHARD:04d}.tar", "w", format=tarfile.USTAR_FORMAT
+        ) as tar:
             for number in range(first, min(first + SHARD, count)):
                 info = tarfile.TarInfo(f"{number:06d}.jpg")
                 info.size = SIZE
@@ -83,7 +88,11 @@ def write_parquet(folder: Path, count: int) -> None:
     for first in range(0, count, SHARD):
         images = [content_of(number, SIZE) for number in range(first, min(first + SHARD, count))]
         table = pyarrow.table({"image": pyarrow.array(images, pyarrow.binary())})
-        options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "row_group_size": ROW_GROUP}
+        options: dict[str, Any] = {
+            "compression": "none",
+            "use_dictionary": False,
+            "row_group_size": ROW_GROUP,
+        }
         pyarrow.parquet.write_table(table, folder / f"{first // SHARD:04d}.parquet", **options)
 
 
@@ -107,7 +116,9 @@ def headrace_tar(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[
 
 
 @contextlib.contextmanager
-def headrace_indexed_tar(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def headrace_indexed_tar(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
     os.environ["XDG_CACHE_HOME"] = str(folder)  # the index is kept there
@@ -143,7 +154,9 @@ def write_lance(folder: Path, count: int) -> None:
     for first in range(0, count, SHARD):
         images = [content_of(number, SIZE) for number in range(first, min(first + SHARD, count))]
         table = pyarrow.table({"image": pyarrow.array(images, pyarrow.large_binary())})
-        lance.write_dataset(table, str(folder / "images.lance"), mode="append" if first else "create")
+        lance.write_dataset(
+            table, str(folder / "images.lance"), mode="append" if first else "create"
+        )
 
 
 @contextlib.contextmanager
@@ -154,10 +167,15 @@ def lance(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batc
     place = str(folder / "images.lance")
     if shuffle:
         rows = lance.torch.data.SafeLanceDataset(place)
-        yield lambda: torch.utils.data.DataLoader(rows, BATCH, shuffle=True, collate_fn=images_of_dicts)
+        yield lambda: torch.utils.data.DataLoader(
+            rows, BATCH, shuffle=True, collate_fn=images_of_dicts
+        )
     else:
         dataset = lance.dataset(place)
-        yield lambda: ([each.as_buffer() for each in batch["image"]] for batch in dataset.to_batches(batch_size=BATCH))
+        yield lambda: (
+            [each.as_buffer() for each in batch["image"]]
+            for batch in dataset.to_batches(batch_size=BATCH)
+        )
 
 
 @contextlib.contextmanager
@@ -178,7 +196,9 @@ def litdata_sample(number: int) -> dict[str, bytes]:
 def write_litdata(folder: Path, count: int) -> None:
     import litdata
 
-    litdata.optimize(litdata_sample, list(range(count)), str(folder), chunk_bytes=SHARD * SIZE, num_workers=1)
+    litdata.optimize(
+        litdata_sample, list(range(count)), str(folder), chunk_bytes=SHARD * SIZE, num_workers=1
+    )
 
 
 def images_of_dicts(samples: Sequence[Any]) -> list[Any]:
@@ -199,7 +219,9 @@ def litdata(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Ba
 @functools.cache
 def import_mosaic() -> tuple[Any, Any]:
     """The module, also where torch has no CUDA and PyPI's torchvision, which it imports, is built for it."""
-    torchvision_operators = runpy.run_path(str(TORCHVISION_OPERATORS))  # kept: they are declared as long as it lives
+    torchvision_operators = runpy.run_path(
+        str(TORCHVISION_OPERATORS)
+    )  # kept: they are declared as long as it lives
     import streaming
 
     return streaming, torchvision_operators
@@ -217,7 +239,9 @@ def write_mosaic(folder: Path, count: int) -> None:
 def mosaic(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
     import torch
 
-    dataset = import_mosaic()[0].StreamingDataset(local=str(folder), shuffle=shuffle, batch_size=BATCH)
+    dataset = import_mosaic()[0].StreamingDataset(
+        local=str(folder), shuffle=shuffle, batch_size=BATCH
+    )
     loader = torch.utils.data.DataLoader(dataset, BATCH, collate_fn=images_of_dicts)
     yield lambda: loader
 
@@ -239,15 +263,23 @@ def ray_data(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], B
     import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-") as own:
-        # Of its own: neither another cluster of this machine is used, nor does another program find this one.
-        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        # Of its own: neither another cluster of this machine is used, nor does another program find
+        # this one.
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
         ray.init(address="local", num_cpus=len(os.sched_getaffinity(0)), _temp_dir=own, **options)
         try:
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False
             context.execution_options.preserve_order = True
             read = ray.data.read_parquet(str(folder))
-            yield lambda: (list(batch["image"]) for batch in read.iter_batches(batch_size=BATCH, batch_format="numpy"))
+            yield lambda: (
+                list(batch["image"])
+                for batch in read.iter_batches(batch_size=BATCH, batch_format="numpy")
+            )
         finally:
             ray.shutdown()
 
@@ -290,7 +322,9 @@ def answer(opened: Callable[[], contextlib.AbstractContextManager[Callable[[], f
 
 
 @contextlib.contextmanager
-def written(name: str, folder: Path, count: int, *, shuffled: bool) -> Iterator[Callable[[], float]]:
+def written(
+    name: str, folder: Path, count: int, *, shuffled: bool
+) -> Iterator[Callable[[], float]]:
     """Write; an epoch is read by each call."""
     reader = READERS[name]
     reader.write(folder, count)
@@ -299,4 +333,8 @@ def written(name: str, folder: Path, count: int, *, shuffled: bool) -> Iterator[
 
 
 if __name__ == "__main__":
-    answer(lambda: written(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), shuffled=sys.argv[4:] == ["shuffled"]))
+    answer(
+        lambda: written(
+            sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), shuffled=sys.argv[4:] == ["shuffled"]
+        )
+    )

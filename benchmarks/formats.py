@@ -1,19 +1,20 @@
 """The same images in the formats of loaders that have one: tar, Parquet, MDS, LitData's chunks; read from local files.
 
-4,000 images of 56 KB in shards of 500, in batches of 64, no decoding and no latency: what is measured is what a format
-and its reader cost, in order, or with `--shuffled` in a random order (streams: of shards, and from a buffer of 1,000
-images). Every byte of every image is compared with the stored one, within the clock, for all.
-Each reader has a process of its own without workers, but for Ray, which has a task for each core; it writes its files
-first, and all read an epoch in turn, round after round.
+4,000 images of 56 KB in shards of 500, in batches of 64, no decoding and no latency: what is
+measured is what a format and its reader cost, in order, or with `--shuffled` in a random order
+(streams: of shards, and from a buffer of 1,000 images). Every byte of every image is compared with
+the stored one, within the clock, for all. Each reader has a process of its own without workers, but
+for Ray, which has a task for each core; it writes its files first, and all read an epoch in turn,
+round after round.
 
-A reader whose dependencies exclude those of the others is run by another interpreter. MosaicML Streaming 0.13 needs
-NumPy before 2.2:
+A reader whose dependencies exclude those of the others is run by another interpreter. MosaicML
+Streaming 0.13 needs NumPy before 2.2:
 
     python -m venv mosaic && mosaic/bin/pip install mosaicml-streaming torch
     python benchmarks/formats.py --python "Mosaic, MDS=mosaic/bin/python"
 
-Not in it: FFCV, whose 1.0.2 has no wheels (it is built with OpenCV and libjpeg-turbo); DALI, which decodes as well, and
-whose wheels are for CUDA.
+Not in it: FFCV, whose 1.0.2 has no wheels (it is built with OpenCV and libjpeg-turbo); DALI, which
+decodes as well, and whose wheels are for CUDA.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ class Process:
     """
 
     def __init__(
-        self, python: str, name: str, count: int, program: Path = PROGRAM, before: Any = (), after: Any = ()
+        self,
+        python: str,
+        name: str,
+        count: int,
+        program: Path = PROGRAM,
+        before: Any = (),
+        after: Any = (),
     ) -> None:
         self._command = [python, program, name, *before]
         self._rest = [str(count), *after]
@@ -61,7 +68,9 @@ class Process:
         command = [*self._command, self._folder.name, *self._rest]
         pipe = subprocess.PIPE
         self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+        )
         return self
 
     def __call__(self) -> float:
@@ -76,7 +85,9 @@ class Process:
             self._process.wait()
             self._errors.seek(0)
             lines = self._errors.read().splitlines()
-            raise ReaderFailed(f"its process ended with {self._process.returncode}: {lines[-1] if lines else ''}")
+            raise ReaderFailed(
+                f"its process ended with {self._process.returncode}: {lines[-1] if lines else ''}"
+            )
         found = json.loads(answer)
         if "error" in found:
             raise ReaderFailed(found["error"])
@@ -92,11 +103,15 @@ class Process:
 def missing(python: str, packages: Sequence[str]) -> str:
     """The first package that an interpreter lacks; empty if there is none."""
     program = "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: m.version(name)"
-    done = subprocess.run([python, "-c", program, *packages], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", program, *packages], capture_output=True, text=True, check=False
+    )
     return done.stderr.strip().splitlines()[-1].split()[-1] if done.returncode else ""
 
 
-def race(processes: Mapping[str, Process], rounds: int, unit: str = "images/s") -> tuple[Rounds, dict[str, str]]:
+def race(
+    processes: Mapping[str, Process], rounds: int, unit: str = "images/s"
+) -> tuple[Rounds, dict[str, str]]:
     """Run all in turn; the rounds, and the reason of each that failed."""
     values: dict[str, list[float]] = {name: [] for name in processes}
     failed: dict[str, str] = {}
@@ -116,21 +131,29 @@ def race(processes: Mapping[str, Process], rounds: int, unit: str = "images/s") 
     return Rounds(unit, values), failed
 
 
-def interpreters(given: Sequence[str], names: Collection[str] = READERS) -> Iterator[tuple[str, str]]:
+def interpreters(
+    given: Sequence[str], names: Collection[str] = READERS
+) -> Iterator[tuple[str, str]]:
     for each in given:
         name, _, python = each.partition("=")
         if name not in names or not python:
-            sys.exit(f"--python takes NAME=INTERPRETER with one of {', '.join(names)}, not {each!r}")
+            sys.exit(
+                f"--python takes NAME=INTERPRETER with one of {', '.join(names)}, not {each!r}"
+            )
         yield name, python
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--only", nargs="+", choices=READERS, default=list(READERS))
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=INTERPRETER", help="of a reader")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=INTERPRETER", help="of a reader"
+    )
     arguments = parse_arguments(parser, images=640, rounds=1)
     pythons = dict(interpreters(arguments.python))
     chosen = {name: pythons.get(name, sys.executable) for name in arguments.only}
@@ -152,7 +175,9 @@ def main() -> None:
     print(describe_machine(*PEERS))
     if not rounds.values:
         sys.exit(f"no reader has figures: {absent | failed}")
-    rounds.show(against=OURS if OURS in rounds.values else next(iter(rounds.values)), absent=absent | failed)
+    rounds.show(
+        against=OURS if OURS in rounds.values else next(iter(rounds.values)), absent=absent | failed
+    )
     if peers := [name for name in rounds.values if not name.startswith("headrace")]:
         best = max(peers, key=rounds.median)
         if OURS in rounds.values:

@@ -70,7 +70,9 @@ class GetRangeIfMatch(GetRange):
         tags: entity tags of the objects, by key.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any], size: int, tags: Mapping[str, str]) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any], size: int, tags: Mapping[str, str]
+    ) -> None:
         super().__init__(url, options, size)
         self.tags = tags
 
@@ -144,4 +146,6 @@ def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options:
 
     client = {"endpoint_url": endpoint, "region_name": "us-east-1"}
     client |= dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "none")
-    return StreamingRawDataset(f"s3://{BUCKET}/", cache_dir=folder, indexer=Known(), storage_options=client, **options)
+    return StreamingRawDataset(
+        f"s3://{BUCKET}/", cache_dir=folder, indexer=Known(), storage_options=client, **options
+    )

@@ -1,12 +1,14 @@
 """Copies to a GPU while it computes: share of the peak bandwidth, and step time against a batch that is there already.
 
-Claimed: copies reach 0.95 of the peak of a lone pinned copy while a matmul loop runs; a step takes 1.01 of one whose
-batch is on the device already, or the copy's own time where that is longer. Beside headrace: torch's loader with
-`pin_memory`, and a prefetcher on a side stream as people write it by hand. Then what page-locked slabs are worth
-(against staging and pageable memory), and what packing is worth (114 small tensors).
+Claimed: copies reach 0.95 of the peak of a lone pinned copy while a matmul loop runs; a step takes
+1.01 of one whose batch is on the device already, or the copy's own time where that is longer.
+Beside headrace: torch's loader with `pin_memory`, and a prefetcher on a side stream as people write
+it by hand. Then what page-locked slabs are worth (against staging and pageable memory), and what
+packing is worth (114 small tensors).
 
-Bytes at 64 places of every tensor are checked on the device, for all alike, within the clock; the tests in `tests/gpu`,
-which run first, look at every byte. Made for one H100 with 16 cores and for less than ten minutes.
+Bytes at 64 places of every tensor are checked on the device, for all alike, within the clock; the
+tests in `tests/gpu`, which run first, look at every byte. Made for one H100 with 16 cores and for
+less than ten minutes.
 
     python benchmarks/gpu_copy.py [--short] [--no-tests]
     python benchmarks/gpu_copy.py --quick            # every path, without a GPU, with no figures
@@ -38,7 +40,9 @@ PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)
 SMALL = 114
 PLACES = 64  # where each tensor is looked at
 WARM = 5  # steps of each round that do not count: the pipeline fills
-LIMIT = 8 * 60  # seconds behind which no further comparison begins, so that all ends within ten minutes
+LIMIT = (
+    8 * 60
+)  # seconds behind which no further comparison begins, so that all ends within ten minutes
 RESIDENT, HEADRACE, TORCH, BY_HAND = "resident", "headrace", "torch, pin_memory", "torch, by hand"
 
 Batch = list[torch.Tensor]
@@ -111,7 +115,10 @@ class Bench:
 
     def peak(self, size: int) -> float:
         """Bytes a second of a lone pinned copy of so many MiB, the best of three of about 2 GiB."""
-        host, there = self.gpu.host(size * self.unit), torch.empty(size * self.unit, dtype=torch.uint8)
+        host, there = (
+            self.gpu.host(size * self.unit),
+            torch.empty(size * self.unit, dtype=torch.uint8),
+        )
         there = there.to(self.gpu.device)
         times = max(2, 2048 // size)
 
@@ -121,7 +128,9 @@ class Bench:
 
         return size * self.unit * times / min(self.gpu.seconds(copy) for _ in range(3))
 
-    def timed(self, batches: Iterator[Batch], step: Callable[[], None], steps: int, *, same: bool) -> float:
+    def timed(
+        self, batches: Iterator[Batch], step: Callable[[], None], steps: int, *, same: bool
+    ) -> float:
         """Milliseconds a step, the first few left out.
 
         Args:
@@ -147,7 +156,12 @@ class Bench:
         return 1e3 * took
 
     def compare(
-        self, title: str, data: Batches, step: Callable[[], None], ways: Mapping[str, Way], against: str
+        self,
+        title: str,
+        data: Batches,
+        step: Callable[[], None],
+        ways: Mapping[str, Way],
+        against: str,
     ) -> Rounds | None:
         """Run all ways in turn and print their table; None where there was no time left, or nothing to be said."""
         print(f"\n{title}", flush=True)
@@ -168,7 +182,9 @@ class Bench:
                 except RuntimeError as error:
                     if not name.startswith("torch"):
                         raise
-                    absent[name] = f"failed: {str(error).splitlines()[0]}"  # little /dev/shm, for one
+                    absent[name] = (
+                        f"failed: {str(error).splitlines()[0]}"  # little /dev/shm, for one
+                    )
                 else:
                     runs[name] = run
             rounds = interleave(runs, rounds=self.rounds, unit="ms a step")
@@ -214,7 +230,9 @@ def staged(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]
 @contextmanager
 def pageable(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
     """Headrace's batches in host memory, each copied by the loop."""
-    with hr.DataLoader(data, batch_size=None, num_workers=bench.workers, persistent_workers=True) as loader:
+    with hr.DataLoader(
+        data, batch_size=None, num_workers=bench.workers, persistent_workers=True
+    ) as loader:
         yield lambda: ([part.to(bench.gpu.device, copy=True) for part in batch] for batch in loader)
 
 
@@ -250,14 +268,20 @@ def slabs_at_hand(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator
 
 def torchs(bench: Bench, data: Batches) -> torch.utils.data.DataLoader[Batch]:
     return torch.utils.data.DataLoader(
-        data, batch_size=None, num_workers=bench.workers, pin_memory=bench.gpu.pins, persistent_workers=True
+        data,
+        batch_size=None,
+        num_workers=bench.workers,
+        pin_memory=bench.gpu.pins,
+        persistent_workers=True,
     )
 
 
 @contextmanager
 def torch_pinned(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
     loader = torchs(bench, data)
-    yield lambda: ([part.to(bench.gpu.device, non_blocking=True) for part in batch] for batch in loader)
+    yield lambda: (
+        [part.to(bench.gpu.device, non_blocking=True) for part in batch] for batch in loader
+    )
 
 
 @contextmanager
@@ -324,16 +348,26 @@ def ablation(bench: Bench, peak: float) -> None:
     rounds = bench.compare(title, bench.batches(size), busy, ways, "pageable")
     if rounds is None:
         return
-    shares = {name: [size * MIB / (each / 1e3) / peak for each in rounds.values[name]] for name in ways}
-    print("; ".join(f"{name}: {statistics.median(share):.2f} of the peak" for name, share in shares.items()))
+    shares = {
+        name: [size * MIB / (each / 1e3) / peak for each in rounds.values[name]] for name in ways
+    }
+    print(
+        "; ".join(
+            f"{name}: {statistics.median(share):.2f} of the peak" for name, share in shares.items()
+        )
+    )
     claim("copies while computing", Figure("of the peak", shares["registered slab"], at_least=0.95))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--short", action="store_true", help="three rounds in place of five, and half the steps")
+    parser.add_argument(
+        "--short", action="store_true", help="three rounds in place of five, and half the steps"
+    )
     parser.add_argument("--no-tests", action="store_true", help="leave out tests/gpu")
-    parser.add_argument("--dry-run", action="store_true", help="every path on the CPU, without figures; as --quick")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="every path on the CPU, without figures; as --quick"
+    )
     arguments = parse_arguments(parser, dry_run=True)
     if arguments.dry_run:
         gpu: Gpu | StandIn = StandIn()

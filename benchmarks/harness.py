@@ -1,7 +1,7 @@
 """Shared by all benchmarks: interleaved repetitions, medians with ranges, ratios within one run, and claims.
 
-Absolute figures of a shared machine mean little; each benchmark runs the contestants and the limit in turn, A B C A B
-C …, and compares within each round.
+Absolute figures of a shared machine mean little; each benchmark runs the contestants and the limit
+in turn, A B C A B C …, and compares within each round.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def parse_arguments(parser: argparse.ArgumentParser, **quick: Any) -> argparse.N
         parser: the benchmark's own.
         quick: what other options are with ``--quick`` unless they are given too.
     """
-    parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: does it run? Claims nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="seconds in place of minutes: does it run? Claims nothing",
+    )
     if parser.parse_args().quick:
         parser.set_defaults(**quick)
         os.environ[QUICK] = "1"
@@ -86,7 +90,9 @@ class Figure:
         if not self.values:
             raise ValueError(f"the figure {self.words!r} has no value")
         if self.higher_is_better is None and (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"the figure {self.words!r} needs at_least, at_most or higher_is_better")
+            raise ValueError(
+                f"the figure {self.words!r} needs at_least, at_most or higher_is_better"
+            )
 
     @property
     def value(self) -> float:
@@ -111,7 +117,9 @@ class Figure:
     def aim(self) -> str:
         """What is claimed, in words; empty if nothing is."""
         bounds = (("≥", self.at_least), ("≤", self.at_most))
-        return ", ".join(f"{sign} {number(bound)} {self.words}" for sign, bound in bounds if bound is not None)
+        return ", ".join(
+            f"{sign} {number(bound)} {self.words}" for sign, bound in bounds if bound is not None
+        )
 
     def __str__(self) -> str:
         shown = f"{number(self.value)} {self.words}"
@@ -159,20 +167,35 @@ class Rounds:
             return True
         if word in COSTS:
             return False
-        raise ValueError(f"the unit {self.unit!r} begins neither with a rate (…/s) nor with one of {', '.join(COSTS)}")
+        raise ValueError(
+            f"the unit {self.unit!r} begins neither with a rate (…/s) nor with one of {', '.join(COSTS)}"
+        )
 
     def share(
-        self, name: str, of: str, words: str = "", *, at_least: float | None = None, at_most: float | None = None
+        self,
+        name: str,
+        of: str,
+        words: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
     ) -> Figure:
         """The ratio of two contestants as the figure of a claim; `words` is ``of …`` by default."""
         words = words or f"of {of}"
         return Figure(words, self.ratios(name, of), at_least, at_most, self.higher_is_better)
 
     def figure(
-        self, name: str, words: str = "", *, at_least: float | None = None, at_most: float | None = None
+        self,
+        name: str,
+        words: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
     ) -> Figure:
         """The values of one contestant as the figure of a claim; `words` is the unit by default."""
-        return Figure(words or self.unit, self.values[name], at_least, at_most, self.higher_is_better)
+        return Figure(
+            words or self.unit, self.values[name], at_least, at_most, self.higher_is_better
+        )
 
     def show(self, *, against: str, absent: Mapping[str, str] | None = None) -> None:
         """Print a table: median, range, and the ratio to one contestant.
@@ -183,7 +206,9 @@ class Rounds:
         """
         absent = absent or {}
         width = max(map(len, (*self.values, *absent)))
-        print(f"{'':{width}}  {'median':>10}  {'min':>10}  {'max':>10}  of {against}   [{self.unit}]")
+        print(
+            f"{'':{width}}  {'median':>10}  {'min':>10}  {'max':>10}  of {against}   [{self.unit}]"
+        )
         for name, values in self.values.items():
             row = f"{name:{width}}  {self.median(name):10.4g}  {min(values):10.4g}  {max(values):10.4g}"
             print(f"{row}  {self.ratio(name, against):7.3f}")
@@ -213,7 +238,9 @@ def interleave_figures(
     contestants: Mapping[str, Callable[[], Sequence[float]]], *, rounds: int, units: Sequence[str]
 ) -> tuple[Rounds, ...]:
     """As `interleave`, for contestants with more than one figure each: one `Rounds` for each of `units`."""
-    values: tuple[dict[str, list[float]], ...] = tuple({name: [] for name in contestants} for _ in units)
+    values: tuple[dict[str, list[float]], ...] = tuple(
+        {name: [] for name in contestants} for _ in units
+    )
     warm_up = 0 if is_quick() else 1
     for number in range(rounds + warm_up):
         for name, run in contestants.items():
@@ -228,10 +255,14 @@ def record(entry: Mapping[str, Any]) -> None:
     """Add a line to the records of all benchmarks, if they are collected."""
     if path := os.environ.get(RECORDS):
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"file": Path(sys.argv[0]).name, **entry}, allow_nan=False) + "\n")
+            file.write(
+                json.dumps({"file": Path(sys.argv[0]).name, **entry}, allow_nan=False) + "\n"
+            )
 
 
-def claim(what: str, *figures: Figure, aim: str = "", reached: str = "", met: bool | None = None) -> None:
+def claim(
+    what: str, *figures: Figure, aim: str = "", reached: str = "", met: bool | None = None
+) -> None:
     """Print what was aimed at and what was reached, and record it if all benchmarks run. A quick run claims nothing.
 
     Args:
@@ -239,7 +270,8 @@ def claim(what: str, *figures: Figure, aim: str = "", reached: str = "", met: bo
         figures: of this run.
         aim: what is claimed, in words, if it is not that each figure is within its bounds.
         reached: the figures in words, if there is more to say.
-        met: whether this run bears the claim out, if it is not that each figure is within its bounds.
+        met: whether this run bears the claim out, if it is not that each figure is within its
+            bounds.
     """
     if is_quick():
         print(f"{what}: a quick run, nothing is claimed")
@@ -249,7 +281,9 @@ def claim(what: str, *figures: Figure, aim: str = "", reached: str = "", met: bo
         met = all(judged)
     aim = aim or "; ".join(figure.aim for figure in figures if figure.aim)
     reached = reached or "; ".join(map(str, figures))
-    print(f"{what}: {reached}; aim: {aim or 'none'}{'' if met is None else ': met' if met else ': MISSED'}")
+    print(
+        f"{what}: {reached}; aim: {aim or 'none'}{'' if met is None else ': met' if met else ': MISSED'}"
+    )
     rows = [
         {
             "words": figure.words,
@@ -277,7 +311,8 @@ def is_installed(name: str) -> bool:
 def versions(peers: Iterable[str]) -> dict[str, str]:
     """Versions of what every benchmark has, and of those peers that are installed."""
     names = filter(is_installed, ("torch", "obstore", "uvloop", "numpy", *peers))
-    # headrace's from the package itself: where it is only on PYTHONPATH, no distribution of it is installed.
+    # headrace's from the package itself: where it is only on PYTHONPATH, no distribution of it is
+    # installed.
     return {"headrace": headrace.__version__, **{name: version(name) for name in names}}
 
 
@@ -317,7 +352,8 @@ def describe_machine(*peers: str) -> str:
     """The machine, the versions and the commit, on one line.
 
     Args:
-        peers: distributions that the benchmark compares with, beside those that every benchmark has.
+        peers: distributions that the benchmark compares with, beside those that every benchmark
+            has.
     """
     named = ", ".join(f"{name} {given}" for name, given in versions(peers).items())
     revision, changed = commit()

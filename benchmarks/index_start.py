@@ -1,8 +1,9 @@
 """What an index of 10,000 shards with 10,000,000 samples costs: a start, memory, a position, the state.
 
-The shards are not there, and nothing listens at the address of their store: a dataset opens by its index alone. Prints
-the time of a start; the memory of eight processes that look up samples, beside the size of the index; the time to a
-position in the order of an epoch; and the size of the loader's state.
+The shards are not there, and nothing listens at the address of their store: a dataset opens by its
+index alone. Prints the time of a start; the memory of eight processes that look up samples, beside
+the size of the index; the time to a position in the order of an epoch; and the size of the loader's
+state.
 
     python benchmarks/index_start.py
 """
@@ -34,7 +35,9 @@ def write_index(path: Path, shards: int, samples: int) -> None:
     parts = []
     for number in range(shards):
         name = f"{URL}/{number:05d}.tar"
-        row = IndexedShard(name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None, "")
+        row = IndexedShard(
+            name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None, ""
+        )
         parts.append(IndexFile(name, IndexFile.of_shard(row, begins, none, "")))
     path.write_bytes(IndexFile.joined(f"{URL}/", parts))
 
@@ -54,7 +57,9 @@ def use(pickled_dataset: hr.datasets.RangedShards, length: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=1_000, help="of each shard")
     parser.add_argument("--repetitions", type=int, default=5)

@@ -1,9 +1,10 @@
 """How close a loader of indexed shards comes to ranged requests alone, in order and shuffled.
 
-Tar shards of samples of 56 KB and of 1 KB, and lines of JSON, from the library's own test server, with 20 ms to the
-first byte and without. In the same run, for each: a bare obstore loop that asks for the same bytes in ranges of 4 MiB,
-16 at once, and throws them away (for lines: parses them with `json.loads`). Contents are checked in an epoch before
-those that are timed; requests are counted there too.
+Tar shards of samples of 56 KB and of 1 KB, and lines of JSON, from the library's own test server,
+with 20 ms to the first byte and without. In the same run, for each: a bare obstore loop that asks
+for the same bytes in ranges of 4 MiB, 16 at once, and throws them away (for lines: parses them with
+`json.loads`). Contents are checked in an epoch before those that are timed; requests are counted
+there too.
 
     python benchmarks/indexed.py
 """
@@ -56,7 +57,10 @@ def tar_case(size: int, samples: int) -> Case:
         stream = io.BytesIO()
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for sample in range(number * samples, (number + 1) * samples):
-                for field, data in (("bin", content_of(sample, size)), ("cls", b"%d" % (sample % 10))):
+                for field, data in (
+                    ("bin", content_of(sample, size)),
+                    ("cls", b"%d" % (sample % 10)),
+                ):
                     info = tarfile.TarInfo(f"{sample:09d}.{field}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
@@ -79,7 +83,9 @@ def lines_case(samples: int) -> Case:
 
     def shard(number: int) -> bytes:
         first = number * samples
-        rows = ({"number": each, "text": f"text {each} " * 32} for each in range(first, first + samples))
+        rows = (
+            {"number": each, "text": f"text {each} " * 32} for each in range(first, first + samples)
+        )
         return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
     def check(found: Iterator[Any]) -> None:
@@ -162,19 +168,30 @@ def measure(case: Case, latency: float, rounds: int) -> None:
         }
         found = interleave(contestants, rounds=rounds, unit="MB/s")
     megabytes = sum(map(len, case.objects.values())) / 1e6
-    print(f"\n{case.name}: {case.samples:,} samples, {megabytes:.0f} MB, {latency * 1e3:.0f} ms to the first byte")
+    print(
+        f"\n{case.name}: {case.samples:,} samples, {megabytes:.0f} MB, {latency * 1e3:.0f} ms to the first byte"
+    )
     print(f"requests of an epoch: {in_order:,} in order, {shuffled:,} shuffled")
     found.show(against="bare obstore ranges")
     claim(
         f"indexed {case.name}, {latency * 1e3:.0f} ms",
         found.share("headrace, in order", "bare obstore ranges", at_least=case.aim),
-        found.share("headrace, shuffled", "headrace, in order", "shuffled, of in order", at_least=0.9),
+        found.share(
+            "headrace, shuffled", "headrace, in order", "shuffled, of in order", at_least=0.9
+        ),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1000, help="of 56 KB in a shard; 16 times as many smaller ones")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1000,
+        help="of 56 KB in a shard; 16 times as many smaller ones",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, samples=100, rounds=1)
     print(describe_machine())

@@ -11,8 +11,20 @@ from xml.sax.saxutils import escape
 __all__ = ["draw"]
 
 THEMES = {
-    "light": {"text": "#1f2328", "muted": "#59636e", "bar": "#afb8c1", "ours": "#0969da", "line": "#d1d9e0"},
-    "dark": {"text": "#f0f6fc", "muted": "#9198a1", "bar": "#656c76", "ours": "#4493f8", "line": "#3d444d"},
+    "light": {
+        "text": "#1f2328",
+        "muted": "#59636e",
+        "bar": "#afb8c1",
+        "ours": "#0969da",
+        "line": "#d1d9e0",
+    },
+    "dark": {
+        "text": "#f0f6fc",
+        "muted": "#9198a1",
+        "bar": "#656c76",
+        "ours": "#4493f8",
+        "line": "#3d444d",
+    },
 }
 WIDTH, LEFT, RIGHT, ROW, BAR = 760, 262, 84, 26, 14  # pixels
 OURS = "headrace"
@@ -46,7 +58,9 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
             if on_shards[name] == sharded
         ]
         absent = [name for name in results["absent"] if on_shards[name] == sharded]
-        rows += [(name, "absent", [], f"not run: {results['absent'][name]}"[:76]) for name in absent]
+        rows += [
+            (name, "absent", [], f"not run: {results['absent'][name]}"[:76]) for name in absent
+        ]
     top = 82
     height = top + ROW * len(rows) + 26
     title = f"An epoch of {given['images']:,} JPEGs of {given['bytes_of_an_image'] / 1000:.0f} KB, in images/s"
@@ -60,7 +74,9 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
         f' role="img" font-family="{FONT}" font-size="13">'
     )
-    summary = "; ".join(f"{shown[name]} {statistics.median(values):,.0f}" for name, values in rates.items())
+    summary = "; ".join(
+        f"{shown[name]} {statistics.median(values):,.0f}" for name, values in rates.items()
+    )
     yield f"<title>{escape(title)}</title><desc>{escape(summary)}</desc>"
     yield text(0, 17, title, colors["text"], size=16, weight=600)
     for number, note in enumerate(notes):
@@ -71,7 +87,14 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
         if kind == "group":
             yield text(0, middle + 5, name, colors["muted"], weight=600)
             continue
-        yield text(LEFT - 10, middle + 4.5, name, colors["text"], anchor="end", weight=600 if kind == "ours" else 400)
+        yield text(
+            LEFT - 10,
+            middle + 4.5,
+            name,
+            colors["text"],
+            anchor="end",
+            weight=600 if kind == "ours" else 400,
+        )
         if kind == "absent":
             yield text(LEFT, middle + 4.5, reason, colors["muted"], size=11)
             continue
@@ -79,7 +102,13 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
         yield rectangle(LEFT, middle - BAR / 2, max(median * scale, 1), BAR, colors[kind])
         yield line(LEFT + low * scale, middle, LEFT + high * scale, middle, colors["text"], 1.5)
         at = LEFT + max(median, high) * scale + 6
-        yield text(at, middle + 4.5, f"{median:,.0f}", colors["text"], weight=600 if kind == "ours" else 400)
+        yield text(
+            at,
+            middle + 4.5,
+            f"{median:,.0f}",
+            colors["text"],
+            weight=600 if kind == "ours" else 400,
+        )
     bottom, at = top + ROW * len(rows) + 4, LEFT + statistics.median(its) * scale
     yield line(at, top, at, bottom, colors["muted"], 1.5, dashes="4 3")
     words = f"limit: decoding alone, from memory, {statistics.median(its):,.0f}"
@@ -96,7 +125,14 @@ def shown_as(name: str, setting: Mapping[str, Any]) -> str:
 
 
 def text(
-    x: float, y: float, words: str, color: str, *, anchor: str = "start", size: float = 13, weight: int = 400
+    x: float,
+    y: float,
+    words: str,
+    color: str,
+    *,
+    anchor: str = "start",
+    size: float = 13,
+    weight: int = 400,
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}" font-size="{size}"'
@@ -108,7 +144,9 @@ def rectangle(x: float, y: float, width: float, height: float, color: str) -> st
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{color}"/>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, color: str, width: float, *, dashes: str = "none") -> str:
+def line(
+    x1: float, y1: float, x2: float, y2: float, color: str, width: float, *, dashes: str = "none"
+) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}"'
         f' stroke-dasharray="{dashes}"/>'

@@ -1,16 +1,19 @@
 """CPU work in two workers: JPEGs of 500 × 375 decoded by Pillow, cropped, flipped, to uint8 tensors [3, 224, 224].
 
-The limit is two processes that each decode half of the files and stack them, with nothing sent. Claimed: headrace does
-0.97 of that, and 1.2 times torch. Headrace and torch run the same dataset with the same two workers; a row of its own
-is the same work as an async dataset with a `transform`, where the bytes come through the loader's process.
+The limit is two processes that each decode half of the files and stack them, with nothing sent.
+Claimed: headrace does 0.97 of that, and 1.2 times torch. Headrace and torch run the same dataset
+with the same two workers; a row of its own is the same work as an async dataset with a `transform`,
+where the bytes come through the loader's process.
 
-Much of the difference to torch is glibc's: a process that has never freed a large block gives the memory of each
-decoded image back to the kernel and faults it in anew (460 page faults an image in a bare loop). A torch worker makes
-its batches in shared memory, and frees no such block. The bare loops free one first, so that they are a limit, and
-"torch, tuned" is torch with a `worker_init_fn` that does.
+Much of the difference to torch is glibc's: a process that has never freed a large block gives the
+memory of each decoded image back to the kernel and faults it in anew (460 page faults an image in a
+bare loop). A torch worker makes its batches in shared memory, and frees no such block. The bare
+loops free one first, so that they are a limit, and "torch, tuned" is torch with a `worker_init_fn`
+that does.
 
-Where to cut and whether to flip follow from the index, so that every batch is checked against the same batch made
-here: by sums as they come, by all values for each round's last batch, outside the clock.
+Where to cut and whether to flip follow from the index, so that every batch is checked against the
+same batch made here: by sums as they come, by all values for each round's last batch, outside the
+clock.
 
     python benchmarks/jpeg_decode.py
 """
@@ -134,7 +137,9 @@ def decode_on_demand(requests: Connection, dataset: Decoded, half: int) -> None:
     out = torch.empty(BATCH, 3, CROP, CROP, dtype=torch.uint8)
     requests.send("ready")
     while requests.recv():
-        for start in range(half * BATCH, len(dataset), 2 * BATCH):  # every other batch, as a worker gets them
+        for start in range(
+            half * BATCH, len(dataset), 2 * BATCH
+        ):  # every other batch, as a worker gets them
             torch.stack([dataset[index] for index in range(start, start + BATCH)], out=out)
         requests.send("done")
 
@@ -184,7 +189,9 @@ def nodes_loader(dataset: Decoded) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=32, help="an even number")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=4, rounds=1)
@@ -195,7 +202,9 @@ def main() -> None:
     workers: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
     workers_of_torch = {"multiprocessing_context": "spawn", **workers}
     torch_loader = torch.utils.data.DataLoader(dataset, **workers_of_torch)
-    tuned_loader = torch.utils.data.DataLoader(dataset, worker_init_fn=keep_freed_memory, **workers_of_torch)
+    tuned_loader = torch.utils.data.DataLoader(
+        dataset, worker_init_fn=keep_freed_memory, **workers_of_torch
+    )
     absent = {}
     with (
         BareLoops(dataset) as bare_loops,
@@ -216,7 +225,9 @@ def main() -> None:
             absent["torchdata.nodes, 2 threads"] = "torchdata is not installed"
         rounds = interleave(contestants, rounds=arguments.rounds, unit="images/s")
     size = sum(map(len, files)) / FILES / 1e3
-    print(f"{length} JPEGs of {WIDTH} × {HEIGHT}, {size:.0f} kB each, batches of {BATCH}, 2 workers")
+    print(
+        f"{length} JPEGs of {WIDTH} × {HEIGHT}, {size:.0f} kB each, batches of {BATCH}, 2 workers"
+    )
     print(describe_machine("pillow", "torchdata"))
     rounds.show(against=LIMIT, absent=absent)
     claim(

@@ -1,10 +1,11 @@
 """The contestants of `epoch_of_jpegs.py`: loaders that fetch, decode and augment JPEGs, as their documentation shows.
 
-Each runs as a program of its own, with the interpreter in which it is installed: it reads one epoch to start its
-workers and connections, then those that are timed. Its only argument is the job, as JSON, and it prints a line of JSON
-for each epoch. All use `photo` to decode and augment, and obstore with ranges of known length where they have no client
-of their own. The loop that takes the batches adds up all pixels of each image, and compares the sums, the labels and
-the numbers with those of the files after the clock has stopped.
+Each runs as a program of its own, with the interpreter in which it is installed: it reads one epoch
+to start its workers and connections, then those that are timed. Its only argument is the job, as
+JSON, and it prints a line of JSON for each epoch. All use `photo` to decode and augment, and
+obstore with ranges of known length where they have no client of their own. The loop that takes the
+batches adds up all pixels of each image, and compares the sums, the labels and the numbers with
+those of the files after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Photos(Getter):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store.url, store.options)
-        self.listed = [(each["path"], each["size"]) for page in obstore.list(self.client) for each in page]
+        self.listed = [
+            (each["path"], each["size"]) for page in obstore.list(self.client) for each in page
+        ]
 
     def __call__(self, number: int) -> tuple[Any, int]:
         key, size = self.listed[number]
@@ -166,9 +169,16 @@ def of_tar(sample: Any) -> tuple[torch.Tensor, int, int]:
 @contextlib.contextmanager
 def headrace_objects(job: Job) -> Iterator[Epoch]:
     store = job.store("photos")
-    photos = hr.ObjectDataset(hr.Store(store.url, options=store.options), suffix=".jpg", labels="folder")
+    photos = hr.ObjectDataset(
+        hr.Store(store.url, options=store.options), suffix=".jpg", labels="folder"
+    )
     with hr.DataLoader(
-        photos, BATCH, num_workers=WORKERS, persistent_workers=True, transform=of_object, **job.setting
+        photos,
+        BATCH,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        transform=of_object,
+        **job.setting,
     ) as loader:
         yield lambda: loader
 
@@ -221,7 +231,11 @@ def torch_blocking(job: Job) -> contextlib.AbstractContextManager[Epoch]:
     """The dataset as it is usually written, or one that fetches a batch in threads."""
     photos = Photos(job.store("photos"))
     workers, threads = job.setting.get("num_workers", WORKERS), job.setting.get("threads", 0)
-    dataset = FetchedInThreads(photos, job.images, threads) if threads else OneAtATime(photos.decoded, job.images)
+    dataset = (
+        FetchedInThreads(photos, job.images, threads)
+        if threads
+        else OneAtATime(photos.decoded, job.images)
+    )
     return torch_loader(dataset, workers)
 
 
@@ -240,11 +254,17 @@ def torchdata_nodes(job: Job) -> Iterator[Epoch]:
         prebatch=given["prebatch"],
         in_order=given["in_order"],
     )
-    decoding: dict[str, Any] = {"num_workers": WORKERS, "method": given["method"], "in_order": given["in_order"]}
+    decoding: dict[str, Any] = {
+        "num_workers": WORKERS,
+        "method": given["method"],
+        "in_order": given["in_order"],
+    }
     if given["method"] == "process":
         decoding["multiprocessing_context"] = "spawn"
     if given.get("decode") == "batch":
-        node = nodes.ParallelMapper(nodes.Batcher(node, BATCH, drop_last=False), decoded_batch, **decoding)
+        node = nodes.ParallelMapper(
+            nodes.Batcher(node, BATCH, drop_last=False), decoded_batch, **decoding
+        )
     else:
         node = nodes.ParallelMapper(node, decoded, **decoding)
         node = nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), default_collate)
@@ -274,7 +294,9 @@ def spdl(job: Job) -> Iterator[Epoch]:
             made = PipelineBuilder().add_source(range(job.images))
             fetched = made.pipe(photos.aget, concurrency=job.setting["concurrency"])
             if job.setting.get("decode") == "batch":
-                ready = fetched.aggregate(BATCH).pipe(decoded_batch, concurrency=WORKERS, executor=executor)
+                ready = fetched.aggregate(BATCH).pipe(
+                    decoded_batch, concurrency=WORKERS, executor=executor
+                )
             else:
                 ready = fetched.pipe(decoded, concurrency=WORKERS, executor=executor)
                 ready = ready.aggregate(BATCH).pipe(default_collate)
@@ -299,7 +321,10 @@ def spdl(job: Job) -> Iterator[Epoch]:
 def litdata(job: Job) -> Iterator[Epoch]:
     store, listed = job.store("photos"), Photos(job.store("photos")).listed
     options = dict(job.setting)
-    workers, in_threads = options.pop("num_workers", WORKERS), options.pop("decode", "worker") == "threads"
+    workers, in_threads = (
+        options.pop("num_workers", WORKERS),
+        options.pop("decode", "worker") == "threads",
+    )
 
     options["transform"] = without_label if in_threads else None
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
@@ -324,7 +349,10 @@ class Labelled(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         labels = [int(self.raw.items[index].path.split("/")[-2]) for index in indices]
         found = zip(self.raw.__getitems__(indices), labels, strict=True)
-        return [(item[0], label, item[2]) if isinstance(item, tuple) else photo(item, label) for item, label in found]
+        return [
+            (item[0], label, item[2]) if isinstance(item, tuple) else photo(item, label)
+            for item, label in found
+        ]
 
 
 def webdataset(job: Job) -> contextlib.AbstractContextManager[Epoch]:
@@ -363,7 +391,8 @@ def mosaic(job: Job) -> Iterator[Epoch]:
             **options,
         )
         for stream in dataset.streams:
-            stream._downloader.clean_up()  # otherwise the forked workers share its connection, and mix up the answers
+            # otherwise the forked workers share its connection, and mix up the answers
+            stream._downloader.clean_up()
         with torch_loader(OfMosaic(dataset), workers, multiprocessing_context="fork") as epoch:
             yield epoch
 
@@ -387,7 +416,9 @@ def write_mds(job: Job) -> str:
     streaming = import_mosaic()[0]
     out = Path(job.folder, "mds")
     columns = {"jpg": "bytes", "cls": "int"}
-    with streaming.MDSWriter(out=str(out), columns=columns, size_limit=job.setting["bytes"]) as shards:
+    with streaming.MDSWriter(
+        out=str(out), columns=columns, size_limit=job.setting["bytes"]
+    ) as shards:
         for file in sorted(Path(job.folder, "photos").rglob("*.jpg"), key=lambda file: file.name):
             shards.write({"jpg": file.read_bytes(), "cls": int(file.parent.name)})
     return str(streaming.__version__)
@@ -437,7 +468,10 @@ def ray_data(job: Job) -> Iterator[Epoch]:
 
 
 def of_rows(rows: dict[str, Any]) -> dict[str, Any]:
-    made = [photo(data, int(path.split("/")[-2])) for data, path in zip(rows["bytes"], rows["path"], strict=True)]
+    made = [
+        photo(data, int(path.split("/")[-2]))
+        for data, path in zip(rows["bytes"], rows["path"], strict=True)
+    ]
     pixels, labels, numbers = default_collate(made)
     return {"pixels": pixels.numpy(), "label": labels.numpy(), "number": numbers.numpy()}
 
@@ -452,7 +486,9 @@ def cpu_of(pid: int | None) -> float:
     return found / TICKS
 
 
-def timed(job: Job, contestant: Contestant, epoch: Epoch, expected: Any, requests_at_first: float) -> dict[str, float]:
+def timed(
+    job: Job, contestant: Contestant, epoch: Epoch, expected: Any, requests_at_first: float
+) -> dict[str, float]:
     """The figures of one epoch.
 
     Args:
@@ -463,12 +499,18 @@ def timed(job: Job, contestant: Contestant, epoch: Epoch, expected: Any, request
         requests_at_first: of the epoch before; 0 if this is the first.
 
     Raises:
-        RuntimeError: an image is missing, twice there, wrong, has another's label, or was not read from the store.
+        RuntimeError: an image is missing, twice there, wrong, has another's label, or was not read
+            from the store.
     """
     ours = cpu_of(os.getpid())
     if contestant.open is decoding_alone:
         rate = float(epoch())  # type: ignore[arg-type]
-        return {"rate": rate, "cpu": (cpu_of(os.getpid()) - ours) / job.images * 1e6, "cpu_of_store": 0, "requests": 0}
+        return {
+            "rate": rate,
+            "cpu": (cpu_of(os.getpid()) - ours) / job.images * 1e6,
+            "cpu_of_store": 0,
+            "requests": 0,
+        }
     store = job.store(contestant.reads)
     requests, its = store.gets(), cpu_of(store.pid)
     found, first = [], 0.0
@@ -477,16 +519,28 @@ def timed(job: Job, contestant: Contestant, epoch: Epoch, expected: Any, request
         first = first or time.perf_counter() - began
         found.append((sums_of(pixels), labels, numbers))
     elapsed = time.perf_counter() - began
-    ours, its, requests = cpu_of(os.getpid()) - ours, cpu_of(store.pid) - its, store.gets() - requests
-    sums, labels, numbers = (torch.cat([batch[column] for batch in found]).numpy() for column in range(3))
-    if not len(set(numbers.tolist())) == len(numbers) == job.images:  # an epoch may have a part of the images
-        raise RuntimeError(f"{len(numbers)} of {job.images} images came, or not each once: this run does not count")
+    ours, its, requests = (
+        cpu_of(os.getpid()) - ours,
+        cpu_of(store.pid) - its,
+        store.gets() - requests,
+    )
+    sums, labels, numbers = (
+        torch.cat([batch[column] for batch in found]).numpy() for column in range(3)
+    )
+    if (
+        not len(set(numbers.tolist())) == len(numbers) == job.images
+    ):  # an epoch may have a part of the images
+        raise RuntimeError(
+            f"{len(numbers)} of {job.images} images came, or not each once: this run does not count"
+        )
     if not np.array_equal(labels, numbers % CLASSES):
         raise RuntimeError("labels are wrong: this run does not count")
     if not np.array_equal(sums, expected[numbers]):
         raise RuntimeError("pixels are wrong: this run does not count")
     if requests < (job.images if contestant.reads == "photos" else 0.9 * requests_at_first):
-        raise RuntimeError(f"{requests} requests were made, the rest was cached: this run does not count")
+        raise RuntimeError(
+            f"{requests} requests were made, the rest was cached: this run does not count"
+        )
     return {
         "rate": job.images / elapsed,
         "first": first,
@@ -500,7 +554,11 @@ def given(*settings: dict[str, Any], **common: Any) -> list[dict[str, Any]]:
     return [{**common, **setting} for setting in settings]
 
 
-LIMIT, OURS, OURS_ON_SHARDS = "decoding alone, from memory", "headrace, objects", "headrace, tar shards"
+LIMIT, OURS, OURS_ON_SHARDS = (
+    "decoding alone, from memory",
+    "headrace, objects",
+    "headrace, tar shards",
+)
 TORCH = "torch DataLoader, 2 workers"
 # Each one's settings for the sweep, the likely best first: a quick run takes that one.
 CONTESTANTS = {
@@ -518,11 +576,7 @@ CONTESTANTS = {
     OURS_ON_SHARDS: Contestant(
         headrace_shards,
         reads="tar",
-        settings=given(
-            {},
-            {"placement": "thread"},
-            {"shards_in_parallel": 8},
-        ),
+        settings=given({}, {"placement": "thread"}, {"shards_in_parallel": 8}),
     ),
     TORCH: Contestant(torch_blocking),
     "torch DataLoader, best": Contestant(
@@ -584,7 +638,10 @@ CONTESTANTS = {
         ),
     ),
     "WebDataset, tar shards": Contestant(
-        webdataset, reads="tar", package="webdataset", settings=given({}, {"num_workers": 4}, {"num_workers": 8})
+        webdataset,
+        reads="tar",
+        package="webdataset",
+        settings=given({}, {"num_workers": 4}, {"num_workers": 8}),
     ),
     "Mosaic MDS, shards": Contestant(
         mosaic,

@@ -1,13 +1,15 @@
 """What a large array in a transform costs: time to the first batch, and memory in all processes together.
 
-A transform looks up rows in a global array of 480 MB; batches of 64, 2 workers, an async dataset for headrace and the
-same samples as a map-style dataset for torch. Torch's workers are forks, which share the trainer's memory; headrace
-copies the array once, into memory that its workers share. Each loader runs in a process of its own. Claimed: the first
-batch comes within 2 s of the time that it takes with a transform without the array (the copy itself takes 0.2 to
-0.5 s), and all processes together take at most 1.25 times the array's size more than with a transform without it. An
-epoch in which nothing has changed compares the array with the copy: that time is printed too.
+A transform looks up rows in a global array of 480 MB; batches of 64, 2 workers, an async dataset
+for headrace and the same samples as a map-style dataset for torch. Torch's workers are forks, which
+share the trainer's memory; headrace copies the array once, into memory that its workers share. Each
+loader runs in a process of its own. Claimed: the first batch comes within 2 s of the time that it
+takes with a transform without the array (the copy itself takes 0.2 to 0.5 s), and all processes
+together take at most 1.25 times the array's size more than with a transform without it. An epoch in
+which nothing has changed compares the array with the copy: that time is printed too.
 
-Memory is the proportional set size (PSS) of the trainer and all its descendants, so that what is shared counts once.
+Memory is the proportional set size (PSS) of the trainer and all its descendants, so that what is
+shared counts once.
 
     python benchmarks/large_closure.py
 """
@@ -69,11 +71,15 @@ def measure(name: str, megabytes: int) -> None:
     if name == "headrace":
         loader = hr.DataLoader(Numbers(), BATCH, num_workers=2, transform=look_up)
     else:
-        loader = torch.utils.data.DataLoader(Looked(), BATCH, num_workers=2, persistent_workers=True)
+        loader = torch.utils.data.DataLoader(
+            Looked(), BATCH, num_workers=2, persistent_workers=True
+        )
     first = memory = 0.0
     for number, batch in enumerate(loader):
         first = first or time.perf_counter() - began
-        if batch.tolist() != [expected[index % ROWS] for index in range(number * BATCH, (number + 1) * BATCH)]:
+        if batch.tolist() != [
+            expected[index % ROWS] for index in range(number * BATCH, (number + 1) * BATCH)
+        ]:
             raise RuntimeError(f"batch {number} is wrong: this run does not count")
     memory = proportional_size(os.getpid())
     began = time.perf_counter()
@@ -92,7 +98,9 @@ def in_own_process(name: str, large: bool, megabytes: int) -> tuple[float, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=480)
     parser.add_argument("--loader", choices=LOADERS, help="measure this one, in this process")
@@ -116,10 +124,16 @@ def main() -> None:
         table.show(against="headrace, nothing")
     times, memory, _ = tables
     later = [each / 1e3 for each in times.differences("headrace, the array", "headrace, nothing")]
-    more = [each / megabytes - 1 for each in memory.differences("headrace, the array", "headrace, nothing")]
+    more = [
+        each / megabytes - 1
+        for each in memory.differences("headrace, the array", "headrace, nothing")
+    ]
     what = f"a transform with an array of {megabytes} MB"
     claim(f"first batch, {what}", Figure("s later than without the array", later, at_most=2))
-    claim(f"memory of all processes, {what}", Figure("arrays beside the trainer's own", more, at_most=1.25))
+    claim(
+        f"memory of all processes, {what}",
+        Figure("arrays beside the trainer's own", more, at_most=1.25),
+    )
 
 
 if __name__ == "__main__":

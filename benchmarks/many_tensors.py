@@ -1,9 +1,9 @@
 """What a batch of many small tensors costs on its way from a worker: 114 of them, as a table's columns would be.
 
-A torch map-style dataset, two workers, and a `collate_fn` that makes a dict of 114 float32 tensors [32, 4] (58 kB in
-all). Torch gives each tensor a shared-memory file of its own, whose descriptor is sent; headrace packs them into one
-slab. Claimed: 3 times torch's rate, and 0.4 of the limit, which is two processes that only run the same `collate_fn`,
-with nothing sent.
+A torch map-style dataset, two workers, and a `collate_fn` that makes a dict of 114 float32 tensors
+[32, 4] (58 kB in all). Torch gives each tensor a shared-memory file of its own, whose descriptor is
+sent; headrace packs them into one slab. Claimed: 3 times torch's rate, and 0.4 of the limit, which
+is two processes that only run the same `collate_fn`, with nothing sent.
 
 Every value of every batch is checked, for both alike, within the clock.
 
@@ -82,7 +82,9 @@ class BareLoops:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(2)]
         self.ends = [ours for ours, _ in pipes]
-        self.processes = [context.Process(target=collate_on_demand, args=(theirs,)) for _, theirs in pipes]
+        self.processes = [
+            context.Process(target=collate_on_demand, args=(theirs,)) for _, theirs in pipes
+        ]
         for process in self.processes:
             process.start()
         for end in self.ends:
@@ -105,7 +107,9 @@ class BareLoops:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=32, rounds=1)

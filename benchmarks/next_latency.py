@@ -1,13 +1,14 @@
 """What `next()` and `anext()` cost when a batch is ready.
 
-Batches of 256 integers as one tensor; the consumer rests for a millisecond between two calls, so that the next batch
-has arrived, and the median and the mean over 1,000 calls are taken. Claimed for the median: 10 µs where the loop runs
-in a thread, 50 µs where it is a process of its own (the batch is received, unpacked and mapped within the call).
-Claimed for the mean of `next()`, which has the calls that draw and send plans (one in five): 8 µs and 30 µs. The limit
-of `next()` is taking an item out of a queue in the same way; of `anext()` one turn of the event loop, which it always
-gives to other tasks. Both draw the indices of a later batch from torch's sampler as well, which is shown by itself. For
-the mean there is also a bare process: it is sent indices in groups of five, drawn by the same sampler, over a pipe, and
-sends back the batches.
+Batches of 256 integers as one tensor; the consumer rests for a millisecond between two calls, so
+that the next batch has arrived, and the median and the mean over 1,000 calls are taken. Claimed for
+the median: 10 µs where the loop runs in a thread, 50 µs where it is a process of its own (the batch
+is received, unpacked and mapped within the call). Claimed for the mean of `next()`, which has the
+calls that draw and send plans (one in five): 8 µs and 30 µs. The limit of `next()` is taking an
+item out of a queue in the same way; of `anext()` one turn of the event loop, which it always gives
+to other tasks. Both draw the indices of a later batch from torch's sampler as well, which is shown
+by itself. For the mean there is also a bare process: it is sent indices in groups of five, drawn by
+the same sampler, over a pipe, and sends back the batches.
 
 Every value of every batch is checked, and the batch is freed, outside the clock.
 
@@ -39,15 +40,18 @@ import headrace as hr
 BATCH = 256
 REST = 0.001  # seconds between two calls
 
-AHEAD, GROUP = 6, 5  # batches that the bare process makes ahead, and requests that it is sent together, as a loader's
+AHEAD, GROUP = (
+    6,
+    5,
+)  # batches that the bare process makes ahead, and requests that it is sent together, as a loader's
 
-QUEUE, TURN, SAMPLER, PROCESS = "a queue's get()", "a turn of the loop", "the sampler's next()", "a bare process"
-AIMS = {
-    "next(), thread": 10,
-    "anext(), thread": 10,
-    "next(), process": 50,
-    "anext(), process": 50,
-}
+QUEUE, TURN, SAMPLER, PROCESS = (
+    "a queue's get()",
+    "a turn of the loop",
+    "the sampler's next()",
+    "a bare process",
+)
+AIMS = {"next(), thread": 10, "anext(), thread": 10, "next(), process": 50, "anext(), process": 50}
 MEAN_AIMS = {"next(), thread": 8, "next(), process": 30}
 UNITS = ("µs, median of the calls", "µs, mean of the calls")
 
@@ -75,7 +79,9 @@ def as_it_is(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
-def time_calls(calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor] = as_it_is) -> Figures:
+def time_calls(
+    calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor] = as_it_is
+) -> Figures:
     """The median and the mean of `call()` in µs."""
     times = []
     for number in range(1, calls + 1):
@@ -84,7 +90,9 @@ def time_calls(calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], t
         batch = call()
         times.append(time.perf_counter() - began)
         check(as_tensor(batch), number)
-        del batch  # not in the next call's time: torch frees a tensor without Python's lock, which another thread takes
+        # not in the next call's time: torch frees a tensor without Python's lock, which another
+        # thread takes
+        del batch
     return in_microseconds(times)
 
 
@@ -112,7 +120,9 @@ def with_queue(calls: int) -> Figures:
 
 
 def with_turns(calls: int) -> Figures:
-    ready = iter([torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(1, calls + 1)])
+    ready = iter(
+        [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(1, calls + 1)]
+    )
 
     async def turn() -> torch.Tensor:
         await asyncio.sleep(0)
@@ -200,7 +210,9 @@ def with_spdl(calls: int) -> Figures:
     from spdl.pipeline import PipelineBuilder
 
     source = [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(calls + 1)]
-    pipeline = PipelineBuilder().add_source(source).pipe(torch.clone).add_sink(4).build(num_threads=1)
+    pipeline = (
+        PipelineBuilder().add_source(source).pipe(torch.clone).add_sink(4).build(num_threads=1)
+    )
     with pipeline.auto_stop():
         batches = pipeline.get_iterator()
         check(next(batches), 0)
@@ -208,7 +220,9 @@ def with_spdl(calls: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=1000)
     arguments = parse_arguments(parser, calls=50, rounds=1)
@@ -234,7 +248,9 @@ def main() -> None:
         else:
             absent["SPDL, next()"] = "spdl is not installed"
         medians, means = interleave_figures(contestants, rounds=arguments.rounds, units=UNITS)
-    print(f"{calls} calls, {REST * 1000:.0f} ms apart, a batch ready; batches of {BATCH} integers; anext() on uvloop")
+    print(
+        f"{calls} calls, {REST * 1000:.0f} ms apart, a batch ready; batches of {BATCH} integers; anext() on uvloop"
+    )
     print(describe_machine("spdl-core"))
     medians.show(against=QUEUE, absent=absent)
     means.show(against=QUEUE, absent=absent)

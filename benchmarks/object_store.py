@@ -1,16 +1,18 @@
 """Throughput of small objects from a store with latency: headrace against other loaders.
 
-Objects of 56 KB, or of `--size`, over HTTP, S3's protocol, 20 ms to the first byte, batches of 64. Each loader runs
-with 64 GETs in flight in all, if it can be set so, and at its own best setting, which is searched first; then all run
-in turn, round after round. The limits run with them: concurrency ÷ latency, and a bare loop of obstore's ranged GETs,
-without and with `If-Match`, which headrace sends by default, and in a thread of its own. Where the cores are the
-limit, a loader is as fast as its CPU time for an object is short, which is shown too: that of its process and those
-that it has started.
+Objects of 56 KB, or of `--size`, over HTTP, S3's protocol, 20 ms to the first byte, batches of 64.
+Each loader runs with 64 GETs in flight in all, if it can be set so, and at its own best setting,
+which is searched first; then all run in turn, round after round. The limits run with them:
+concurrency ÷ latency, and a bare loop of obstore's ranged GETs, without and with `If-Match`, which
+headrace sends by default, and in a thread of its own. Where the cores are the limit, a loader is as
+fast as its CPU time for an object is short, which is shown too: that of its process and those that
+it has started.
 
-Every byte of every object is compared with the stored one, in the loader's own collate function; a run with an object
-that is missing, duplicated, wrong, out of a promised order, or cached from an earlier epoch does not count. The clock
-runs from `iter()` to the last batch of an epoch; an uncounted epoch before it starts the workers and connections that a
-loader keeps between epochs. Each loader has a process of its own, as a training program is one.
+Every byte of every object is compared with the stored one, in the loader's own collate function; a
+run with an object that is missing, duplicated, wrong, out of a promised order, or cached from an
+earlier epoch does not count. The clock runs from `iter()` to the last batch of an epoch; an
+uncounted epoch before it starts the workers and connections that a loader keeps between epochs.
+Each loader has a process of its own, as a training program is one.
 
 WebDataset reads tar shards, not objects: see tar_stream.py.
 
@@ -48,8 +50,8 @@ HANGS = 120  # seconds; time-out of an epoch: one of s3torchconnector's hung
 EPOCH = 2.0  # seconds of an epoch at few requests in flight, which reads fewer objects
 BARE, BARE_IF_MATCH, TORCH = "bare obstore loop", "bare obstore loop, If-Match", "torch, 2 workers"
 BARE_THREAD = "bare obstore loop, in a thread"
-# The least share asked of each: of the bare loop at best, and of the best peer. Without `If-Match` headrace sends the
-# same requests as the peers and the bare loop.
+# The least share asked of each: of the bare loop at best, and of the best peer. Without `If-Match`
+# headrace sends the same requests as the peers and the bare loop.
 OWN = "headrace"
 OURS = {OWN: (0.92, 1.0), "headrace, if_match=False": (0.95, 1.1)}
 OTHER_SIZES = 0.9  # of the bare loop at best
@@ -85,7 +87,9 @@ class Contestant:
         context = multiprocessing.get_context("spawn")
         line, its = context.Pipe()
         # Not a daemon: it has workers.
-        process = context.Process(target=compete, args=(its, store, name, setting, count), daemon=False)
+        process = context.Process(
+            target=compete, args=(its, store, name, setting, count), daemon=False
+        )
         process.start()
         its.close()
         try:
@@ -128,7 +132,9 @@ def compete(line: Connection, store: Store, name: str, setting: Setting, count: 
             line.send(reason(error))
 
 
-def search(store: Store, name: str, objects: int, settings: Iterable[Setting]) -> dict[Setting, int | str]:
+def search(
+    store: Store, name: str, objects: int, settings: Iterable[Setting]
+) -> dict[Setting, int | str]:
     """Objects per second of each setting, the better of two epochs after a first, or the failure."""
     found: dict[Setting, int | str] = {}
     for setting in settings:
@@ -136,7 +142,9 @@ def search(store: Store, name: str, objects: int, settings: Iterable[Setting]) -
             try:
                 if not is_quick():
                     contestant.run()
-                found[setting] = round(max(contestant.run()[0] for _ in range(1 if is_quick() else 2)))
+                found[setting] = round(
+                    max(contestant.run()[0] for _ in range(1 if is_quick() else 2))
+                )
             except RuntimeError as error:
                 found[setting] = f"failed: {error}"
     return found
@@ -202,7 +210,9 @@ def report(
     absent: Mapping[str, str],
 ) -> None:
     """Print the three tables and the claims."""
-    alike = table(rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL)
+    alike = table(
+        rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL
+    )
     print(f"\n{EQUAL} in flight in all")
     alike.show(against=LIMIT)
     tuned = table(rounds, {name: entry(name, setting) for name, setting in best.items()})
@@ -213,7 +223,9 @@ def report(
     lowest = [min(EQUAL / LATENCY, bare) for bare in alike.values[BARE]]
     alike = Rounds(alike.unit, {**alike.values, "limit": lowest})
     peers = [
-        name for name in best if name not in (BARE, BARE_IF_MATCH, BARE_THREAD, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)
+        name
+        for name in best
+        if name not in (BARE, BARE_IF_MATCH, BARE_THREAD, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)
     ]
     objects = f"objects of {size / 1000:.0f} KB"
     for ours, (of_bare, of_peer) in OURS.items():
@@ -223,7 +235,10 @@ def report(
             f"{objects}, {ours}",
             alike.share(ours, "limit", f"of a bare loop at {EQUAL} in flight", at_least=0.95),
             tuned.share(
-                ours, BARE, "of a bare loop, each at its best", at_least=of_bare if size == SIZE else OTHER_SIZES
+                ours,
+                BARE,
+                "of a bare loop, each at its best",
+                at_least=of_bare if size == SIZE else OTHER_SIZES,
             ),
         )
         if peers:
@@ -239,12 +254,19 @@ def report(
                 tuned.share(ours, TORCH, "× torch", at_least=100),
             )
     if OWN in best and BARE_IF_MATCH in best:
-        claim(f"{objects}, {OWN}", tuned.share(OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"))
+        claim(
+            f"{objects}, {OWN}",
+            tuned.share(OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"),
+        )
     unconditional = "headrace, if_match=False"
     if unconditional in best and BARE_THREAD in best:
         claim(
             f"{objects}, {unconditional}",
-            tuned.share(unconditional, BARE_THREAD, "of a bare loop in a thread of its own, each at its best"),
+            tuned.share(
+                unconditional,
+                BARE_THREAD,
+                "of a bare loop in a thread of its own, each at its best",
+            ),
         )
     for ours, (_, of_peer) in zip(IN_PROCESSES, OURS.values(), strict=True):
         if ours in best and PEER_IN_PROCESSES in best:
@@ -259,30 +281,58 @@ def entry(name: str, setting: Setting) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--objects", type=int, default=OBJECTS)
-    parser.add_argument("--size", type=int, default=SIZE, help=f"bytes of an object, a multiple of 8 up to {LONGEST}")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=SIZE,
+        help=f"bytes of an object, a multiple of 8 up to {LONGEST}",
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="the bare loop always runs")
-    parser.add_argument("--test-server", action="store_true", help="the library's own server, be nginx there or not")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=FAMILIES,
+        default=list(FAMILIES),
+        help="the bare loop always runs",
+    )
+    parser.add_argument(
+        "--test-server", action="store_true", help="the library's own server, be nginx there or not"
+    )
     arguments = parse_arguments(parser, objects=256, rounds=1)
     size = arguments.size
     if size % 8 or not 8 <= size <= LONGEST:
         parser.error(f"--size must be a multiple of 8, from 8 to {LONGEST}")
     objects = min(arguments.objects, STORED // size)
     chosen = {name: family for name, family in FAMILIES.items() if name in {BARE, *arguments.only}}
-    absent = {name: f"{family.package} is not installed" for name, family in chosen.items() if not family.is_there}
+    absent = {
+        name: f"{family.package} is not installed"
+        for name, family in chosen.items()
+        if not family.is_there
+    }
     absent |= {"WebDataset": "reads tar shards, not objects: tar_stream.py"}
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a thousand connections for each contestant
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # a thousand connections for each contestant
 
-    settings = {name: each.settings[:1] if arguments.quick else each.settings for name, each in chosen.items()}
+    settings = {
+        name: each.settings[:1] if arguments.quick else each.settings
+        for name, each in chosen.items()
+    }
     stored = max(count_for(setting, objects) for tried in settings.values() for setting in tried)
 
     with serve(stored, size, latency=LATENCY, nginx=not arguments.test_server) as store:
-        print(f"{objects} objects of {size} bytes, {LATENCY * 1000:.0f} ms to the first byte, batches of {BATCH}")
+        print(
+            f"{objects} objects of {size} bytes, {LATENCY * 1000:.0f} ms to the first byte, batches of {BATCH}"
+        )
         print(f"the store: {store.kind}; it shares the machine's cores")
-        print(f"comparing every byte of an object takes {checking_cost(size) * 1e6:.1f} µs, for all")
+        print(
+            f"comparing every byte of an object takes {checking_cost(size) * 1e6:.1f} µs, for all"
+        )
         print(describe_machine("torchdata", "spdl-core", "grain", "s3torchconnector", "litdata"))
         print("\nthe search for each one's best setting [objects/s]")
         equal: dict[str, Setting] = {}
@@ -291,8 +341,14 @@ def main() -> None:
             if name in absent:
                 continue
             found = search(store, name, objects, settings[name])
-            print(f"{name}: " + "; ".join(f"{setting}: {result}" for setting, result in found.items()), flush=True)
-            rates = {setting: result for setting, result in found.items() if isinstance(result, int)}
+            print(
+                f"{name}: "
+                + "; ".join(f"{setting}: {result}" for setting, result in found.items()),
+                flush=True,
+            )
+            rates = {
+                setting: result for setting, result in found.items() if isinstance(result, int)
+            }
             if not rates:
                 absent[name] = str(next(iter(found.values())))
                 continue
@@ -304,11 +360,17 @@ def main() -> None:
                 sys.exit(f"these failed: {failures}")
             print("a quick run: no race, nothing is claimed")
             return
-        rounds, cpu, failed = race(store, [*equal.items(), *best.items()], objects, arguments.rounds)
+        rounds, cpu, failed = race(
+            store, [*equal.items(), *best.items()], objects, arguments.rounds
+        )
     for name, why in failed.items():
         print(f"{name} {why}")
-    equal = {name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values}
-    best = {name: setting for name, setting in best.items() if entry(name, setting) in rounds.values}
+    equal = {
+        name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values
+    }
+    best = {
+        name: setting for name, setting in best.items() if entry(name, setting) in rounds.values
+    }
     if without := [name for name in (BARE, *OURS) if name in chosen and name not in best]:
         sys.exit(f"no figures of {', '.join(without)}: {'; '.join((absent | failed).values())}")
     report(size, rounds, cpu, equal, best, absent | failed)

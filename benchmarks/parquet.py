@@ -1,10 +1,11 @@
 """How close a loader of Parquet comes to bare ranged reads with pyarrow's decoder, and to pyarrow's own dataset.
 
-4 files of 8 row groups, of which 4 of 8 columns are read, over HTTP from the library's own test server, with 20 ms to
-the first byte. A loader gives batches of 256 rows, as tables and as dicts, in order and shuffled, and whole row groups.
-In the same run: a bare obstore loop that reads the same ranges, several row groups at once, and decodes them by pyarrow
-in threads (the limit of tables), the same with `to_pylist` for each 256 rows (the limit of dicts), and
-`pyarrow.dataset` over the same server by its own S3 client. Footers are read before the clock starts.
+4 files of 8 row groups, of which 4 of 8 columns are read, over HTTP from the library's own test
+server, with 20 ms to the first byte. A loader gives batches of 256 rows, as tables and as dicts, in
+order and shuffled, and whole row groups. In the same run: a bare obstore loop that reads the same
+ranges, several row groups at once, and decodes them by pyarrow in threads (the limit of tables),
+the same with `to_pylist` for each 256 rows (the limit of dicts), and `pyarrow.dataset` over the
+same server by its own S3 client. Footers are read before the clock starts.
 
     python benchmarks/parquet.py
 """
@@ -56,7 +57,9 @@ def spans_of(data: bytes) -> list[list[tuple[int, int]]]:
     for group in range(metadata.num_row_groups):
         chunks = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
         wanted = [chunk for chunk in chunks if chunk.path_in_schema in COLUMNS]
-        ranges = Ranges.of([(c.data_page_offset, c.data_page_offset + c.total_compressed_size) for c in wanted])
+        ranges = Ranges.of(
+            [(c.data_page_offset, c.data_page_offset + c.total_compressed_size) for c in wanted]
+        )
         groups.append([(span.start, span.stop - span.start) for span in plan_spans(ranges)])
     return groups
 
@@ -66,9 +69,14 @@ def check(rows: int, files: int) -> None:
         raise RuntimeError(f"{rows} rows came: this run does not count")
 
 
-def check_values(name: str, batches: Iterable[Any], expected: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+def check_values(
+    name: str, batches: Iterable[Any], expected: np.ndarray[Any, np.dtype[np.int64]]
+) -> None:
     """Compare every value, in sorted order, in an epoch that is not timed."""
-    tables = [batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_pylist(batch) for batch in batches]
+    tables = [
+        batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_pylist(batch)
+        for batch in batches
+    ]
     table = pyarrow.concat_tables(tables)
     rows = np.stack([np.asarray(table[name]) for name in COLUMNS])
     if not np.array_equal(rows[:, np.lexsort(rows)], expected):
@@ -77,7 +85,9 @@ def check_values(name: str, batches: Iterable[Any], expected: np.ndarray[Any, np
 
 def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> float:
     """Read and decode row groups by obstore and pyarrow alone."""
-    metadata = {key: pyarrow.parquet.read_metadata(io.BytesIO(data)) for key, data in objects.items()}
+    metadata = {
+        key: pyarrow.parquet.read_metadata(io.BytesIO(data)) for key, data in objects.items()
+    }
     plans = {key: spans_of(data) for key, data in objects.items()}
 
     def decode(key: str, group: int, pieces: list[tuple[int, memoryview]]) -> int:
@@ -85,20 +95,29 @@ def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> fl
         file = pyarrow.parquet.ParquetFile(source, metadata=metadata[key], pre_buffer=False)
         table = file.read_row_group(group, columns=COLUMNS, use_threads=False)
         if as_rows:
-            return sum(len(table.slice(start, BATCH).to_pylist()) for start in range(0, len(table), BATCH))
+            return sum(
+                len(table.slice(start, BATCH).to_pylist()) for start in range(0, len(table), BATCH)
+            )
         return len(table)
 
     async def run() -> float:
         store = from_url(url, client_options={"allow_http": True})
-        groups = iter([(key, group, spans) for key, plan in plans.items() for group, spans in enumerate(plan)])
+        groups = iter(
+            [(key, group, spans) for key, plan in plans.items() for group, spans in enumerate(plan)]
+        )
         rows = 0
 
         async def one() -> None:
             nonlocal rows
             for key, group, spans in groups:
-                reads = (obstore.get_range_async(store, key, start=start, length=length) for start, length in spans)
+                reads = (
+                    obstore.get_range_async(store, key, start=start, length=length)
+                    for start, length in spans
+                )
                 parts = await asyncio.gather(*reads)
-                pieces = [(start, memoryview(part)) for (start, _), part in zip(spans, parts, strict=True)]
+                pieces = [
+                    (start, memoryview(part)) for (start, _), part in zip(spans, parts, strict=True)
+                ]
                 came = await asyncio.to_thread(decode, key, group, pieces)
                 rows += came
 
@@ -111,7 +130,9 @@ def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> fl
     return uvloop.run(run())
 
 
-def with_loader(dataset: hr.ParquetDataset, files: int, size: int, batch_size: int = BATCH, **options: Any) -> float:
+def with_loader(
+    dataset: hr.ParquetDataset, files: int, size: int, batch_size: int = BATCH, **options: Any
+) -> float:
     dataset = pickle.loads(pickle.dumps(dataset))  # without the row groups of the epoch before
     with hr.DataLoader(dataset, batch_size, **options) as loader:
         began = time.perf_counter()
@@ -130,14 +151,18 @@ def with_pyarrow(dataset: pyarrow.dataset.Dataset, files: int, size: int) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latency", type=float, default=0.02, help="seconds to the first byte")
     arguments = parse_arguments(parser, files=1, rounds=1)
     files = arguments.files
     objects = {f"{number}.parquet": file(number) for number in range(files)}
-    size = sum(length for data in objects.values() for spans in spans_of(data) for _, length in spans)
+    size = sum(
+        length for data in objects.values() for spans in spans_of(data) for _, length in spans
+    )
     with ObjectServer(objects, latency=arguments.latency) as server:
         url = server.http_url
         store = hr.Store(url, options={"client_options": {"allow_http": True}})
@@ -147,7 +172,9 @@ def main() -> None:
         remote = pyarrow.dataset.dataset(
             [f"bucket/{key}" for key in objects],
             filesystem=pyarrow.fs.S3FileSystem(
-                anonymous=True, scheme="http", endpoint_override=server.endpoint.removeprefix("http://")
+                anonymous=True,
+                scheme="http",
+                endpoint_override=server.endpoint.removeprefix("http://"),
             ),
             format="parquet",
         )
@@ -161,19 +188,25 @@ def main() -> None:
             "pyarrow.dataset, its S3": lambda: with_pyarrow(remote, files, size),
             "bare reads, decoder, to_pylist": lambda: bare(url, objects, size, as_rows=True),
             "headrace, dicts": lambda: with_loader(dicts, files, size, **as_list),
-            "headrace, dicts, shuffled": lambda: with_loader(dicts, files, size, **as_list, **shuffled),
+            "headrace, dicts, shuffled": lambda: with_loader(
+                dicts, files, size, **as_list, **shuffled
+            ),
         }
         expected = np.concatenate(
             [
                 np.stack([np.asarray(table[name]) for name in COLUMNS])
-                for table in (pyarrow.parquet.read_table(io.BytesIO(data)) for data in objects.values())
+                for table in (
+                    pyarrow.parquet.read_table(io.BytesIO(data)) for data in objects.values()
+                )
             ],
             axis=1,
         )
         expected = expected[:, np.lexsort(expected)]
         for name, dataset in {"tables": tables, "dicts": dicts}.items():
             for options in ({}, shuffled):
-                with hr.DataLoader(dataset, BATCH, **options, **(as_list if dataset is dicts else {})) as loader:
+                with hr.DataLoader(
+                    dataset, BATCH, **options, **(as_list if dataset is dicts else {})
+                ) as loader:
                     check_values(name, loader, expected)
         rounds = interleave(contestants, rounds=arguments.rounds, unit="MB/s")
     print(

@@ -1,7 +1,8 @@
 """Loaders that fetch objects of a store, each used as its documentation shows; compared by `object_store.py`.
 
-All give batches of `BATCH` in which `numbers_of` has compared every byte. Loaders without an HTTP client of their own
-use obstore, one client per process, and request ranges of known length, as headrace and the bare loop do.
+All give batches of `BATCH` in which `numbers_of` has compared every byte. Loaders without an HTTP
+client of their own use obstore, one client per process, and request ranges of known length, as
+headrace and the bare loop do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import torch
 import uvloop
 from contents import key_of, numbers_of
 from contestants import BATCH, Batches, Epoch, Family, Setting
-from getting import BatchInThreads, GetRange, GetRangeIfMatch, OneAtATime, allow_http_for_litdata, raw_litdata
+from getting import (
+    BatchInThreads,
+    GetRange,
+    GetRangeIfMatch,
+    OneAtATime,
+    allow_http_for_litdata,
+    raw_litdata,
+)
 from store import BUCKET, Store
 
 import headrace as hr
@@ -60,7 +68,10 @@ def collate_samples_for(store: Store) -> Callable[[Sequence[hr.types.ObjectSampl
 
 
 async def fetch_batches(
-    get: Callable[[int], Awaitable[Any]], count: int, in_flight: int, put: Callable[[list[Any]], object]
+    get: Callable[[int], Awaitable[Any]],
+    count: int,
+    in_flight: int,
+    put: Callable[[list[Any]], object],
 ) -> None:
     """As many coroutines as fetches in flight, each with one GET at a time; `put` is called with each batch."""
     numbers = iter(range(count))
@@ -69,7 +80,9 @@ async def fetch_batches(
     async def fetch() -> None:
         nonlocal ready
         for number in numbers:
-            data = await get(number)  # before `ready` is looked up, which may be another list afterwards
+            data = await get(
+                number
+            )  # before `ready` is looked up, which may be another list afterwards
             ready.append(data)
             if len(ready) == BATCH:
                 batch, ready = ready, []
@@ -80,14 +93,20 @@ async def fetch_batches(
 
 
 @contextlib.contextmanager
-def bare_loop(store: Store, setting: Setting, count: int, *, if_match: bool = False) -> Iterator[Epoch]:
+def bare_loop(
+    store: Store, setting: Setting, count: int, *, if_match: bool = False
+) -> Iterator[Epoch]:
     """The limit of obstore and store."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         get, collate = (conditional_getter if if_match else getter)(store).aget, collate_for(store)
 
         def epoch() -> Batches:
             batches: list[list[int]] = []
-            runner.run(fetch_batches(get, count, setting.in_flight, lambda ready: batches.append(collate(ready))))
+            runner.run(
+                fetch_batches(
+                    get, count, setting.in_flight, lambda ready: batches.append(collate(ready))
+                )
+            )
             return batches
 
         yield epoch
@@ -102,7 +121,9 @@ def bare_thread(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 
         def epoch() -> Batches:
             queue: SimpleQueue[list[Any] | None] = SimpleQueue()
-            running = thread.submit(lambda: runner.run(fetch_batches(get, count, setting.in_flight, queue.put)))
+            running = thread.submit(
+                lambda: runner.run(fetch_batches(get, count, setting.in_flight, queue.put))
+            )
             running.add_done_callback(lambda _: queue.put(None))
             while (ready := queue.get()) is not None:
                 yield collate(ready)
@@ -156,7 +177,8 @@ def torch_loader(
         collate_fn=collate_for(store),
         num_workers=workers,
         prefetch_factor=AHEAD // 2,
-        multiprocessing_context="forkserver",  # the clients' threads do not survive a fork of this process
+        # the clients' threads do not survive a fork of this process
+        multiprocessing_context="forkserver",
         persistent_workers=True,
         worker_init_fn=worker_init_fn,
     )
@@ -167,11 +189,15 @@ def torch_loader(
             loader._iterator._shutdown_workers()
 
 
-def torch_blocking(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
+def torch_blocking(
+    store: Store, setting: Setting, count: int
+) -> contextlib.AbstractContextManager[Epoch]:
     return torch_loader(OneAtATime(getter(store), count), store, setting.workers)
 
 
-def torch_threads(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
+def torch_threads(
+    store: Store, setting: Setting, count: int
+) -> contextlib.AbstractContextManager[Epoch]:
     dataset = BatchInThreads(getter(store), count, setting.in_flight // setting.workers)
     return torch_loader(dataset, store, setting.workers)
 
@@ -182,8 +208,12 @@ def torchdata_nodes(store: Store, setting: Setting, count: int | range) -> Itera
 
     prebatch = 4 if setting.variant else None
     node: Any = nodes.IterableWrapper(range(count) if isinstance(count, int) else count)
-    node = nodes.ParallelMapper(node, getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch)
-    node = nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD)
+    node = nodes.ParallelMapper(
+        node, getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch
+    )
+    node = nodes.Prefetcher(
+        nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD
+    )
     loader = nodes.Loader(node)
     yield lambda: loader
 
@@ -196,7 +226,9 @@ def torchdata_processes(store: Store, setting: Setting, count: int) -> Iterator[
         lines = []
         for part in range(PROCESSES):
             line, its = context.Pipe()
-            process = context.Process(target=serve_part, args=(its, store, setting, range(part, count, PROCESSES)))
+            process = context.Process(
+                target=serve_part, args=(its, store, setting, range(part, count, PROCESSES))
+            )
             process.start()
             its.close()
             stack.callback(process.join)
@@ -251,7 +283,9 @@ def spdl(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
 def grain(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     import grain
 
-    options = grain.ReadOptions(num_threads=setting.in_flight, prefetch_buffer_size=2 * setting.in_flight)
+    options = grain.ReadOptions(
+        num_threads=setting.in_flight, prefetch_buffer_size=2 * setting.in_flight
+    )
     fetched = grain.MapDataset.range(count).map(getter(store)).to_iter_dataset(options)
     batches = fetched.batch(BATCH, batch_fn=collate_for(store))
     yield lambda: batches
@@ -286,7 +320,9 @@ class FromS3:
         return self._dataset[number]
 
 
-def s3torchconnector(store: Store, setting: Setting, count: int) -> contextlib.AbstractContextManager[Epoch]:
+def s3torchconnector(
+    store: Store, setting: Setting, count: int
+) -> contextlib.AbstractContextManager[Epoch]:
     threads = setting.in_flight // setting.workers
     get = FromS3(store, count)
     dataset = OneAtATime(get, count) if threads == 1 else BatchInThreads(get, count, threads)
@@ -298,8 +334,12 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     at_once = setting.in_flight // setting.workers
     files = {key_of(number): store.size for number in range(count)}
     with tempfile.TemporaryDirectory(prefix="headrace-litdata-") as folder:
-        dataset = raw_litdata(store.endpoint, files, folder, max_concurrent_downloads=at_once, max_prefetch=at_once)
-        with torch_loader(dataset, store, setting.workers, worker_init_fn=allow_http_for_litdata) as epoch:
+        dataset = raw_litdata(
+            store.endpoint, files, folder, max_concurrent_downloads=at_once, max_prefetch=at_once
+        )
+        with torch_loader(
+            dataset, store, setting.workers, worker_init_fn=allow_http_for_litdata
+        ) as epoch:
             yield epoch
 
 
@@ -320,14 +360,17 @@ FAMILIES: dict[str, Family] = {
     "bare obstore loop, in a thread": Family(bare_thread, _in_flight(512, 1024), in_order=False),
     "headrace": Family(headrace, OURS),
     "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
-    "headrace, 2 engines": Family(functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)),
+    "headrace, 2 engines": Family(
+        functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)
+    ),
     "headrace, if_match=False, 2 engines": Family(
         functools.partial(headrace, if_match=False, engines=PROCESSES), _in_flight(512, 1024)
     ),
     "torch, 2 workers": Family(torch_blocking, [Setting(2, 2)]),
     "torch, 16 workers": Family(torch_blocking, [Setting(16, 16)]),
     "torch, threads in workers": Family(
-        torch_threads, [Setting(64, 2), Setting(128, 2), Setting(256, 4), Setting(512, 8), Setting(1024, 16)]
+        torch_threads,
+        [Setting(64, 2), Setting(128, 2), Setting(256, 4), Setting(512, 8), Setting(1024, 16)],
     ),
     "torchdata.nodes": Family(
         torchdata_nodes,
@@ -340,10 +383,19 @@ FAMILIES: dict[str, Family] = {
         "torchdata",
         in_order=False,
     ),
-    "SPDL": Family(spdl, [*_in_flight(64, 256, 1024), Setting(256, variant="threads")], "spdl-core", in_order=False),
+    "SPDL": Family(
+        spdl,
+        [*_in_flight(64, 256, 1024), Setting(256, variant="threads")],
+        "spdl-core",
+        in_order=False,
+    ),
     "Grain": Family(grain, _in_flight(64, 256, 1024), "grain"),
     "s3torchconnector": Family(
-        s3torchconnector, [Setting(64, 2), Setting(16, 16), Setting(256, 4), Setting(512, 8)], "s3torchconnector"
+        s3torchconnector,
+        [Setting(64, 2), Setting(16, 16), Setting(256, 4), Setting(512, 8)],
+        "s3torchconnector",
     ),
-    "LitData, raw": Family(litdata, [Setting(64, 1), Setting(256, 1), Setting(256, 2), Setting(1024, 4)], "litdata"),
+    "LitData, raw": Family(
+        litdata, [Setting(64, 1), Setting(256, 1), Setting(256, 2), Setting(1024, 4)], "litdata"
+    ),
 }

@@ -1,12 +1,13 @@
 """The cost of a random order: nanoseconds of CPU an index, and memory, beside torch's and NumPy's.
 
-Arrays of a million indices: `headrace.Permutation`, of which it is the beginning of an order of 10⁹, NumPy's
-`Generator.permutation` and `torch.randperm`; and as Python ints, as samplers give them. One plain NumPy operation
-shows how busy the machine is. Times are of this thread's CPU. Memory is the growth of the resident set of a process of
-its own, at its greatest.
+Arrays of a million indices: `headrace.Permutation`, of which it is the beginning of an order of
+10⁹, NumPy's `Generator.permutation` and `torch.randperm`; and as Python ints, as samplers give
+them. One plain NumPy operation shows how busy the machine is. Times are of this thread's CPU.
+Memory is the growth of the resident set of a process of its own, at its greatest.
 
     python benchmarks/permutation.py
-    python benchmarks/permutation.py --check  # bijective for each n ≤ 4,096, and around 2**k up to k = 24, for 5 keys
+    python benchmarks/permutation.py --check  # bijective for each n ≤ 4,096, and around 2**k up to
+    k = 24, for 5 keys
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ import headrace as hr
 N = 1_000_000
 LONG = 1_000_000_000
 MEMORY: dict[str, Callable[[], object]] = {
-    "headrace.Permutation, 10⁹": lambda: sum(map(len, itertools.islice(hr.Permutation(LONG, 0).blocks(), 100))),
+    "headrace.Permutation, 10⁹": lambda: sum(
+        map(len, itertools.islice(hr.Permutation(LONG, 0).blocks(), 100))
+    ),
     "headrace.ElasticSampler, 10⁹": lambda: sum(itertools.islice(hr.ElasticSampler(LONG), N)),
     "torch.randperm, 10⁷": lambda: torch.randperm(10 * N),
     "torch.randperm, tolist, 10⁷": lambda: torch.randperm(10 * N).tolist(),
@@ -50,7 +53,11 @@ def growth(draw: Callable[[], object]) -> float:
 
 
 def peak() -> float:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -65,7 +72,9 @@ def check() -> None:
     around = [2**k + offset for k in range(1, 25) for offset in (-1, 0, 1)]
     lengths = [*range(4097), *around]
     wrong = [(n, seed) for seed in range(5) for n in lengths if not is_bijective(n, seed)]
-    print(f"{5 * len(lengths):,} permutations, of up to 2**24 + 1 values: {len(wrong)} are not bijective {wrong}")
+    print(
+        f"{5 * len(lengths):,} permutations, of up to 2**24 + 1 values: {len(wrong)} are not bijective {wrong}"
+    )
     sys.exit(bool(wrong))
 
 
@@ -88,7 +97,9 @@ def main() -> None:
     generator = np.random.default_rng(0)
     ones = np.ones(2**14, dtype=np.uint32)
     contestants = {
-        "one np.multiply (uint32)": lambda: [np.multiply(ones, ones, out=ones) for _ in range(N // 2**14)],
+        "one np.multiply (uint32)": lambda: [
+            np.multiply(ones, ones, out=ones) for _ in range(N // 2**14)
+        ],
         "headrace.Permutation": lambda: hr.Permutation(N, 0)[:],
         "headrace.Permutation of 10⁹": lambda: hr.Permutation(LONG, 0)[N : 2 * N],
         "np.random.Generator.permutation": lambda: generator.permutation(N),
@@ -103,8 +114,14 @@ def main() -> None:
     print("\ngreatest memory [MiB]")
     for name in MEMORY:
         run = [sys.executable, __file__, "--memory", name]
-        print(f"{name:32}  {float(subprocess.run(run, check=True, capture_output=True, text=True).stdout):8.1f}")
-    pairs = zip(costs.values["headrace.Permutation"], costs.values["headrace.Permutation of 10⁹"], strict=True)
+        print(
+            f"{name:32}  {float(subprocess.run(run, check=True, capture_output=True, text=True).stdout):8.1f}"
+        )
+    pairs = zip(
+        costs.values["headrace.Permutation"],
+        costs.values["headrace.Permutation of 10⁹"],
+        strict=True,
+    )
     claim("an index of a random order", Figure("ns", list(map(max, pairs)), at_most=34))
 
 

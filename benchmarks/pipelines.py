@@ -1,8 +1,9 @@
 """Simulated pipelines, each with another stage that is too slow: does `report()` name it, and is its prediction true?
 
-Each pipeline is a real loader whose training step is a sleep. Its limit is known. The change that the report proposes
-is applied: `report.change`, where it is one of constructor arguments, otherwise a change of the dataset or the loop as
-the advice says. Then the waiting is measured again, and compared with `report.predicted`.
+Each pipeline is a real loader whose training step is a sleep. Its limit is known. The change that
+the report proposes is applied: `report.change`, where it is one of constructor arguments, otherwise
+a change of the dataset or the loop as the advice says. Then the waiting is measured again, and
+compared with `report.predicted`.
 
 The gain is what training steps gain in rate. ::
 
@@ -41,7 +42,8 @@ class Pipeline:
         make: makes the loader, given arguments of a change.
         step: seconds of a training step.
         batches: number of batches that are read.
-        by_hand: makes the loader after a change that is not one of constructor arguments, given the report.
+        by_hand: makes the loader after a change that is not one of constructor arguments, given the
+            report.
         second_epoch: whether the change is to read another epoch.
     """
 
@@ -276,7 +278,9 @@ def objects(server: ObjectServer, **change: Any) -> hr.DataLoader[Any]:
 def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
     """The pipelines, by name; servers that they need are entered into `stack`."""
 
-    def make(dataset: Callable[[], Any], batch_size: int = 16, **arguments: Any) -> Callable[..., hr.DataLoader[Any]]:
+    def make(
+        dataset: Callable[[], Any], batch_size: int = 16, **arguments: Any
+    ) -> Callable[..., hr.DataLoader[Any]]:
         return lambda **change: hr.DataLoader(dataset(), batch_size, **{**arguments, **change})
 
     def served(size: int, count: int, *faults: Fault, latency: float = 0.005) -> ObjectServer:
@@ -286,11 +290,15 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         return server
 
     def latency() -> Pipeline:
-        return Pipeline("latency", make(lambda: Numbers(960, lambda index: 0.05), concurrency=16), 0.02)
+        return Pipeline(
+            "latency", make(lambda: Numbers(960, lambda index: 0.05), concurrency=16), 0.02
+        )
 
     def latency_of_a_store() -> Pipeline:
         server = served(4096, 320, latency=0.05)
-        return Pipeline("latency", lambda **change: objects(server, **{"concurrency": 6, **change}), 0.03, 40)
+        return Pipeline(
+            "latency", lambda **change: objects(server, **{"concurrency": 6, **change}), 0.03, 40
+        )
 
     def throttling() -> Pipeline:
         def fewer(report: hr.types.Report) -> hr.DataLoader[Any]:
@@ -315,14 +323,20 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             assert report.factor is not None
             return make(lambda: Computing(960, 0.004 / report.factor), concurrency=16)()
 
-        return Pipeline("event-loop", make(lambda: Computing(960, 0.004), concurrency=16), 0.03, 40, cheaper)
+        return Pipeline(
+            "event-loop", make(lambda: Computing(960, 0.004), concurrency=16), 0.03, 40, cheaper
+        )
 
     def blocked_loop() -> Pipeline:
         def threads(report: hr.types.Report) -> hr.DataLoader[Any]:
             return make(lambda: InThreads(960, lambda index: 0.008), concurrency=16)()
 
         return Pipeline(
-            "blocked-loop", make(lambda: Blocking(960, lambda index: 0.008), concurrency=16), 0.04, 40, threads
+            "blocked-loop",
+            make(lambda: Blocking(960, lambda index: 0.008), concurrency=16),
+            0.04,
+            40,
+            threads,
         )
 
     def workers() -> Pipeline:
@@ -346,7 +360,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         def shards(**change: Any) -> hr.DataLoader[Any]:
             names = [f"{server.url}/train/{number:02}.txt" for number in range(16)]
             parallel = change.pop("shards_in_parallel", 2)
-            dataset = hr.LinesDataset(names, store=store_of(server), format="bytes", shards_in_parallel=parallel)
+            dataset = hr.LinesDataset(
+                names, store=store_of(server), format="bytes", shards_in_parallel=parallel
+            )
             return hr.DataLoader(dataset, 16, collate_fn=len, **change)
 
         def more(report: hr.types.Report) -> hr.DataLoader[Any]:
@@ -370,17 +386,23 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
         return Pipeline("copy", loader, 0.01, 40, tensors)
 
     def start_up() -> Pipeline:
-        return Pipeline("start-up", make(lambda: Opened(320, lambda index: 0.005)), 0.02, 20, second_epoch=True)
+        return Pipeline(
+            "start-up", make(lambda: Opened(320, lambda index: 0.005)), 0.02, 20, second_epoch=True
+        )
 
     def memory_budget() -> Pipeline:
         dataset = lambda: Numbers(480, lambda index: 0.05, 100_000)  # noqa: E731
         return Pipeline(
-            "memory-budget", make(dataset, 8, memory_budget=2_500_000, concurrency=64, collate_fn=len), 0.01
+            "memory-budget",
+            make(dataset, 8, memory_budget=2_500_000, concurrency=64, collate_fn=len),
+            0.01,
         )
 
     def look_ahead() -> Pipeline:
         return Pipeline(
-            "look-ahead", make(lambda: Numbers(480, lambda index: 0.08), 8, num_workers=1, prefetch_factor=1), 0.02
+            "look-ahead",
+            make(lambda: Numbers(480, lambda index: 0.08), 8, num_workers=1, prefetch_factor=1),
+            0.02,
         )
 
     def sampler() -> Pipeline:
@@ -389,9 +411,16 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
         def loader(sampler: SlowSampler, **change: Any) -> hr.DataLoader[Any]:
             arguments = {"concurrency": 16, **change}
-            return hr.DataLoader(Numbers(480, lambda index: 0.005), batch_sampler=sampler, **arguments)
+            return hr.DataLoader(
+                Numbers(480, lambda index: 0.005), batch_sampler=sampler, **arguments
+            )
 
-        return Pipeline("look-ahead", functools.partial(loader, slow), 0.02, by_hand=lambda report: loader(quick))
+        return Pipeline(
+            "look-ahead",
+            functools.partial(loader, slow),
+            0.02,
+            by_hand=lambda report: loader(quick),
+        )
 
     def consumer() -> Pipeline:
         return Pipeline("consumer", make(lambda: Numbers(960, lambda index: 0.02)), 0.02)
@@ -411,7 +440,9 @@ def gain(share_before: float, share_after: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--verbose", action="store_true", help="print each report")
@@ -429,7 +460,13 @@ def main() -> None:
                 outcome = run(made[name])
                 outcomes[name].append(outcome)
                 if arguments.verbose:
-                    print(name, outcome.before, outcome.after, outcome.report.predicted, outcome.report.change)
+                    print(
+                        name,
+                        outcome.before,
+                        outcome.after,
+                        outcome.report.predicted,
+                        outcome.report.change,
+                    )
                     print(outcome.report, end="\n\n", flush=True)
         show({name: (made[name], found) for name, found in outcomes.items()})
 
@@ -437,7 +474,9 @@ def main() -> None:
 def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
     """Print the table, and whether each prediction was true."""
     row = "{:20} {:14} {:7} {:>6} {:>9} {:>6}  {:>9} {:>6}"
-    print(row.format("pipeline", "limit", "found", "waits", "predicted", "after", "predicted", "gain"))
+    print(
+        row.format("pipeline", "limit", "found", "waits", "predicted", "after", "predicted", "gain")
+    )
     missed = []
     for name, (pipeline, rounds) in outcomes.items():
         right = [each for each in rounds if each.report.limit == pipeline.limit]
@@ -449,12 +488,16 @@ def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
             after = statistics.median(each.after for each in right if each.after is not None)
             cells.append(f"{before:.0%}")
             known = [each for each in right if each.report.predicted is not None]
-            predicted = statistics.median(each.report.predicted for each in known) if known else None
+            predicted = (
+                statistics.median(each.report.predicted for each in known) if known else None
+            )
             if predicted is not None and pipeline.limit != "consumer":
                 expected, reached = 1 / gain(before, predicted), 1 / gain(before, after)
                 cells += [f"{predicted:.0%}", f"{after:.0%}", f"{expected:.2f}x", f"{reached:.2f}x"]
                 good &= abs(reached / expected - 1) <= TOLERANCE
-        wrong = sorted({each.report.limit for each in rounds if each.report.limit != pipeline.limit})
+        wrong = sorted(
+            {each.report.limit for each in rounds if each.report.limit != pipeline.limit}
+        )
         line = row.format(*cells, *[""] * (8 - len(cells)))
         print(line.rstrip() + ("" if good else f"  MISSED {' '.join(wrong)}"))
         if not good:
@@ -463,7 +506,9 @@ def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
         print(f"missed: {', '.join(missed)}")
     claim(
         "report() on simulated pipelines: the limit in each round, the rate after the change within 25 %",
-        Figure(f"of {len(outcomes)} pipelines", [len(outcomes) - len(missed)], at_least=len(outcomes)),
+        Figure(
+            f"of {len(outcomes)} pipelines", [len(outcomes) - len(missed)], at_least=len(outcomes)
+        ),
     )
 
 

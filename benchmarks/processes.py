@@ -6,7 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["Cpu", "connections_of", "descendants", "engines_of", "private_size", "proportional_size"]
+__all__ = [
+    "Cpu",
+    "connections_of",
+    "descendants",
+    "engines_of",
+    "private_size",
+    "proportional_size",
+]
 
 NATIVE = "tokio"  # obstore's threads
 ESTABLISHED = "01"
@@ -25,7 +32,11 @@ def descendants(pid: int) -> list[int]:
 
 def engines_of(pid: int) -> list[int]:
     """The engines' processes, by their titles."""
-    return [each for each in descendants(pid) if b"headrace: loader" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [
+        each
+        for each in descendants(pid)
+        if b"headrace: loader" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
 
 
 def proportional_size(pid: int) -> float:
@@ -84,7 +95,11 @@ def connections_of(pid: int, port: int) -> int:
     """Established TCP connections of a process to a port of this machine."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     fields = (line.split() for line in lines)
-    found = {f"socket:[{each[9]}]" for each in fields if each[2].endswith(f":{port:04X}") and each[3] == ESTABLISHED}
+    found = {
+        f"socket:[{each[9]}]"
+        for each in fields
+        if each[2].endswith(f":{port:04X}") and each[3] == ESTABLISHED
+    }
     held = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # it has been closed

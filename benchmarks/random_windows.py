@@ -1,15 +1,17 @@
 """Random windows of 4 KB out of 64 MiB shards, against one request a window and against reading the shards in sequence.
 
-The windows (2,048 tokens of two bytes) come in the order of `BlockShuffleSampler`, through a `DataLoader` whose
-look-ahead covers twice what is shuffled at once; figures are bytes of the shards per second. The sequential limit is a
-bare obstore loop that reads the same shards in ranges of 8 MiB, as many at once, and makes nothing of them; and
-the same in ranges of 1 MiB, which are nearer to the requests that windows make.
+The windows (2,048 tokens of two bytes) come in the order of `BlockShuffleSampler`, through a
+`DataLoader` whose look-ahead covers twice what is shuffled at once; figures are bytes of the shards
+per second. The sequential limit is a bare obstore loop that reads the same shards in ranges of 8
+MiB, as many at once, and makes nothing of them; and the same in ranges of 1 MiB, which are nearer
+to the requests that windows make.
 
-The stores: one behind a link of so many megabytes per second, which the kernel's token bucket keeps to for all
-connections together, in a network namespace of the benchmark's own (`unshare`, `ip` and `tc`, as root); and one as fast
-as loopback, where the two cores are the limit. What the tensors alone cost there is measured by a bare loop that reads
-the ranges of 8 MiB and makes, of the windows of each, batches in a random order, without a loader; in the thread that
-checks them, and in another. Windows one by one are those of the first shard alone.
+The stores: one behind a link of so many megabytes per second, which the kernel's token bucket keeps
+to for all connections together, in a network namespace of the benchmark's own (`unshare`, `ip` and
+`tc`, as root); and one as fast as loopback, where the two cores are the limit. What the tensors
+alone cost there is measured by a bare loop that reads the ranges of 8 MiB and makes, of the windows
+of each, batches in a random order, without a loader; in the thread that checks them, and in
+another. Windows one by one are those of the first shard alone.
 
     python benchmarks/random_windows.py
 """
@@ -67,9 +69,14 @@ class Everything:
 
     def __init__(self, shards: list[bytes]) -> None:
         self.sums = np.concatenate(
-            [np.frombuffer(data, np.uint16).reshape(-1, TOKENS).sum(axis=1, dtype=np.int64) for data in shards]
+            [
+                np.frombuffer(data, np.uint16).reshape(-1, TOKENS).sum(axis=1, dtype=np.int64)
+                for data in shards
+            ]
         )
-        self.total = sum(int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64)) for data in shards) % 2**64
+        self.total = (
+            sum(int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64)) for data in shards) % 2**64
+        )
 
     def check(self, windows: torch.Tensor, sums: torch.Tensor) -> None:
         if not torch.equal(windows.sort().values, torch.arange(len(self.sums))):
@@ -83,10 +90,14 @@ class Everything:
         return windows * WINDOW / elapsed / 1e6, requests / windows * 1000
 
 
-def in_sequence(span: int, url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
+def in_sequence(
+    span: int, url: str, concurrency: int, shards: int, everything: Everything
+) -> tuple[float, float]:
     async def run() -> tuple[float, float]:
         store = from_url(url, client_options={"allow_http": True})
-        ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, span)])
+        ranges = iter(
+            [(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, span)]
+        )
         total = requests = 0
 
         async def one() -> None:
@@ -121,17 +132,23 @@ class Sums:
         everything.check(torch.cat(self._windows), torch.cat(self._sums))
 
 
-async def make_windows(url: str, concurrency: int, shards: int, put: Callable[[torch.Tensor], object]) -> int:
+async def make_windows(
+    url: str, concurrency: int, shards: int, put: Callable[[torch.Tensor], object]
+) -> int:
     """As `in_sequence`, with its windows as a loader's: int64, in batches, in a random order within a request."""
     store = from_url(url, client_options={"allow_http": True})
-    ranges = iter([(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)])
+    ranges = iter(
+        [(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)]
+    )
     random = np.random.default_rng(0)
     requests = 0
 
     async def one() -> None:
         nonlocal requests
         for key, start in ranges:
-            windows = np.frombuffer(await get_range_async(store, key, start=start, length=SPAN), np.uint16)
+            windows = np.frombuffer(
+                await get_range_async(store, key, start=start, length=SPAN), np.uint16
+            )
             windows = windows.reshape(-1, TOKENS)
             requests += 1
             for chosen in random.permutation(len(windows)).reshape(-1, BATCH):
@@ -141,7 +158,9 @@ async def make_windows(url: str, concurrency: int, shards: int, put: Callable[[t
     return requests
 
 
-def in_bare_windows(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
+def in_bare_windows(
+    url: str, concurrency: int, shards: int, everything: Everything
+) -> tuple[float, float]:
     """What the tensors cost, made and checked by one thread."""
     sums = Sums()
     began = time.perf_counter()
@@ -151,13 +170,17 @@ def in_bare_windows(url: str, concurrency: int, shards: int, everything: Everyth
     return everything.figures(elapsed, requests)
 
 
-def in_a_thread(url: str, concurrency: int, shards: int, everything: Everything) -> tuple[float, float]:
+def in_a_thread(
+    url: str, concurrency: int, shards: int, everything: Everything
+) -> tuple[float, float]:
     """The same, made by a thread and checked by another, as with a loader."""
     sums = Sums()
     queue: SimpleQueue[torch.Tensor | None] = SimpleQueue()
     with ThreadPoolExecutor(1) as thread:
         began = time.perf_counter()
-        running = thread.submit(lambda: uvloop.run(make_windows(url, concurrency, shards, queue.put)))
+        running = thread.submit(
+            lambda: uvloop.run(make_windows(url, concurrency, shards, queue.put))
+        )
         running.add_done_callback(lambda _: queue.put(None))
         while (batch := queue.get()) is not None:
             sums.add(batch)
@@ -180,7 +203,9 @@ def in_windows(
     dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
     sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
     sums = Sums()
-    with hr.DataLoader(dataset, batch_size=BATCH, sampler=sampler, concurrency=concurrency) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=BATCH, sampler=sampler, concurrency=concurrency
+    ) as loader:
         began = time.perf_counter()
         for batch in loader:
             sums.add(batch)
@@ -203,9 +228,13 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
             "windows, bare loop": lambda: in_bare_windows(*given),
             "windows, bare loop in a thread": lambda: in_a_thread(*given),
             "windows, joined": lambda: in_windows(hr.TokenDataset, *given),
-            "windows, one by one": lambda: in_windows(OneByOne, url, CONCURRENCY, 1, first),  # a tenth as fast
+            "windows, one by one": lambda: in_windows(
+                OneByOne, url, CONCURRENCY, 1, first
+            ),  # a tenth as fast
         }
-        rates, requests = interleave_figures(contestants, rounds=rounds, units=("MB/s", "requests for 1,000 windows"))
+        rates, requests = interleave_figures(
+            contestants, rounds=rounds, units=("MB/s", "requests for 1,000 windows")
+        )
     rates.show(against="in sequence, 8 MiB ranges")
     requests.show(against="windows, one by one")
     fewer = requests.ratios("windows, one by one", "windows, joined")
@@ -214,16 +243,30 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
         rates.share("windows, joined", "in sequence, 8 MiB ranges", at_least=aim),
         rates.share("windows, joined", "in sequence, 1 MiB ranges"),
         rates.share("windows, bare loop", "in sequence, 8 MiB ranges", "by a bare loop of windows"),
-        rates.share("windows, bare loop in a thread", "in sequence, 8 MiB ranges", "by one in a thread of its own"),
+        rates.share(
+            "windows, bare loop in a thread",
+            "in sequence, 8 MiB ranges",
+            "by one in a thread of its own",
+        ),
         Figure("× fewer requests", fewer, at_least=10),
     )
 
 
 def behind_a_link(rate: int, rounds: int, shards: int) -> None:
     """Measure all of them where loopback carries `rate` MB/s: in a network namespace that ends with its process."""
-    # The bucket holds 10 ms, or the timer's ticks would show; what waits for it is at most a fifth of a second.
+    # The bucket holds 10 ms, or the timer's ticks would show; what waits for it is at most a fifth
+    # of a second.
     bucket = f"tbf rate {8 * rate}mbit burst {rate * 10_000} latency 200ms"
-    own = [sys.executable, __file__, "--within", str(rate), "--rounds", str(rounds), "--shards", str(shards)]
+    own = [
+        sys.executable,
+        __file__,
+        "--within",
+        str(rate),
+        "--rounds",
+        str(rounds),
+        "--shards",
+        str(shards),
+    ]
     setup = f'ip link set lo up && tc qdisc add dev lo root {bucket} && exec "$@"'
     subprocess.run(["unshare", "--net", "sh", "-c", setup, "sh", *own], check=True)
 
@@ -232,10 +275,16 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--shards", type=int, default=8)
-    arguments.add_argument("--links", type=int, nargs="*", default=LINKS, help="MB/s of the links that are tried")
-    arguments.add_argument("--within", type=int, help=argparse.SUPPRESS)  # the MB/s of the link that loopback now is
+    arguments.add_argument(
+        "--links", type=int, nargs="*", default=LINKS, help="MB/s of the links that are tried"
+    )
+    arguments.add_argument(
+        "--within", type=int, help=argparse.SUPPRESS
+    )  # the MB/s of the link that loopback now is
     given = parse_arguments(arguments, rounds=1, shards=1, links=[400])
-    torch.set_num_threads(1)  # the sums that check a batch are small: OpenMP's second thread would only spin for them
+    torch.set_num_threads(
+        1
+    )  # the sums that check a batch are small: OpenMP's second thread would only spin for them
     if given.within:
         compare(f"a store behind {given.within} MB/s", given.rounds, given.shards, 0.9)
         return

@@ -1,8 +1,9 @@
 """Whether the trainer's memory stays what it is: its resident set over 5,000 batches of 4 MB, every byte read.
 
-What is resident are the trainer's own pages and the slabs that it has touched. A slab stays mapped and is used again;
-one that is no longer needed gives its memory back. So the resident set follows what is in flight (the look-ahead is
-17 batches here), up and down. Claimed: between the first and the last tenth of the run it differs by 5 % at most.
+What is resident are the trainer's own pages and the slabs that it has touched. A slab stays mapped
+and is used again; one that is no longer needed gives its memory back. So the resident set follows
+what is in flight (the look-ahead is 17 batches here), up and down. Claimed: between the first and
+the last tenth of the run it differs by 5 % at most.
 
 Each placement runs in a process of its own, so that neither inherits the other's pages.
 
@@ -66,7 +67,9 @@ def measure(placement: str, batches: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--placement", choices=PLACEMENTS, help="measure this one, in this process")
     parser.add_argument("--batches", type=int, default=5000)
     arguments = parse_arguments(parser, batches=WARM_UP + 100)
@@ -74,7 +77,9 @@ def main() -> None:
     if arguments.placement:
         measure(arguments.placement, batches)
         return
-    print(f"{batches} batches of {BATCH * SAMPLE / 1e6:.0f} MB, 2 workers; mean resident set of each tenth of the run")
+    print(
+        f"{batches} batches of {BATCH * SAMPLE / 1e6:.0f} MB, 2 workers; mean resident set of each tenth of the run"
+    )
     print(describe_machine())
     for placement in PLACEMENTS:
         command = [sys.executable, __file__, "--placement", placement, "--batches", str(batches)]

@@ -1,17 +1,20 @@
 """The cost of resuming: time and memory to restore, what keeping the state adds to `next()`, requests after a restore.
 
-Restore: `load_state_dict`, `iter` and the first batch, at 0.9 of an epoch of 10⁶, 10⁸ and 10⁹ samples in random order,
-beside torchdata's `StatefulDataLoader` and Grain where they are installed; each run is a process of its own, which has
-given out a batch before. Memory is the growth of the resident set at its greatest. States at that position are made
-from those after the first batch.
+Restore: `load_state_dict`, `iter` and the first batch, at 0.9 of an epoch of 10⁶, 10⁸ and 10⁹
+samples in random order, beside torchdata's `StatefulDataLoader` and Grain where they are installed;
+each run is a process of its own, which has given out a batch before. Memory is the growth of the
+resident set at its greatest. States at that position are made from those after the first batch.
 
-`next()`: CPU time of the consumer's thread, a millisecond after the call before, with a queue of batches. An earlier
-version can be compared with: the directory of its sources is the argument of ``--baseline``.
+`next()`: CPU time of the consumer's thread, a millisecond after the call before, with a queue of
+batches. An earlier version can be compared with: the directory of its sources is the argument of
+``--baseline``.
 
-Requests: GETs until the first batch, of a loader that begins and of one restored in the middle of a shard.
+Requests: GETs until the first batch, of a loader that begins and of one restored in the middle of a
+shard.
 
     python benchmarks/resume.py
-    python benchmarks/resume.py --peers-at-10-8  # also those that make the whole order: minutes, and 5 GB
+    python benchmarks/resume.py --peers-at-10-8  # also those that make the whole order: minutes,
+    and 5 GB
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Figure, Rounds, claim, describe_machine, interleave_figures, is_installed, parse_arguments
+from harness import (
+    Figure,
+    Rounds,
+    claim,
+    describe_machine,
+    interleave_figures,
+    is_installed,
+    parse_arguments,
+)
 from servers import ObjectServer
 
 import headrace as hr
@@ -103,7 +114,12 @@ def restore_grain(n: int) -> tuple[float, float]:
     import grain
 
     def make() -> Any:
-        return iter(grain.MapDataset.range(n).shuffle(seed=0).batch(BATCH).to_iter_dataset(grain.ReadOptions(0, 0)))
+        return iter(
+            grain.MapDataset.range(n)
+            .shuffle(seed=0)
+            .batch(BATCH)
+            .to_iter_dataset(grain.ReadOptions(0, 0))
+        )
 
     first = make()
     next(first)
@@ -130,7 +146,11 @@ def measure(restore: Callable[[], object], expected: object) -> tuple[float, flo
 
 
 def peak() -> float:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -179,7 +199,10 @@ def timed(call: Callable[[], object], count: int, rest: float = REST) -> float:
 def first_requests(seconds: float) -> dict[str, tuple[int, int]]:
     """GETs for the first batch and what is prefetched with it: at the beginning, and after a restore within a shard."""
     shards = {f"tar/{shard}.tar": tar_of(shard * 1000, 1000) for shard in range(6)}
-    lines = {f"lines/{shard}.txt": b"".join(b"%0200d\n" % line for line in range(3000)) for shard in range(6)}
+    lines = {
+        f"lines/{shard}.txt": b"".join(b"%0200d\n" % line for line in range(3000))
+        for shard in range(6)
+    }
     options: dict[str, Any] = {"shards_in_parallel": 2, "chunk_bytes": 1 << 16}
     found = {}
     with ObjectServer({**shards, **lines}) as server:
@@ -196,7 +219,9 @@ def first_requests(seconds: float) -> dict[str, tuple[int, int]]:
                 for _ in range(40):
                     next(batches)
                 state = loader.state_dict()
-            fresh, restored = (requests_of(server, dataset, each, seconds) for each in (None, state))
+            fresh, restored = (
+                requests_of(server, dataset, each, seconds) for each in (None, state)
+            )
             found[name] = fresh, restored
     return found
 
@@ -241,8 +266,12 @@ def main() -> None:
     arguments.add_argument("--restore", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--calls", help=argparse.SUPPRESS)
     arguments.add_argument("--count", type=int, default=500, help="calls that are timed")
-    arguments.add_argument("--settled", type=float, default=1.5, help="seconds without a request after which it rests")
-    arguments.add_argument("--powers", type=int, nargs="+", choices=POWERS, default=POWERS, help="of the lengths")
+    arguments.add_argument(
+        "--settled", type=float, default=1.5, help="seconds without a request after which it rests"
+    )
+    arguments.add_argument(
+        "--powers", type=int, nargs="+", choices=POWERS, default=POWERS, help="of the lengths"
+    )
     given = parse_arguments(arguments, rounds=1, count=20, settled=0.3, powers=(6, 9))
     if given.restore:
         name, n = given.restore
@@ -267,9 +296,13 @@ def show_restores(rounds: int, powers: Sequence[int], *, slow_peers: bool) -> No
     for power in powers:
         for name in RESTORES:
             peer = name != "headrace"
-            if (not peer or (power < 9 and is_installed(name))) and (name != "torchdata" or power < 8 or slow_peers):
+            if (not peer or (power < 9 and is_installed(name))) and (
+                name != "torchdata" or power < 8 or slow_peers
+            ):
                 label = f"{name}, 10{POWERS[power]}"
-                contestants[label] = lambda name=name, power=power: run_apart("--restore", name, str(10**power))
+                contestants[label] = lambda name=name, power=power: run_apart(
+                    "--restore", name, str(10**power)
+                )
     times, memory = interleave_figures(contestants, rounds=rounds, units=("ms", "MiB"))
     for table in (times, memory):
         print()
@@ -285,7 +318,9 @@ def show_calls(rounds: int, baseline: str | None, count: int) -> None:
         contestants = {"headrace": lambda: run_apart("--calls", folder, "--count", str(count))}
         kept = ("next(), map-style", "next(), shuffled", "next(), tar stream")
         if baseline:
-            contestants[BASELINE] = lambda: run_apart("--calls", folder, "--count", str(count), source=baseline)
+            contestants[BASELINE] = lambda: run_apart(
+                "--calls", folder, "--count", str(count), source=baseline
+            )
         tables = interleave_figures(contestants, rounds=rounds, units=("µs",) * 5)
     names = (*kept, "state_dict(), map-style", "state_dict(), tar stream")
     for name, table in zip(names, tables, strict=True):

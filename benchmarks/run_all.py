@@ -1,13 +1,15 @@
 """Runs every benchmark, one after the other: a table of what each claims and what it reached, and a file of results.
 
-A benchmark that fails, or takes longer than its limit, is reported; the others still run, and the exit status is 1.
-Those that cannot run here are named with the reason. The results, as JSON in `benchmarks/results`, hold the commit, the
-machine, the load before and after each benchmark, and each figure in every repetition; they are written after each
-benchmark, and `compare.py` compares two of them. With `--quick` every benchmark does little work in a few seconds and
-checks its bytes: nothing is claimed.
+A benchmark that fails, or takes longer than its limit, is reported; the others still run, and the
+exit status is 1. Those that cannot run here are named with the reason. The results, as JSON in
+`benchmarks/results`, hold the commit, the machine, the load before and after each benchmark, and
+each figure in every repetition; they are written after each benchmark, and `compare.py` compares
+two of them. With `--quick` every benchmark does little work in a few seconds and checks its bytes:
+nothing is claimed.
 
-Some benchmarks run with fewer stores, or less work for a repetition, than by themselves, so that all take about an hour
-on two cores: `SHORTER` has them. With `--long` each does what it does by itself.
+Some benchmarks run with fewer stores, or less work for a repetition, than by themselves, so that
+all take about an hour on two cores: `SHORTER` has them. With `--long` each does what it does by
+itself.
 
     python benchmarks/run_all.py
     python benchmarks/run_all.py --quick
@@ -135,7 +137,11 @@ def run(file: Path, records: Path, words: Sequence[str], *, limit: float) -> dic
     reason = ""
     try:
         if status := process.wait(limit):
-            reason = f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
+            reason = (
+                f"exit status {status}"
+                if status > 0
+                else f"ended by {signal.Signals(-status).name}"
+            )
     except subprocess.TimeoutExpired:
         reason = f"took more than {limit:.0f} s"
     finally:
@@ -167,7 +173,9 @@ def show(results: dict[str, Any]) -> None:
         if ended["status"] != "ran":
             print(f"{name}: {ended['status']}: {ended['reason']}")
     ran = [ended for ended in results["benchmarks"].values() if ended["status"] == "ran"]
-    print(f"\n{len(ran)} benchmarks ran, in {results['seconds']:.0f} s; load {os.getloadavg()[0]:.1f}")
+    print(
+        f"\n{len(ran)} benchmarks ran, in {results['seconds']:.0f} s; load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def write(results: dict[str, Any], path: Path) -> None:
@@ -179,12 +187,20 @@ def write(results: dict[str, Any], path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [file.stem for file in benchmarks()]
-    parser.add_argument("--quick", action="store_true", help="seconds in place of minutes: do they run? Claims nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="seconds in place of minutes: do they run? Claims nothing",
+    )
     parser.add_argument("--long", action="store_true", help="each as by itself; about two hours")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
-    parser.add_argument("--limit", type=float, help=f"seconds for each: {LIMIT:.0f}, with --quick {QUICK_LIMIT:.0f}")
+    parser.add_argument(
+        "--limit", type=float, help=f"seconds for each: {LIMIT:.0f}, with --quick {QUICK_LIMIT:.0f}"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the results")
     arguments = parser.parse_args(words)
     quick = arguments.quick
@@ -229,10 +245,14 @@ def main(words: Sequence[str] | None = None) -> None:
     write(results, path)
     show(results)
     print(f"results: {path}")
-    if failed := [name for name, ended in results["benchmarks"].items() if ended["status"] == "failed"]:
+    if failed := [
+        name for name, ended in results["benchmarks"].items() if ended["status"] == "failed"
+    ]:
         sys.exit(f"these failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the benchmark ends with this
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the benchmark ends with this
     main()

@@ -78,7 +78,10 @@ def running(folder: Path, config: str, port: int) -> Iterator[int]:
     process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
     try:
         while process.poll() is None:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            with (
+                contextlib.suppress(ConnectionRefusedError),
+                socket.create_connection(("127.0.0.1", port)),
+            ):
                 break
             time.sleep(0.01)
         else:

@@ -1,9 +1,10 @@
 """How random the orders of indexed shards are: neighbours of a shard, and samples of one shard in a batch.
 
-A million samples in shards of 10,000, in the sizes of blocks that a format proposes for samples of some sizes; beside a
-full permutation, and a shuffle buffer of 10,000 samples over shards in a random order, four of which are read at once.
-Printed are the distance in the epoch between samples that are neighbours in their shard, and how many of the other 63
-samples of a batch are of the same shard. Nothing is timed.
+A million samples in shards of 10,000, in the sizes of blocks that a format proposes for samples of
+some sizes; beside a full permutation, and a shuffle buffer of 10,000 samples over shards in a
+random order, four of which are read at once. Printed are the distance in the epoch between samples
+that are neighbours in their shard, and how many of the other 63 samples of a batch are of the same
+shard. Nothing is timed.
 
     python benchmarks/shuffle_quality.py
 """
@@ -56,7 +57,9 @@ def buffer_order(samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1_000_000)
     arguments = parse_arguments(parser, samples=100_000)
     samples = arguments.samples

@@ -22,12 +22,20 @@ MARGIN = 0.1  # of the medians of the errors
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--host", action="store_true", help="one host with 8 GPUs")
     parser.add_argument("--cluster", action="store_true", help="64 such hosts, 10⁹ objects")
-    parser.add_argument("--check", action="store_true", help="real loaders of 1, 2 and 4 engines beside the simulation")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="real loaders of 1, 2 and 4 engines beside the simulation",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of the real loaders")
-    parser.add_argument("--limits", nargs="+", default=[each.limit for each in SCENARIOS], help="of --check")
+    parser.add_argument(
+        "--limits", nargs="+", default=[each.limit for each in SCENARIOS], help="of --check"
+    )
     arguments = parse_arguments(parser, rounds=1, limits=["latency, spread"])
     everything = not (arguments.host or arguments.cluster or arguments.check)
     if arguments.host or everything:
@@ -41,7 +49,12 @@ def main() -> None:
 
 def check(rounds: int, limits: Sequence[str]) -> None:
     """Print predicted beside measured, and claim."""
-    found = [each for scenario in SCENARIOS if scenario.limit in limits for each in compare(scenario, rounds)]
+    found = [
+        each
+        for scenario in SCENARIOS
+        if scenario.limit in limits
+        for each in compare(scenario, rounds)
+    ]
     print(
         table(
             ("limit", "engines", "nominal", "predicted", "measured", "error", "of single rounds"),

@@ -1,7 +1,8 @@
 """MLPerf Storage's workloads in the simulation: the ranks of a host with 8 GPUs, and of 64 hosts on one store.
 
-Each rank is a loader with an eighth of its host's network and cores; for a batch its consumer computes as long as the
-workload says. Latencies are log-normal. Their spread, the network and the cores are assumptions.
+Each rank is a loader with an eighth of its host's network and cores; for a batch its consumer
+computes as long as the workload says. Latencies are log-normal. Their spread, the network and the
+cores are assumptions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from simulation import Host, Latency, SimulatedStore, simulate
-from sizing import FIRST_BYTE, GPUS, HOSTS, MODELS, PREFIX_GETS, WORKLOADS, Model, Need, Workload, table
+from sizing import (
+    FIRST_BYTE,
+    GPUS,
+    HOSTS,
+    MODELS,
+    PREFIX_GETS,
+    WORKLOADS,
+    Model,
+    Need,
+    Workload,
+    table,
+)
 
 from headrace._core.look_ahead import look_ahead, most_ahead
 
@@ -34,7 +46,11 @@ def rank(workload: Workload, *, engines: int, in_flight: int) -> Host:
     model = _model(workload)
     concurrency, batch_size = math.ceil(in_flight / workload.requests), model.batch_size
     ahead = look_ahead(
-        prefetch_factor=None, num_workers=0, concurrency=concurrency, batch_size=batch_size, engines=engines
+        prefetch_factor=None,
+        num_workers=0,
+        concurrency=concurrency,
+        batch_size=batch_size,
+        engines=engines,
     )
     return Host(
         engines=engines,
@@ -87,7 +103,10 @@ def simulated_host() -> str:
     settings = (
         *(Setting(resnet, times=times) for times in (1.0, 1.5)),
         *(Setting(cosmoflow, times=times) for times in (1.0, 1.5)),
-        *(Setting(unet, engines, times) for engines, times in ((3, 1.0), (3, 1.5), (2, 1.5), (1, 1.5))),
+        *(
+            Setting(unet, engines, times)
+            for engines, times in ((3, 1.0), (3, 1.5), (2, 1.5), (1, 1.5))
+        ),
     )
     rows = []
     for setting in settings:

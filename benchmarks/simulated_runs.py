@@ -1,12 +1,14 @@
 """Real loaders of 1, 2 and 4 engines beside the simulation's prediction; `simulate_scale.py --check` runs it.
 
-What takes a core elsewhere sleeps here, so that two cores can stand for many: a transform sleeps in the thread that
-assembles batches, and a read that takes long on the event loop sleeps on it. Latencies are drawn by the index of a
-sample; the limited network is that of headrace's test server, which sends at that rate in all.
+What takes a core elsewhere sleeps here, so that two cores can stand for many: a transform sleeps in
+the thread that assembles batches, and a read that takes long on the event loop sleeps on it.
+Latencies are drawn by the index of a sample; the limited network is that of headrace's test server,
+which sends at that rate in all.
 
-On a busy machine a sleep of 50 ms takes 60, and a batch milliseconds to its consumer. So each run measures how long its
-latencies, sleeps and hops took, and is predicted twice: from the times that were asked for, and from those measured.
-The second tests the model (queues, dealing, look-ahead, order), the first the machine too.
+On a busy machine a sleep of 50 ms takes 60, and a batch milliseconds to its consumer. So each run
+measures how long its latencies, sleeps and hops took, and is predicted twice: from the times that
+were asked for, and from those measured. The second tests the model (queues, dealing, look-ahead,
+order), the first the machine too.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ class Scenario:
         """The host, with the loader's look-ahead."""
         host = self.host
         ahead = look_ahead(
-            prefetch_factor=None, num_workers=0, concurrency=host.concurrency, batch_size=host.batch, engines=engines
+            prefetch_factor=None,
+            num_workers=0,
+            concurrency=host.concurrency,
+            batch_size=host.batch,
+            engines=engines,
         )
         most = most_ahead(ahead, concurrency=host.concurrency, batch_size=host.batch)
         if self.further > 1:
@@ -87,7 +93,9 @@ class Scenario:
         """Batches a second of the second half of an epoch; from measured times if they are given."""
         host, latency = self.with_engines(engines), self.latency
         if times is not None:
-            host = replace(host, loop_cpu=times.loop, transform=times.transform, step=times.step, hop=times.hop)
+            host = replace(
+                host, loop_cpu=times.loop, transform=times.transform, step=times.step, hop=times.hop
+            )
             if times.latency:
                 latency = replace(latency, more=times.latency)
         store = SimulatedStore(latency)
@@ -97,22 +105,35 @@ class Scenario:
     def batches(self) -> dict[int, int]:
         """The batches of an epoch, by the number of engines."""
         store = SimulatedStore(self.latency)
-        rates = {each: simulate([self.with_engines(each)], store, seconds=10.0).rates[0] for each in ENGINES}
+        rates = {
+            each: simulate([self.with_engines(each)], store, seconds=10.0).rates[0]
+            for each in ENGINES
+        }
         return {engines: 2 * max(16, round(rate * SECONDS / 2)) for engines, rate in rates.items()}
 
 
 _LOADER = Host(engines=1, concurrency=64, batch=16, look_ahead=0)
 
 SCENARIOS = (
-    Scenario("transform", Latency(0.03), replace(_LOADER, batch=4, concurrency=256, transform=0.05)),
+    Scenario(
+        "transform", Latency(0.03), replace(_LOADER, batch=4, concurrency=256, transform=0.05)
+    ),
     Scenario("latency, fixed", Latency(0.05), replace(_LOADER)),
     Scenario("latency, spread", Latency(0.04, 0.8), replace(_LOADER)),
-    Scenario("latency, spread; 4 times the look-ahead", Latency(0.04, 0.8), replace(_LOADER), further=4),
-    Scenario("event loop", Latency(0.03), replace(_LOADER, batch=4, concurrency=32, loop_cpu=0.005)),
-    Scenario("network", Latency(0.02), replace(_LOADER, read_bytes=20_000, network=16e6), network=True),
+    Scenario(
+        "latency, spread; 4 times the look-ahead", Latency(0.04, 0.8), replace(_LOADER), further=4
+    ),
+    Scenario(
+        "event loop", Latency(0.03), replace(_LOADER, batch=4, concurrency=32, loop_cpu=0.005)
+    ),
+    Scenario(
+        "network", Latency(0.02), replace(_LOADER, read_bytes=20_000, network=16e6), network=True
+    ),
     Scenario("consumer", Latency(0.03), replace(_LOADER, step=0.05)),
     Scenario(
-        "transform, consumer", Latency(0.04, 0.8), replace(_LOADER, batch=4, concurrency=16, transform=0.05, step=0.02)
+        "transform, consumer",
+        Latency(0.04, 0.8),
+        replace(_LOADER, batch=4, concurrency=16, transform=0.05, step=0.02),
     ),
 )
 
@@ -168,7 +189,11 @@ def opened(scenario: Scenario, engines: int, batches: int) -> Iterator[Any]:
         placement="process",
         concurrency=host.concurrency,
         collate_fn=functools.partial(assemble, seconds=host.transform),
-        **({"num_workers": engines, "prefetch_factor": host.look_ahead // engines} if scenario.further > 1 else {}),
+        **(
+            {"num_workers": engines, "prefetch_factor": host.look_ahead // engines}
+            if scenario.further > 1
+            else {}
+        ),
     )
     if not scenario.network:
         with open_loader(Reads(scenario, batches * host.batch)) as loader:
@@ -179,7 +204,9 @@ def opened(scenario: Scenario, engines: int, batches: int) -> Iterator[Any]:
         server.misbehave(Fault("bandwidth", rate=host.network))
         store = hr.Store(server.url, options=server.store_options)
         data = hr.ObjectDataset(store, keys=[*objects])
-        with open_loader(data, sampler=[number % OBJECTS for number in range(batches * host.batch)]) as loader:
+        with open_loader(
+            data, sampler=[number % OBJECTS for number in range(batches * host.batch)]
+        ) as loader:
             yield loader
 
 
@@ -207,7 +234,11 @@ def measure(loader: Any, batches: int, host: Host) -> tuple[float, Times]:
     half = found[batches // 2 :]
     loop = fmean(batch.loop for batch in half) if host.loop_cpu else 0.0
     return rate, Times(
-        0.0 if loop else fmean(batch.latency for batch in half),  # with it the queue of the loop, which is simulated
+        0.0
+        if loop
+        else fmean(
+            batch.latency for batch in half
+        ),  # with it the queue of the loop, which is simulated
         loop,
         fmean(batch.transform for batch in half),
         fmean(steps) if steps else 0.0,
@@ -255,7 +286,9 @@ def compare(scenario: Scenario, rounds: int) -> list[Comparison]:
         for engines in ENGINES:
             loader = open_now.enter_context(opened(scenario, engines, batches[engines]))
             runs[str(engines)] = functools.partial(run, loader, engines)
-        measured, predicted = interleave_figures(runs, rounds=rounds, units=("measured", "predicted"))
+        measured, predicted = interleave_figures(
+            runs, rounds=rounds, units=("measured", "predicted")
+        )
     return [
         Comparison(
             scenario.limit,
@@ -265,7 +298,9 @@ def compare(scenario: Scenario, rounds: int) -> list[Comparison]:
             measured.median(str(engines)),
             [
                 guess / real - 1
-                for guess, real in zip(predicted.values[str(engines)], measured.values[str(engines)], strict=True)
+                for guess, real in zip(
+                    predicted.values[str(engines)], measured.values[str(engines)], strict=True
+                )
             ],
         )
         for engines, rate in nominal.items()

@@ -1,13 +1,14 @@
 """A discrete-event simulation of loaders with several engines on one store; `simulate_scale.py` uses it.
 
-A read waits for one of its engine's fetches, for the store's rate limit and latency, for the host's network, for a core
-(the client's threads), and for the engine's event loop, in this order. A batch whose reads are complete is assembled by
-one of the engine's workers, and consumed when those before it have been. All queues are first in, first out; a server
-that is shared (network, cores, rate limit) has one queue.
+A read waits for one of its engine's fetches, for the store's rate limit and latency, for the host's
+network, for a core (the client's threads), and for the engine's event loop, in this order. A batch
+whose reads are complete is assembled by one of the engine's workers, and consumed when those before
+it have been. All queues are first in, first out; a server that is shared (network, cores, rate
+limit) has one queue.
 
-Plans are drawn and sent by the loader's own `Prefetcher`, and dealt to the engine with the fewest unfinished. Not
-simulated: retries (a rate limit delays, it does not refuse), bursts that a store grants, engines that die, a look-ahead
-bounded by memory, interference between programs.
+Plans are drawn and sent by the loader's own `Prefetcher`, and dealt to the engine with the fewest
+unfinished. Not simulated: retries (a rate limit delays, it does not refuse), bursts that a store
+grants, engines that die, a look-ahead bounded by memory, interference between programs.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class _Engine:
     workers: Servers
     held: int = 0
     unused: int = 0  # fetches with nothing to begin, at its last batch
-    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(default_factory=deque)  # of the event loop
+    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(
+        default_factory=deque
+    )  # of the event loop
     running: bool = False
     busy: float = 0.0  # seconds that the event loop has computed
     batches: deque[_Batch] = field(default_factory=deque)  # with reads that are not begun
@@ -168,12 +171,15 @@ class _Loader:
         self._by_index = batches < math.inf  # latencies are those of the samples' indices
         share, more = divmod(host.concurrency, host.engines)
         self._engines = [
-            _Engine(max(1, share + (number < more)), Servers(host.workers)) for number in range(host.engines)
+            _Engine(max(1, share + (number < more)), Servers(host.workers))
+            for number in range(host.engines)
         ]
         self.network, self.cores = Servers(1), Servers(host.cores)
         numbers = itertools.count() if batches == math.inf else range(int(batches))
         ahead = LookAheadSize(host.look_ahead, max(host.look_ahead, host.most_ahead))
-        self._plans = Prefetcher((BatchPlan(number, range(host.batch), 0) for number in numbers), self._admit, ahead)
+        self._plans = Prefetcher(
+            (BatchPlan(number, range(host.batch), 0) for number in numbers), self._admit, ahead
+        )
         self._plans.on_stall(0.0)
         self._next = 0
         self._ready: dict[int, _Batch] = {}
@@ -198,7 +204,9 @@ class _Loader:
             engine = min(self._engines, key=lambda each: each.held)
             batch = _Batch(plan.number, engine, self._host.batch, self._host.batch)
             engine.held += 1
-            self._clock.at(self._clock.now + self._host.hop, self._compute, 0.0, self._on_plan, batch)
+            self._clock.at(
+                self._clock.now + self._host.hop, self._compute, 0.0, self._on_plan, batch
+            )
 
     def _on_plan(self, batch: _Batch) -> None:
         batch.engine.batches.append(batch)
@@ -300,11 +308,23 @@ class _Loader:
 
     def totals(self) -> tuple[float, ...]:
         self.count(0)
-        return self.delivered, self.in_flight_seconds, self.network.busy, self.loops, self.cores.busy, self.waited
+        return (
+            self.delivered,
+            self.in_flight_seconds,
+            self.network.busy,
+            self.loops,
+            self.cores.busy,
+            self.waited,
+        )
 
 
 def simulate(
-    hosts: Sequence[Host], store: SimulatedStore, *, seconds: float, warm_up: float = 0.0, seed: int = 0
+    hosts: Sequence[Host],
+    store: SimulatedStore,
+    *,
+    seconds: float,
+    warm_up: float = 0.0,
+    seed: int = 0,
 ) -> Result:
     """Simulate hosts that read from one store.
 
@@ -317,7 +337,9 @@ def simulate(
     """
     clock = Clock()
     gates = [Servers(1) for _ in range(store.prefixes)]
-    loaders = [_Loader(host, store, gates, clock, seed + number) for number, host in enumerate(hosts)]
+    loaders = [
+        _Loader(host, store, gates, clock, seed + number) for number, host in enumerate(hosts)
+    ]
     for loader in loaders:
         loader.start()
     clock.run(warm_up)

@@ -1,7 +1,7 @@
 """The arithmetic of docs/benchmarks.md: what a host with 8 GPUs, and 64 of them, need of engines, store and network.
 
-Every figure is a constant below, with its source, or computed from them. `simulate_scale.py` prints the tables, and
-tests/test_documents.py compares them with the document.
+Every figure is a constant below, with its source, or computed from them. `simulate_scale.py` prints
+the tables, and tests/test_documents.py compares them with the document.
 """
 
 from __future__ import annotations
@@ -13,23 +13,37 @@ from dataclasses import dataclass
 from headrace._core.store.listing import AT_ONCE as LIST_AT_ONCE
 from headrace._core.store.store import LARGE, PAGE, PART
 
-__all__ = ["MODELS", "WORKLOADS", "Model", "Workload", "cluster_tables", "cost_table", "host_tables", "other_costs"]
+__all__ = [
+    "MODELS",
+    "WORKLOADS",
+    "Model",
+    "Workload",
+    "cluster_tables",
+    "cost_table",
+    "host_tables",
+    "other_costs",
+]
 
 GPUS, HOSTS, OBJECTS = 8, 64, 10**9
-LOOP_FULL = 0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
+LOOP_FULL = (
+    0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
+)
 
 # Cited, in docs/benchmarks.md: Amazon's guide to the performance of S3.
 PREFIX_GETS = 5_500  # a second, of a partition
 FIRST_BYTE = 0.100  # seconds; 100 to 200 ms
 CONNECTION_BANDWIDTH = 87.5e6  # bytes a second of one request; 85 to 90 MB/s
-NEAR = 0.020  # seconds to the first byte of a store nearby: an assumption, that of the other benchmarks
+# seconds to the first byte of a store nearby: an assumption, that of the other benchmarks
+NEAR = 0.020
 
 # Measured: catalog_costs.py.
 KEY_CPU = {"a listing": 3.3e-6, "a table": 1.0e-6}  # seconds of CPU a key
 KEY_BYTES, KEY_LENGTH = 96, 38  # of an object in memory, of which the key's own
 ENGINE_BYTES = 14e6
 KEY_START = 0.05e-6  # seconds until the first batch of engines in processes, a key
-KEY_COPIES = 2  # with engines in processes, however many: the consumer's, and one that all of them map
+KEY_COPIES = (
+    2  # with engines in processes, however many: the consumer's, and one that all of them map
+)
 
 # Measured: engine_costs.py.
 BATCH_CPU = {  # seconds of the engine with its worker, and of the consumer
@@ -111,7 +125,9 @@ _COSTS = {
 }
 
 WORKLOADS = tuple(
-    Workload(model.name, model.sample_bytes, model.bandwidth / model.sample_bytes, _COSTS[model.name])
+    Workload(
+        model.name, model.sample_bytes, model.bandwidth / model.sample_bytes, _COSTS[model.name]
+    )
     for model in MODELS
 )
 
@@ -175,7 +191,14 @@ def cost_table() -> str:
         )
         for name, nbytes, cost in samples
     ]
-    head = ("objects", "size", "CPU of Python's threads", "of obstore's threads", "objects/s, at most", "bytes/s")
+    head = (
+        "objects",
+        "size",
+        "CPU of Python's threads",
+        "of obstore's threads",
+        "objects/s, at most",
+        "bytes/s",
+    )
     return table(head, rows)
 
 
@@ -195,10 +218,17 @@ def other_costs() -> str:
             ("connections for each request in flight", "1.0 to 1.1", REQUESTS),
             *batches,
             ("memory of an engine that no other process shares", quantity(ENGINE_BYTES, "B"), KEYS),
-            (f"memory of a key of {KEY_LENGTH} bytes, its size and its entity tag", f"{KEY_BYTES} bytes", KEYS),
+            (
+                f"memory of a key of {KEY_LENGTH} bytes, its size and its entity tag",
+                f"{KEY_BYTES} bytes",
+                KEYS,
+            ),
             ("copies of them, with engines in processes", str(KEY_COPIES), KEYS),
             ("start of the engines, for each key", duration(KEY_START), KEYS),
-            *((f"CPU of {name}, for each key", duration(seconds), KEYS) for name, seconds in KEY_CPU.items()),
+            *(
+                (f"CPU of {name}, for each key", duration(seconds), KEYS)
+                for name, seconds in KEY_CPU.items()
+            ),
         ],
     )
 
@@ -208,7 +238,13 @@ def host_tables() -> Iterator[str]:
     needs = [Need(workload, GPUS) for workload in WORKLOADS]
     yield _demand(needs)
     yield table(
-        ("", "engines, at least", "for each of 8 ranks", "cores that fetch", "MB in flight, 100 ms"),
+        (
+            "",
+            "engines, at least",
+            "for each of 8 ranks",
+            "cores that fetch",
+            "MB in flight, 100 ms",
+        ),
         [
             (
                 need.workload.name,
@@ -250,13 +286,21 @@ def cluster_tables() -> Iterator[str]:
                 for name, seconds in KEY_CPU.items()
             ),
             ("memory of one copy", quantity(OBJECTS * KEY_BYTES, "B"), f"{KEY_BYTES} bytes a key"),
-            ("8 ranks, the engine in a thread", quantity(8 * OBJECTS * KEY_BYTES, "B"), "1 copy a rank"),
+            (
+                "8 ranks, the engine in a thread",
+                quantity(8 * OBJECTS * KEY_BYTES, "B"),
+                "1 copy a rank",
+            ),
             (
                 "8 ranks, engines in processes",
                 quantity(8 * KEY_COPIES * OBJECTS * KEY_BYTES, "B"),
                 f"{KEY_COPIES} copies a rank",
             ),
-            ("one rank's part of 512, one copy", quantity(OBJECTS / 512 * KEY_BYTES, "B"), f"{KEY_BYTES} bytes a key"),
+            (
+                "one rank's part of 512, one copy",
+                quantity(OBJECTS / 512 * KEY_BYTES, "B"),
+                f"{KEY_BYTES} bytes a key",
+            ),
             ("start of the engines", duration(OBJECTS * KEY_START), f"{duration(KEY_START)} a key"),
         ],
     )
@@ -275,7 +319,16 @@ def cluster_tables() -> Iterator[str]:
 
 
 def _demand(needs: Sequence[Need]) -> str:
-    head = ("", "samples/s", "GB/s", "network, Gbit/s", "requests/s", "S3 partitions", "in flight, 20 ms", "100 ms")
+    head = (
+        "",
+        "samples/s",
+        "GB/s",
+        "network, Gbit/s",
+        "requests/s",
+        "S3 partitions",
+        "in flight, 20 ms",
+        "100 ms",
+    )
     return table(
         head,
         [

@@ -1,8 +1,9 @@
 """An object store for benchmarks, with a given latency and low CPU cost.
 
-nginx with its Lua module where they are installed (Debian: `apt-get install nginx libnginx-mod-http-lua`), one worker
-process; else the library's own test server. Either speaks as much S3 as loaders need (GET with ranges, HEAD,
-ListObjectsV2; signatures are not checked), and shares the machine's cores with the loader under test.
+nginx with its Lua module where they are installed (Debian: `apt-get install nginx
+libnginx-mod-http-lua`), one worker process; else the library's own test server. Either speaks as
+much S3 as loaders need (GET with ranges, HEAD, ListObjectsV2; signatures are not checked), and
+shares the machine's cores with the loader under test.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ TURN = """(function()
     return queue.free_at - ngx.now()
 end)()"""
 MODULES = Path("/usr/lib/nginx/modules")
-# No cache of open files: it made no difference to the rate, and with a connection for each of some thousand fetches it
-# came to the limit of descriptors, where nginx accepts no more.
+# No cache of open files: it made no difference to the rate, and with a connection for each of some
+# thousand fetches it came to the limit of descriptors, where nginx accepts no more.
 CONFIG = """
 load_module {modules}/ndk_http_module.so;
 load_module {modules}/ngx_http_lua_module.so;
@@ -121,7 +122,13 @@ def nginx_is_installed() -> bool:
 
 @contextlib.contextmanager
 def serve(
-    objects: int, size: int, *, latency: float, spread: float = 0.0, nginx: bool = True, rate: float = 0.0
+    objects: int,
+    size: int,
+    *,
+    latency: float,
+    spread: float = 0.0,
+    nginx: bool = True,
+    rate: float = 0.0,
 ) -> Iterator[Store]:
     """A store with `objects` as `contents` makes them.
 
@@ -140,7 +147,9 @@ def serve(
             yield Store(endpoint, NGINX, size, pid)
     else:
         if spread or rate:
-            raise ValueError("the test server has one latency for all requests, and no limit to their rate")
+            raise ValueError(
+                "the test server has one latency for all requests, and no limit to their rate"
+            )
         why = "nginx with its Lua module is not installed" if nginx else "as was asked"
         with ObjectServer(contents(objects, size), bucket=BUCKET, latency=latency) as server:
             yield Store(server.endpoint, f"headrace's test server ({why})", size)
@@ -163,7 +172,9 @@ def serve_objects(
     """
     if not nginx_is_installed():
         with ObjectServer(objects, bucket=BUCKET, latency=latency) as server:
-            yield Store(server.endpoint, "headrace's test server, with one latency for all requests", 0)
+            yield Store(
+                server.endpoint, "headrace's test server, with one latency for all requests", 0
+            )
         return
     seconds = f"{_log_normal(latency, spread)} + (math.random() < {stalled} and {stall} or 0)"
     with _nginx(objects.items(), seconds) as (endpoint, pid):
@@ -186,7 +197,9 @@ def _nginx(objects: Iterable[tuple[str, bytes]], latency: str) -> Iterator[tuple
             file = bucket / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
-            os.utime(file, (number + 1, number + 1))  # nginx makes the entity tag of the time and the size
+            os.utime(
+                file, (number + 1, number + 1)
+            )  # nginx makes the entity tag of the time and the size
             sizes[key] = len(data)
         for page in range(-(-len(sizes) // PAGE)):
             (pages / str(page)).write_text(_page(page, sizes))
@@ -208,7 +221,11 @@ def _nginx(objects: Iterable[tuple[str, bytes]], latency: str) -> Iterator[tuple
 
 def _page(page: int, sizes: Mapping[str, int]) -> str:
     listed = list(enumerate(sizes.items(), 1))[page * PAGE : (page + 1) * PAGE]
-    more = f"<NextContinuationToken>{page + 1}</NextContinuationToken>" if (page + 1) * PAGE < len(sizes) else ""
+    more = (
+        f"<NextContinuationToken>{page + 1}</NextContinuationToken>"
+        if (page + 1) * PAGE < len(sizes)
+        else ""
+    )
     entries = "".join(
         f"<Contents><Key>{key}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
         f"<ETag>&quot;{changed:x}-{size:x}&quot;</ETag><Size>{size}</Size>"

@@ -1,12 +1,15 @@
 """Formats of other libraries in a store of 20 ms: headrace, the library's own reader, and bare GETs of the same ranges.
 
-An epoch of samples of 20 KB in shards of 256, shuffled where the reader can, from an empty cache and without a
-connection: with indices and constructors. The library's own loader has two workers. The bare loop reads the ranges
-that headrace read, 64 at once, and knows them beforehand: the limit. Every byte is compared, within the clock, for all.
+An epoch of samples of 20 KB in shards of 256, shuffled where the reader can, from an empty cache
+and without a connection: with indices and constructors. The library's own loader has two workers.
+The bare loop reads the ranges that headrace read, 64 at once, and knows them beforehand: the limit.
+Every byte is compared, within the clock, for all.
 
-Each runs in a process of its own, by its own interpreter where its packages exclude those of the others:
+Each runs in a process of its own, by its own interpreter where its packages exclude those of the
+others:
 
-    python benchmarks/stored_formats.py --python "MDS=mosaic/bin/python" --python "LitData=litdata/bin/python"
+    python benchmarks/stored_formats.py --python "MDS=mosaic/bin/python" --python
+    "LitData=litdata/bin/python"
 """
 
 from __future__ import annotations
@@ -35,16 +38,20 @@ def ranges_of(server: ObjectServer, objects: Mapping[str, bytes]) -> list[tuple[
         size = len(objects.get(seen.key, b""))
         first, last = re.fullmatch(r"(?:bytes=(\d*)-(\d*))?", seen.span).groups()
         start, stop, _ = slice(int(first or 0), int(last) + 1 if last else size).indices(size)
-        found += [(seen.key, start, stop) if first or not last else (seen.key, max(0, size - int(last)), size)] * (
-            size > 0
-        )
+        found += [
+            (seen.key, start, stop)
+            if first or not last
+            else (seen.key, max(0, size - int(last)), size)
+        ] * (size > 0)
     return found
 
 
 def compare(name: str, python: str, count: int, rounds: int) -> str:
     """Run the readers of a format in turn; why there are no figures, or nothing."""
     _, peer, packages, writes, _, alone = FORMATS[name]
-    lacking = {peer: f"{package} is not installed"} if (package := missing(python, packages)) else {}
+    lacking = (
+        {peer: f"{package} is not installed"} if (package := missing(python, packages)) else {}
+    )
     if lacking and writes:
         return lacking[peer]
     with contextlib.ExitStack() as opened:
@@ -53,12 +60,16 @@ def compare(name: str, python: str, count: int, rounds: int) -> str:
         data.mkdir()
 
         def process(who: str, interpreter: str = sys.executable, endpoint: str = "") -> Process:
-            return opened.enter_context(Process(interpreter, name, count, PROGRAM, [who], [endpoint, data]))
+            return opened.enter_context(
+                Process(interpreter, name, count, PROGRAM, [who], [endpoint, data])
+            )
 
         try:
             process(WRITE, python if writes else sys.executable)()
             objects = {
-                path.relative_to(data).as_posix(): path.read_bytes() for path in data.rglob("*") if path.is_file()
+                path.relative_to(data).as_posix(): path.read_bytes()
+                for path in data.rglob("*")
+                if path.is_file()
             }
             server = opened.enter_context(ObjectServer(objects, latency=0.02))
             ours = process(OURS, endpoint=server.endpoint)
@@ -79,11 +90,15 @@ def compare(name: str, python: str, count: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--python", action="append", default=[], metavar="FORMAT=INTERPRETER", help="of its library")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="FORMAT=INTERPRETER", help="of its library"
+    )
     arguments = parse_arguments(parser, samples=512, rounds=1)
     pythons = dict(interpreters(arguments.python, FORMATS))
     print(
@@ -92,7 +107,9 @@ def main() -> None:
     failed = {}
     for name in arguments.only:
         print(f"\n{name}")
-        if why := compare(name, pythons.get(name, sys.executable), arguments.samples, arguments.rounds):
+        if why := compare(
+            name, pythons.get(name, sys.executable), arguments.samples, arguments.rounds
+        ):
             print(why)
             failed |= {} if "not installed" in why else {name: why}
     if failed:

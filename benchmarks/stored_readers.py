@@ -1,6 +1,7 @@
 """Readers of `stored_formats.py`: each writes the samples in its format, or reads epochs of them from a store.
 
-The program runs as a process of one reader, in that reader's environment, and answers as `format_readers.py` does.
+The program runs as a process of one reader, in that reader's environment, and answers as
+`format_readers.py` does.
 """
 
 from __future__ import annotations
@@ -56,14 +57,27 @@ class Job(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """For obstore."""
-        return {"endpoint": self.endpoint, "region": "us-east-1", "client_options": {"allow_http": True}}
+        return {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "client_options": {"allow_http": True},
+        }
 
-    def read(self, dataset: Callable[[Any, Any], Any], of: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+    def read(
+        self,
+        dataset: Callable[[Any, Any], Any],
+        of: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> Any:
         """An epoch of headrace's loader, of lists of what `of` gives; `dataset` is made of the module and the store."""
         import headrace as hr
 
         made = dataset(hr, hr.Store("s3://bucket", options=self.options))
-        options = {"batch_size": BATCH, "collate_fn": of and (lambda samples: [*map(of, samples)]), **options}
+        options = {
+            "batch_size": BATCH,
+            "collate_fn": of and (lambda samples: [*map(of, samples)]),
+            **options,
+        }
         with hr.DataLoader(made, **options) as loader:
             yield from loader
 
@@ -96,13 +110,18 @@ def mds(job: Job) -> Any:
         return job.read(lambda hr, store: hr.MDSDataset(store).stream(shuffle=True), image_of)
     streaming = import_mosaic()[0]
     if job.who == WRITE:
-        with streaming.MDSWriter(out=str(job.folder), columns={"image": "bytes"}, size_limit=SHARD * SIZE) as out:
+        with streaming.MDSWriter(
+            out=str(job.folder), columns={"image": "bytes"}, size_limit=SHARD * SIZE
+        ) as out:
             for image in job.images():
                 out.write({"image": image})
         return
-    remote = streaming.StreamingDataset(remote="s3://bucket", local=job.cold(), shuffle=True, batch_size=BATCH)
+    remote = streaming.StreamingDataset(
+        remote="s3://bucket", local=job.cold(), shuffle=True, batch_size=BATCH
+    )
     for stream in remote.streams:
-        stream._downloader.clean_up()  # otherwise the forked workers share its connection, and mix up the answers
+        # otherwise the forked workers share its connection, and mix up the answers
+        stream._downloader.clean_up()
     return job.torch(remote, image_of)
 
 
@@ -130,7 +149,12 @@ def zarr(job: Job) -> Any:
     import zarr
 
     if job.who == WRITE:
-        shape = {"shape": (job.count, SIZE), "chunks": (BATCH // 4, SIZE), "dtype": "u1", "compressors": None}
+        shape = {
+            "shape": (job.count, SIZE),
+            "chunks": (BATCH // 4, SIZE),
+            "dtype": "u1",
+            "compressors": None,
+        }
         images = np.frombuffer(b"".join(job.images()), "u1")
         zarr.create_array(job.folder / "a.zarr", **shape)[:] = images.reshape(-1, SIZE)
         return
@@ -138,8 +162,12 @@ def zarr(job: Job) -> Any:
         import headrace as hr
 
         # Two groups of blocks are read at once.
-        order = hr.BlockShuffleSampler(job.count, block_size=BATCH // 4, blocks_at_once=IN_FLIGHT // 2, seed=0)
-        return job.read(lambda hr, store: hr.ZarrDataset("a.zarr", store=store), bytes_of, sampler=order)
+        order = hr.BlockShuffleSampler(
+            job.count, block_size=BATCH // 4, blocks_at_once=IN_FLIGHT // 2, seed=0
+        )
+        return job.read(
+            lambda hr, store: hr.ZarrDataset("a.zarr", store=store), bytes_of, sampler=order
+        )
     from obstore.store import from_url
 
     source = zarr.storage.ObjectStore(from_url("s3://bucket/a.zarr", **job.options), read_only=True)
@@ -147,12 +175,20 @@ def zarr(job: Job) -> Any:
 
         async def read() -> list[Any]:
             array = await zarr.api.asynchronous.open_array(store=source, mode="r")
-            starts = iter(np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH // 4)).tolist())
+            starts = iter(
+                np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH // 4)).tolist()
+            )
 
             async def some() -> list[Any]:
-                return [list(await array.getitem(slice(start, start + BATCH // 4))) for start in starts]
+                return [
+                    list(await array.getitem(slice(start, start + BATCH // 4))) for start in starts
+                ]
 
-            return [chunk for chunks in await asyncio.gather(*(some() for _ in range(IN_FLIGHT))) for chunk in chunks]
+            return [
+                chunk
+                for chunks in await asyncio.gather(*(some() for _ in range(IN_FLIGHT)))
+                for chunk in chunks
+            ]
 
         return asyncio.run(read())
     array = zarr.open_array(source)
@@ -163,7 +199,9 @@ def zarr(job: Job) -> Any:
 def megatron(job: Job) -> Any:
     if job.who == OURS:
         of = lambda tokens: tokens.numpy().astype(np.uint16).tobytes()  # noqa: E731
-        return job.read(lambda hr, store: hr.TokenDataset("*.bin", seq_len=None, store=store), of, shuffle=True)
+        return job.read(
+            lambda hr, store: hr.TokenDataset("*.bin", seq_len=None, store=store), of, shuffle=True
+        )
     from megatron.core.datasets import indexed_dataset as own
 
     if job.who == WRITE:
@@ -193,14 +231,21 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
         return lance.write_dataset(table, job.folder / "a.lance", max_rows_per_file=SHARD)
     url, options = "s3://bucket/a.lance", {"aws_endpoint": job.endpoint, "allow_http": "true"}
     if job.who == OURS and shuffle:
-        return job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=True)
+        return job.read(
+            lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=True
+        )
     if shuffle:
-        remote = lance.torch.data.SafeLanceDataset(url, dataset_options={"storage_options": options})
+        remote = lance.torch.data.SafeLanceDataset(
+            url, dataset_options={"storage_options": options}
+        )
         loader = lance.torch.data.get_safe_loader
         return loader(remote, BATCH, 2, shuffle=True, collate_fn=images_of)
     # Batches of Arrow, of both.
     if job.who == OURS:
-        whole: dict[str, Any] = {"batch_size": None, "sampler": BatchSampler(range(job.count), BATCH, drop_last=False)}
+        whole: dict[str, Any] = {
+            "batch_size": None,
+            "sampler": BatchSampler(range(job.count), BATCH, drop_last=False),
+        }
         batches = job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), **whole)
     elif job.who == ALONE:
         opened = lance.dataset(url, storage_options=options)
@@ -209,20 +254,27 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
             batches = threads.map(lambda first: opened.take([*range(first, first + BATCH)]), starts)
     else:
         opened = lance.dataset(url, storage_options=options)
-        batches = lance.torch.data.LanceDataset(opened, BATCH, to_tensor_fn=lambda batch, **_: batch)
+        batches = lance.torch.data.LanceDataset(
+            opened, BATCH, to_tensor_fn=lambda batch, **_: batch
+        )
     return ([each.as_buffer() for each in batch["image"]] for batch in batches)
 
 
 def save_to_disk(job: Job) -> Any:
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.ArrowDataset("a/", store=store).stream(shuffle=True), image_of)
+        return job.read(
+            lambda hr, store: hr.ArrowDataset("a/", store=store).stream(shuffle=True), image_of
+        )
     import datasets
 
     datasets.disable_progress_bars()
     if job.who == WRITE:
         made = datasets.Dataset.from_dict({"image": job.images()})
         return made.save_to_disk(str(job.folder / "a"), num_shards=-(-job.count // SHARD))
-    options = {"storage_options": {"client_kwargs": {"endpoint_url": job.endpoint}}, "cache_dir": job.cold()}
+    options = {
+        "storage_options": {"client_kwargs": {"endpoint_url": job.endpoint}},
+        "cache_dir": job.cold(),
+    }
     options |= {"data_files": "s3://bucket/a/*.arrow", "split": "train"}
     streamed = datasets.load_dataset("arrow", streaming=True, **options)
     return job.torch(streamed.shuffle(seed=0, buffer_size=SHARD), image_of)
@@ -235,7 +287,11 @@ def parquet(job: Job) -> Any:
 
     half = job.count // 2
     if job.who == WRITE:
-        options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "row_group_size": BATCH}
+        options: dict[str, Any] = {
+            "compression": "none",
+            "use_dictionary": False,
+            "row_group_size": BATCH,
+        }
         for name, images in job.shards():
             numbers = range(int(name) * SHARD, int(name) * SHARD + len(images))
             table = pyarrow.table({"number": numbers, "image": images})
@@ -244,9 +300,15 @@ def parquet(job: Job) -> Any:
     if job.who == OURS:
         reading = {"columns": ["image"], "filters": [("number", "<", half)]}
         return job.read(lambda hr, store: hr.ParquetDataset(store, **reading), image_of)
-    files = pyarrow.fs.S3FileSystem(anonymous=True, endpoint_override=job.endpoint, region="us-east-1")
-    found = pyarrow.dataset.dataset([f"bucket/{name}.parquet" for name, _ in job.shards()], filesystem=files)
-    chosen = found.to_batches(columns=["image"], filter=pyarrow.dataset.field("number") < half, batch_size=BATCH)
+    files = pyarrow.fs.S3FileSystem(
+        anonymous=True, endpoint_override=job.endpoint, region="us-east-1"
+    )
+    found = pyarrow.dataset.dataset(
+        [f"bucket/{name}.parquet" for name, _ in job.shards()], filesystem=files
+    )
+    chosen = found.to_batches(
+        columns=["image"], filter=pyarrow.dataset.field("number") < half, batch_size=BATCH
+    )
     return ([each.as_buffer() for each in batch["image"]] for batch in chosen)
 
 
@@ -254,10 +316,16 @@ def tfrecord(job: Job) -> Any:
     import tfrecord
 
     def image_in(record: bytes) -> Any:
-        return tfrecord.example_pb2.Example.FromString(record).features.feature["image"].bytes_list.value[0]
+        return (
+            tfrecord.example_pb2.Example.FromString(record)
+            .features.feature["image"]
+            .bytes_list.value[0]
+        )
 
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, shuffle=True), image_in)
+        return job.read(
+            lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, shuffle=True), image_in
+        )
     if job.who == WRITE:
         for name, images in job.shards():
             writer = tfrecord.TFRecordWriter(str(job.folder / f"{name}.tfrecord"))
@@ -271,7 +339,10 @@ def tfrecord(job: Job) -> Any:
         store, file = from_url("s3://bucket", **job.options), Path(job.cold(), "a")
         for name, _ in job.shards():
             file.write_bytes(store.get(f"{name}.tfrecord").bytes())
-            yield from (bytes(each["image"]) for each in tfrecord.tfrecord_loader(str(file), None, {"image": "byte"}))
+            yield from (
+                bytes(each["image"])
+                for each in tfrecord.tfrecord_loader(str(file), None, {"image": "byte"})
+            )
 
     return in_batches(records())
 
@@ -279,10 +350,14 @@ def tfrecord(job: Job) -> Any:
 def npy(job: Job) -> Any:
     if job.who == WRITE:
         for name, images in job.shards():
-            np.save(job.folder / f"{name}.npy", np.frombuffer(b"".join(images), "u1").reshape(-1, SIZE))
+            np.save(
+                job.folder / f"{name}.npy", np.frombuffer(b"".join(images), "u1").reshape(-1, SIZE)
+            )
         return None
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.ArrayDataset("*.npy", store=store).stream(shuffle=True), bytes_of)
+        return job.read(
+            lambda hr, store: hr.ArrayDataset("*.npy", store=store).stream(shuffle=True), bytes_of
+        )
     import fsspec
     from torch.utils.data import DataLoader
 
@@ -300,7 +375,10 @@ def datatrove(job: Job) -> Any:
     if job.who == OURS:
         of = lambda tokens: tokens.numpy().astype(np.uint16).tobytes()  # noqa: E731
         tokens = {"seq_len": SIZE // 2}
-        return job.read(lambda hr, store: hr.TokenDataset("*.ds", store=store, **tokens).stream(shuffle=True), of)
+        return job.read(
+            lambda hr, store: hr.TokenDataset("*.ds", store=store, **tokens).stream(shuffle=True),
+            of,
+        )
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
     from datatrove.utils.dataset import DatatroveFolderDataset
 
@@ -320,13 +398,19 @@ def datatrove(job: Job) -> Any:
         def __getitem__(self, number: Any) -> Any:
             return self.folder[number]  # opened in each worker: s3fs does not survive a fork
 
-    return job.torch(Windows(range(job.count)), lambda sample: sample["input_ids"].numpy().astype(np.uint16).tobytes())
+    return job.torch(
+        Windows(range(job.count)),
+        lambda sample: sample["input_ids"].numpy().astype(np.uint16).tobytes(),
+    )
 
 
 @functools.cache
 def hub_of(endpoint: str, data: Path) -> str:
     """The endpoint of a hub of 20 ms, in a thread of this process, that redirects to the store."""
-    entries = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": ""} for path in data.iterdir()]
+    entries = [
+        {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": ""}
+        for path in data.iterdir()
+    ]
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -361,7 +445,11 @@ def hub(job: Job) -> Any:
 
     datasets.disable_progress_bars()
     huggingface_hub.HfFileSystem.clear_instance_cache()
-    files = {"data_files": "hf://datasets/org/name/*.parquet", "columns": ["image"], "cache_dir": job.cold()}
+    files = {
+        "data_files": "hf://datasets/org/name/*.parquet",
+        "columns": ["image"],
+        "cache_dir": job.cold(),
+    }
     streamed = datasets.load_dataset("parquet", split="train", streaming=True, **files)
     return job.torch(streamed.shuffle(seed=0, buffer_size=SHARD), image_of)
 
@@ -369,8 +457,13 @@ def hub(job: Job) -> Any:
 def coco(job: Job) -> Any:
     if job.who == WRITE:
         (job.folder / "images").mkdir()
-        each = [{"id": number, "file_name": f"images/{number:06d}.jpg"} for number in range(job.count)]
-        boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [n, 0, 9, 9]} for n in range(job.count)]
+        each = [
+            {"id": number, "file_name": f"images/{number:06d}.jpg"} for number in range(job.count)
+        ]
+        boxes = [
+            {"id": n, "image_id": n, "category_id": 1, "bbox": [n, 0, 9, 9]}
+            for n in range(job.count)
+        ]
         for image, content in zip(each, job.images(), strict=True):
             (job.folder / image["file_name"]).write_bytes(content)
         content = {"images": each, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}
@@ -379,28 +472,39 @@ def coco(job: Job) -> Any:
 
     def of(image: Any, left: float) -> Any:
         if int.from_bytes(bytes(image[:8]), sys.byteorder) != left:
-            raise RuntimeError(f"the box of another image begins at {left}: this run does not count")
+            raise RuntimeError(
+                f"the box of another image begins at {left}: this run does not count"
+            )
         return image
 
     if job.who == OURS:
         of_sample = lambda sample: of(sample.data, sample.label["boxes"][0, 0])  # noqa: E731
-        return job.read(lambda hr, store: hr.CocoDataset(store, "s3://bucket/a.json"), of_sample, shuffle=True)
+        return job.read(
+            lambda hr, store: hr.CocoDataset(store, "s3://bucket/a.json"), of_sample, shuffle=True
+        )
     import fsspec
     from pycocotools.coco import COCO
 
     found = COCO()
-    with urllib.request.urlopen(f"{job.endpoint}/bucket/a.json") as file:  # fsspec's thread would not survive the fork
+    with urllib.request.urlopen(
+        f"{job.endpoint}/bucket/a.json"
+    ) as file:  # fsspec's thread would not survive the fork
         found.dataset = json.load(file)
     found.createIndex()
 
     class Images(list[Any]):
         def __getitems__(self, numbers: list[int]) -> list[Any]:
-            urls = [f"{job.endpoint}/bucket/{found.loadImgs(number)[0]['file_name']}" for number in numbers]
+            urls = [
+                f"{job.endpoint}/bucket/{found.loadImgs(number)[0]['file_name']}"
+                for number in numbers
+            ]
             images = fsspec.filesystem("http").cat(urls)
             marks = [found.loadAnns(found.getAnnIds(number)) for number in numbers]
             return [(images[url], boxes) for url, boxes in zip(urls, marks, strict=True)]
 
-    return job.torch(Images(found.imgs), lambda sample: of(sample[0], sample[1][0]["bbox"][0]), shuffle=True)
+    return job.torch(
+        Images(found.imgs), lambda sample: of(sample[0], sample[1][0]["bbox"][0]), shuffle=True
+    )
 
 
 @functools.cache
@@ -411,8 +515,14 @@ def clip_numbers(data: Path) -> dict[int, int]:
     frames: list[Any] = []
     for path in sorted(data.glob("*.mp4")):
         with av.open(str(path)) as file:
-            frames += (frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in file.decode(video=0))
-    return {zlib.crc32(np.array(frames[at : at + CLIP])): at // CLIP for at in range(0, len(frames), CLIP)}
+            frames += (
+                frame.to_ndarray(format="rgb24").transpose(2, 0, 1)
+                for frame in file.decode(video=0)
+            )
+    return {
+        zlib.crc32(np.array(frames[at : at + CLIP])): at // CLIP
+        for at in range(0, len(frames), CLIP)
+    }
 
 
 def video(job: Job) -> Any:
@@ -423,8 +533,12 @@ def video(job: Job) -> Any:
 
         noise = np.random.default_rng(0).integers(0, 255, (*PIXELS, 3), dtype=np.uint8)
         for number in range(count // CLIPS):
-            with av.open(str(job.folder / f"{number:04d}.mp4"), "w", options={"movflags": "faststart"}) as output:
-                stream = output.add_stream("libx264", rate=30, width=PIXELS[1], height=PIXELS[0], pix_fmt="yuv420p")
+            with av.open(
+                str(job.folder / f"{number:04d}.mp4"), "w", options={"movflags": "faststart"}
+            ) as output:
+                stream = output.add_stream(
+                    "libx264", rate=30, width=PIXELS[1], height=PIXELS[0], pix_fmt="yuv420p"
+                )
                 stream.options, stream.codec_context.gop_size = {"preset": "veryfast"}, 30
                 for at in range(CLIP * CLIPS):
                     picture = np.roll(noise // 4 + (number + at // 8) % 192, (at, 2 * at), (0, 1))
@@ -435,13 +549,24 @@ def video(job: Job) -> Any:
 
     def check(batches: Any) -> Any:
         for batch in batches:
-            yield [content_of(known[zlib.crc32(np.ascontiguousarray(frames))], SIZE) for frames in batch]
+            yield [
+                content_of(known[zlib.crc32(np.ascontiguousarray(frames))], SIZE)
+                for frames in batch
+            ]
 
     if job.who == OURS:
         import headrace as hr
 
-        decoding: dict[str, Any] = {"transform": hr.decode.video(), "num_workers": 2, "shuffle": True}
-        return check(job.read(lambda hr, store: hr.VideoDataset(store, frames=CLIP), lambda clip: clip, **decoding))
+        decoding: dict[str, Any] = {
+            "transform": hr.decode.video(),
+            "num_workers": 2,
+            "shuffle": True,
+        }
+        return check(
+            job.read(
+                lambda hr, store: hr.VideoDataset(store, frames=CLIP), lambda clip: clip, **decoding
+            )
+        )
     from obstore.store import from_url
     from torchcodec.decoders import VideoDecoder
 
@@ -451,7 +576,10 @@ def video(job: Job) -> Any:
             return from_url("s3://bucket", **job.options)
 
         def __getitem__(self, number: Any) -> Any:
-            whole, first = self.store.get(f"{number // CLIPS:04d}.mp4").bytes(), number % CLIPS * CLIP
+            whole, first = (
+                self.store.get(f"{number // CLIPS:04d}.mp4").bytes(),
+                number % CLIPS * CLIP,
+            )
             decoder = VideoDecoder(bytes(whole), num_ffmpeg_threads=1, seek_mode="approximate")
             return decoder.get_frames_in_range(first, first + CLIP).data
 
@@ -476,7 +604,11 @@ FORMATS = {
     "Megatron": Format(megatron, "megatron-core", ("megatron-core", "boto3")),
     "Lance": Format(lance, "lance.torch, shuffled", ("pylance",), writes=False),
     "Lance, in order": Format(
-        functools.partial(lance, shuffle=False), "lance.torch, in order", ("pylance",), writes=False, alone=True
+        functools.partial(lance, shuffle=False),
+        "lance.torch, in order",
+        ("pylance",),
+        writes=False,
+        alone=True,
     ),
     "save_to_disk": Format(save_to_disk, "datasets", ("datasets", "s3fs")),
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),
@@ -484,7 +616,9 @@ FORMATS = {
     "datatrove": Format(datatrove, "datatrove", ("datatrove", "s3fs")),
     "COCO": Format(coco, "pycocotools, fsspec", ("pycocotools", "fsspec", "aiohttp"), writes=False),
     "hub": Format(hub, "datasets, streaming", ("datasets", "huggingface_hub"), writes=False),
-    "video": Format(video, "torchcodec, whole files", ("torchcodec", "av", "obstore"), writes=False, share=1 / 8),
+    "video": Format(
+        video, "torchcodec, whole files", ("torchcodec", "av", "obstore"), writes=False, share=1 / 8
+    ),
     "Parquet, filtered": Format(parquet, "pyarrow.dataset", ("pyarrow",), writes=False, share=0.5),
 }
 
@@ -494,13 +628,19 @@ async def get_all(job: Job, data: Path) -> float:
     from obstore import get_range_async
     from obstore.store import from_url
 
-    spans, store = deque(json.loads((data.parent / "spans.json").read_text())), from_url("s3://bucket", **job.options)
+    spans, store = (
+        deque(json.loads((data.parent / "spans.json").read_text())),
+        from_url("s3://bucket", **job.options),
+    )
     stored = {key: memoryview((data / key).read_bytes()) for key in {key for key, _, _ in spans}}
 
     async def get() -> None:
         while spans:
             key, start, stop = spans.popleft()
-            if memoryview(await get_range_async(store, key, start=start, end=stop)) != stored[key][start:stop]:
+            if (
+                memoryview(await get_range_async(store, key, start=start, end=stop))
+                != stored[key][start:stop]
+            ):
                 raise RuntimeError(f"{key}: other bytes than were stored: this run does not count")
 
     began = time.perf_counter()
@@ -525,7 +665,11 @@ def epoch(name: str, job: Job, data: Path) -> float:
 
 def main(name: str, who: str, folder: str, count: str, endpoint: str, data: str) -> None:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION")
-    os.environ |= {**dict.fromkeys(names, "us-east-1"), "AWS_ENDPOINT_URL": endpoint, "S3_ENDPOINT_URL": endpoint}
+    os.environ |= {
+        **dict.fromkeys(names, "us-east-1"),
+        "AWS_ENDPOINT_URL": endpoint,
+        "S3_ENDPOINT_URL": endpoint,
+    }
     job = Job(who, Path(data if who == WRITE else folder), int(count), endpoint, Path(data))
     answer(lambda: contextlib.nullcontext(lambda: epoch(name, job, Path(data))))
 

@@ -1,12 +1,13 @@
 """How close a stream of tar shards comes to the bytes alone: a bare obstore stream of the same shards.
 
-8 shards of 1,000 samples, each an image of 56 KB and a label, over HTTP from nginx (with the library's own test server
-where it is not installed), without added latency: what is measured is what parsing costs. In the same run: a bare
-obstore loop that streams 4 shards at once and throws the bytes away (the limit); the same loop where it copies each
-sample, which is the least that a stream of samples does, and keeps the last one, or as many as the look-ahead of a
-loader; and WebDataset over the same URLs, in this process, where it reads through one `curl` for each shard. Numbers
-and sizes are checked in every epoch; every byte in one before those that are timed, since a comparison would take a
-sixth of the time.
+8 shards of 1,000 samples, each an image of 56 KB and a label, over HTTP from nginx (with the
+library's own test server where it is not installed), without added latency: what is measured is
+what parsing costs. In the same run: a bare obstore loop that streams 4 shards at once and throws
+the bytes away (the limit); the same loop where it copies each sample, which is the least that a
+stream of samples does, and keeps the last one, or as many as the look-ahead of a loader; and
+WebDataset over the same URLs, in this process, where it reads through one `curl` for each shard.
+Numbers and sizes are checked in every epoch; every byte in one before those that are timed, since a
+comparison would take a sixth of the time.
 
     python benchmarks/tar_stream.py
 """
@@ -40,7 +41,11 @@ BATCH = 64
 RECORDS = 57_856  # bytes of a sample in a shard: two headers, and both contents padded to blocks
 KEPT = 6 * BATCH  # samples in the look-ahead of a loader
 
-STREAM, COPIES, COPIES_KEPT = "bare obstore stream", "the same, a copy of each sample", f"the same, {KEPT} copies kept"
+STREAM, COPIES, COPIES_KEPT = (
+    "bare obstore stream",
+    "the same, a copy of each sample",
+    f"the same, {KEPT} copies kept",
+)
 
 
 def shard(number: int) -> bytes:
@@ -57,7 +62,9 @@ def shard(number: int) -> bytes:
 
 def check(samples: int, content: int, shards: int) -> None:
     if (samples, content) != (shards * SAMPLES, shards * SAMPLES * SIZE):
-        raise RuntimeError(f"{samples} samples with {content} bytes of images came: this run does not count")
+        raise RuntimeError(
+            f"{samples} samples with {content} bytes of images came: this run does not count"
+        )
 
 
 def check_bytes(samples: Iterable[Any], shards: int) -> None:
@@ -66,7 +73,9 @@ def check_bytes(samples: Iterable[Any], shards: int) -> None:
     for sample in samples:
         (number,) = numbers_of([sample["jpg"]], SIZE)
         if int(bytes(sample["cls"])) != number % SAMPLES % 10:
-            raise RuntimeError(f"the label of image {number} is of another: this run does not count")
+            raise RuntimeError(
+                f"the label of image {number} is of another: this run does not count"
+            )
         numbers.append(number)
     check_set([numbers], shards * SAMPLES)
 
@@ -78,7 +87,9 @@ def check_all(pattern: str, shards: int, *, webdataset: bool) -> None:
         return [sample async for sample in hr.TarDataset(pattern, shards_in_parallel=SHARDS)]
 
     check_bytes(uvloop.run(streamed()), shards)
-    with hr.DataLoader(hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list) as loader:
+    with hr.DataLoader(
+        hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list
+    ) as loader:
         check_bytes((sample for batch in loader for sample in batch), shards)
     if webdataset:
         import webdataset as wds
@@ -86,13 +97,17 @@ def check_all(pattern: str, shards: int, *, webdataset: bool) -> None:
         check_bytes(wds.WebDataset(pattern, shardshuffle=False, empty_check=False), shards)
 
 
-def with_bare_obstore(url: str, shards: int, size: int, chunk: int = 10 << 20, *, copies: int = 0) -> float:
+def with_bare_obstore(
+    url: str, shards: int, size: int, chunk: int = 10 << 20, *, copies: int = 0
+) -> float:
     """The rate of a stream in pieces of `chunk` bytes, of which the last `copies` samples are copied and kept."""
 
     async def run() -> float:
         kept: deque[bytes] = deque(maxlen=copies)
         began = time.perf_counter()
-        store = from_url(url, client_options={"allow_http": True})  # 5 ms, which headrace's streams spend too
+        store = from_url(
+            url, client_options={"allow_http": True}
+        )  # 5 ms, which headrace's streams spend too
         keys = iter([f"{number:04d}.tar" for number in range(shards)])
         received = 0
 
@@ -104,7 +119,9 @@ def with_bare_obstore(url: str, shards: int, size: int, chunk: int = 10 << 20, *
                     received += len(piece)
                     if copies:
                         data = memoryview(piece)
-                        kept.extend(bytes(data[at : at + SIZE]) for at in range(0, len(data), RECORDS))
+                        kept.extend(
+                            bytes(data[at : at + SIZE]) for at in range(0, len(data), RECORDS)
+                        )
 
         await asyncio.gather(*(one() for _ in range(SHARDS)))
         elapsed = time.perf_counter() - began
@@ -131,7 +148,9 @@ def with_headrace(pattern: str, shards: int, size: int) -> float:
 
 def with_loader(pattern: str, shards: int, size: int) -> float:
     samples = content = 0
-    with hr.DataLoader(hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list) as loader:
+    with hr.DataLoader(
+        hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list
+    ) as loader:
         began = time.perf_counter()
         for batch in loader:
             samples += len(batch)
@@ -155,7 +174,9 @@ def with_webdataset(pattern: str, shards: int, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, shards=2, rounds=1)
@@ -188,13 +209,19 @@ def main() -> None:
         rounds.share("headrace, TarDataset", COPIES, "of one that copies each sample"),
     ]
     if not absent:
-        figures.append(rounds.share("headrace, TarDataset", "WebDataset", "× WebDataset", at_least=1))
+        figures.append(
+            rounds.share("headrace, TarDataset", "WebDataset", "× WebDataset", at_least=1)
+        )
     claim("tar shards", *figures)
     claim(
         "tar shards through a loader",
         rounds.share("headrace, DataLoader", STREAM, at_least=0.9),
-        rounds.share("headrace, DataLoader", COPIES_KEPT, f"of one that copies each sample and keeps {KEPT}"),
-        rounds.share("headrace, DataLoader", "headrace, TarDataset", "of the stream without a loader"),
+        rounds.share(
+            "headrace, DataLoader", COPIES_KEPT, f"of one that copies each sample and keeps {KEPT}"
+        ),
+        rounds.share(
+            "headrace, DataLoader", "headrace, TarDataset", "of the stream without a loader"
+        ),
     )
 
 

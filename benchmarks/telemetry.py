@@ -1,9 +1,10 @@
 """What a trace costs.
 
-The samples are there at once, in a thread of this process, so that the time of a batch is that of the engine alone.
-The figure is CPU time of the process, which other programs on the machine disturb less than its
-rate; since they only add to it, the lowest figures of many short rounds count. The budget at 10,000 objects/s is 100 µs
-for an object. With `--rate` also objects/s of a dataset that waits 5 ms, with and without a trace.
+The samples are there at once, in a thread of this process, so that the time of a batch is that of
+the engine alone. The figure is CPU time of the process, which other programs on the machine disturb
+less than its rate; since they only add to it, the lowest figures of many short rounds count. The
+budget at 10,000 objects/s is 100 µs for an object. With `--rate` also objects/s of a dataset that
+waits 5 ms, with and without a trace.
 
     python benchmarks/telemetry.py
 """
@@ -53,9 +54,14 @@ def epoch(loader: hr.DataLoader[int], length: int) -> tuple[float, float]:
     return cpu / (length // BATCH) * 1e6, length / elapsed
 
 
-def within(block: Callable[[], AbstractContextManager[Any]], dataset: Waiting, **options: Any) -> tuple[float, float]:
+def within(
+    block: Callable[[], AbstractContextManager[Any]], dataset: Waiting, **options: Any
+) -> tuple[float, float]:
     """The figures of an epoch, the second of its loader, with all of it inside the block."""
-    with block(), hr.DataLoader(dataset, BATCH, collate_fn=len, concurrency=64, **options) as loader:
+    with (
+        block(),
+        hr.DataLoader(dataset, BATCH, collate_fn=len, concurrency=64, **options) as loader,
+    ):
         epoch(loader, dataset.length)
         return epoch(loader, dataset.length)
 
@@ -63,8 +69,8 @@ def within(block: Callable[[], AbstractContextManager[Any]], dataset: Waiting, *
 def added(table: Rounds, name: str, to: str, *, at_most: float) -> Figure:
     """The share of the budget that one adds to the other.
 
-    Stated is the difference of the least disturbed rounds, since what other programs do only adds CPU time; the range
-    is that of the same difference in each eighth of the rounds.
+    Stated is the difference of the least disturbed rounds, since what other programs do only adds
+    CPU time; the range is that of the same difference in each eighth of the rounds.
     """
 
     def share(rounds: slice) -> float:
@@ -73,14 +79,20 @@ def added(table: Rounds, name: str, to: str, *, at_most: float) -> Figure:
     rounds = len(table.values[name])
     each = max(1, rounds // 8)
     parts = [share(slice(start, start + each)) for start in range(0, rounds, each)]
-    return Figure("% of the time at 10,000 objects/s", parts, at_most=at_most, stated=share(slice(None)))
+    return Figure(
+        "% of the time at 10,000 objects/s", parts, at_most=at_most, stated=share(slice(None))
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--rate", action="store_true", help="also the rate, with and without a trace")
+    parser.add_argument(
+        "--rate", action="store_true", help="also the rate, with and without a trace"
+    )
     arguments = parse_arguments(parser, batches=20, rounds=1)
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
@@ -101,21 +113,34 @@ def main() -> None:
             units=("µs of CPU for a batch of 64", "objects/s"),
         )
         cpu.show(against="without")
-        claim("a trace, CPU time of its thread included", added(cpu, "with a trace", "without", at_most=3))
+        claim(
+            "a trace, CPU time of its thread included",
+            added(cpu, "with a trace", "without", at_most=3),
+        )
         if arguments.rate:
             placements: tuple[Literal["thread", "process"], ...] = ("thread", "process")
             waiting = Waiting(arguments.batches // 2, 0.005)
             for placement in placements:
                 _, rate = interleave_figures(
                     {
-                        "without": lambda: within(contextlib.nullcontext, waiting, placement=placement),  # noqa: B023
+                        "without": lambda: within(
+                            contextlib.nullcontext,
+                            waiting,
+                            placement=placement,  # noqa: B023
+                        ),
                         "with a trace": lambda: within(traced, waiting, placement=placement),  # noqa: B023
                     },
                     rounds=max(5, arguments.rounds // 2),
-                    units=("µs of CPU of this process for a batch", f"objects/s, placement {placement}"),
+                    units=(
+                        "µs of CPU of this process for a batch",
+                        f"objects/s, placement {placement}",
+                    ),
                 )
                 rate.show(against="without")
-                claim(f"rate with a trace, placement {placement}", rate.share("with a trace", "without", at_least=0.97))
+                claim(
+                    f"rate with a trace, placement {placement}",
+                    rate.share("with a trace", "without", at_least=0.97),
+                )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """A `TensorDataset` that is shuffled: a million rows of 16 floats and a label, batches of 64 and of 1,024.
 
-Headrace makes a batch by one indexed read of each tensor, torch by one read a sample. Claimed: 5 times torch's rate at
-64 and 20 times at 1,024, with the same batches bit for bit (checked first: same seed, whole epochs, with a short last
-batch, with a `Subset`). The limit is the bare `index_select` with the indices given as tensors.
+Headrace makes a batch by one indexed read of each tensor, torch by one read a sample. Claimed: 5
+times torch's rate at 64 and 20 times at 1,024, with the same batches bit for bit (checked first:
+same seed, whole epochs, with a short last batch, with a `Subset`). The limit is the bare
+`index_select` with the indices given as tensors.
 
-Then the same rows from a dataset that is not a `TensorDataset`, batches of 1 and of 64: both loaders read them one by
-one, and what differs is what a loader does for each batch. Nothing is claimed. The limit is a loop that reads and
-collates.
+Then the same rows from a dataset that is not a `TensorDataset`, batches of 1 and of 64: both
+loaders read them one by one, and what differs is what a loader does for each batch. Nothing is
+claimed. The limit is a loop that reads and collates.
 
-No workers: everything is in the caller's thread. The first batch, which draws the order, is not counted.
+No workers: everything is in the caller's thread. The first batch, which draws the order, is not
+counted.
 
     python benchmarks/tensor_dataset.py
 """
@@ -48,7 +50,9 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def iterate(loader_class: Any, dataset: Any, batch: int) -> Any:
-    return iter(loader_class(dataset, batch, shuffle=True, generator=torch.Generator().manual_seed(7)))
+    return iter(
+        loader_class(dataset, batch, shuffle=True, generator=torch.Generator().manual_seed(7))
+    )
 
 
 def check_same_batches(dataset: TensorDataset) -> None:
@@ -73,12 +77,16 @@ def read(loader_class: Any, dataset: Dataset[Any], size: int, samples: int) -> f
         wrong += len(rows) != size or len(labels) != size
     elapsed = time.perf_counter() - began
     if wrong:
-        raise RuntimeError(f"{wrong} batches of {batches} are not of {size} samples: this run does not count")
+        raise RuntimeError(
+            f"{wrong} batches of {batches} are not of {size} samples: this run does not count"
+        )
     return batches * size / elapsed
 
 
 def index_select(dataset: TensorDataset, size: int, samples: int) -> float:
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(7))[: samples // size * size].split(size)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(7))[
+        : samples // size * size
+    ].split(size)
     began = time.perf_counter()
     for indices in order:
         [tensor.index_select(0, indices) for tensor in dataset.tensors]
@@ -98,7 +106,9 @@ def compare(dataset: TensorDataset, size: int, rounds: int) -> Rounds:
 
 
 def read_in_loop(dataset: Rows, size: int, samples: int) -> float:
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(7))[: samples // size * size].tolist()
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(7))[
+        : samples // size * size
+    ].tolist()
     began = time.perf_counter()
     for first in range(0, len(order), size):
         default_collate([dataset[index] for index in order[first : first + size]])
@@ -119,15 +129,21 @@ def compare_one_by_one(dataset: Rows, size: int, rounds: int) -> Rounds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11)
     arguments = parse_arguments(parser, rounds=1)
     rows = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(rows, torch.arange(ROWS))
     check_same_batches(dataset)
     compared = {size: compare(dataset, size, arguments.rounds) for size in SIZES}
-    one_by_one = {size: compare_one_by_one(Rows(dataset), size, arguments.rounds) for size in ONE_BY_ONE}
-    print(f"{ROWS} × 16 floats and a label, shuffled, in the caller's thread; the batches are torch's, bit for bit")
+    one_by_one = {
+        size: compare_one_by_one(Rows(dataset), size, arguments.rounds) for size in ONE_BY_ONE
+    }
+    print(
+        f"{ROWS} × 16 floats and a label, shuffled, in the caller's thread; the batches are torch's, bit for bit"
+    )
     print(describe_machine())
     for size, rounds in compared.items():
         print(f"\nbatches of {size}")

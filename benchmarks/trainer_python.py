@@ -1,13 +1,15 @@
 """How much the trainer's own Python slows the loader, and the loader the trainer.
 
-A store that takes 20 ms to the first byte, 256 fetches in flight, batches of 32 objects of 56 KB as one uint8 tensor
-[32, 56000], and a consumer that burns 10 ms of pure Python for each batch, as a training loop's bookkeeping does. The
-limit is the burn alone, calibrated and measured anew in each round. Claimed: headrace with its loop in a process of its
-own takes at most 12 ms a step (the first batch is not counted), and its burns take at most 15 % longer than alone;
-loaders in the trainer's process compete with it for the interpreter.
+A store that takes 20 ms to the first byte, 256 fetches in flight, batches of 32 objects of 56 KB as
+one uint8 tensor [32, 56000], and a consumer that burns 10 ms of pure Python for each batch, as a
+training loop's bookkeeping does. The limit is the burn alone, calibrated and measured anew in each
+round. Claimed: headrace with its loop in a process of its own takes at most 12 ms a step (the first
+batch is not counted), and its burns take at most 15 % longer than alone; loaders in the trainer's
+process compete with it for the interpreter.
 
-The store is the one of `store.py`, read over plain HTTP as objects of unknown length; it shares the machine's cores
-with the loader under test. Peers that are not installed (torchdata, SPDL, Grain) are left out, and the table says so.
+The store is the one of `store.py`, read over plain HTTP as objects of unknown length; it shares the
+machine's cores with the loader under test. Peers that are not installed (torchdata, SPDL, Grain)
+are left out, and the table says so.
 
     python benchmarks/trainer_python.py
 """
@@ -24,7 +26,14 @@ import numpy as np
 import torch
 from contents import content_of, key_of
 from getting import BatchInThreads, GetWhole, OneAtATime
-from harness import Figure, claim, describe_machine, interleave_figures, is_installed, parse_arguments
+from harness import (
+    Figure,
+    claim,
+    describe_machine,
+    interleave_figures,
+    is_installed,
+    parse_arguments,
+)
 from store import serve
 
 import headrace as hr
@@ -33,9 +42,11 @@ OBJECT_SIZE = 56_000  # bytes: a JPEG of 500 × 375 pixels
 BATCH = 32
 CONCURRENCY = 256
 LATENCY = 0.020  # seconds to the first byte
-LOOKED_AT = 1000  # every so many words of 8 bytes are compared: the trainer's Python is what is measured, not a check
+# every so many words of 8 bytes are compared: the trainer's Python is what is measured, not a check
+LOOKED_AT = 1000
 BURN = 0.010  # seconds of pure Python for each batch
-BLOCKING_BATCHES = 5  # of torch with blocking GETs, which takes 30 times as long for each; odd, as it has two workers
+# of torch with blocking GETs, which takes 30 times as long for each; odd, as it has two workers
+BLOCKING_BATCHES = 5
 
 HEADRACE = "headrace, process"
 ALONE = "the burn alone"
@@ -71,7 +82,9 @@ def train(batches: Iterable[Any], expected: int) -> tuple[float, float]:
     """Milliseconds a step and milliseconds a burn, the first batch not counted."""
     marks, burns, seen = [], [], []
     for batch in batches:
-        seen.append(batch.view(torch.int64)[:, ::LOOKED_AT].clone())  # what is checked afterwards: a few words of each
+        seen.append(
+            batch.view(torch.int64)[:, ::LOOKED_AT].clone()
+        )  # what is checked afterwards: a few words of each
         burns.append(burn())
         marks.append(time.perf_counter())
     check(torch.cat(seen), expected)
@@ -149,7 +162,9 @@ def grain_dataset(get: GetWhole, length: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, batches=6, rounds=1)
@@ -163,13 +178,20 @@ def main() -> None:
         def headrace_loader(**placed: Any) -> hr.DataLoader[Any]:
             objects = hr.ObjectDataset(store.http_url, keys=keys)
             loader = hr.DataLoader(
-                objects, batch_size=BATCH, collate_fn=stack_samples, concurrency=CONCURRENCY, **placed
+                objects,
+                batch_size=BATCH,
+                collate_fn=stack_samples,
+                concurrency=CONCURRENCY,
+                **placed,
             )
             return open_now.enter_context(loader)
 
         in_process = headrace_loader(num_workers=1, placement="process")
         in_thread = headrace_loader(placement="thread")
-        blocking, threaded = torch_loader(OneAtATime(get, few)), torch_loader(BatchInThreads(get, length, BATCH))
+        blocking, threaded = (
+            torch_loader(OneAtATime(get, few)),
+            torch_loader(BatchInThreads(get, length, BATCH)),
+        )
         contestants: dict[str, Callable[[], tuple[float, float]]] = {
             ALONE: lambda: burn_alone(arguments.batches),
             HEADRACE: lambda: train(in_process, length),
@@ -194,7 +216,9 @@ def main() -> None:
             contestants["Grain"] = lambda: train(grain, length)
         else:
             absent["Grain"] = "grain is not installed"
-        steps, burns = interleave_figures(contestants, rounds=arguments.rounds, units=("ms a step", "ms a burn"))
+        steps, burns = interleave_figures(
+            contestants, rounds=arguments.rounds, units=("ms a step", "ms a burn")
+        )
         print(
             f"{length} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {CONCURRENCY} in flight, batches of "
             f"{BATCH}, {BURN * 1000:.0f} ms of Python for each"

@@ -1,14 +1,15 @@
 """What a batch costs on its way to a worker and back, in CPU time: a bound for what a loader with workers can reach.
 
-The engine's and the worker's end of a channel in one process, one batch after the other: the request is pickled and
-sent, the worker reads and collates its samples and sends the answer, which is received and unpickled. What is not in
-it: the event loop and the session, the consumer's part of `next()`, waking another process, and what the consumer does
-with a batch. On as many cores as there are workers a loader can give at most the last column of what bare loops make
-that read and collate, and send nothing; those of `drop_in.py` (samples of 4 KB) and of `many_tensors.py` (114 small
+The engine's and the worker's end of a channel in one process, one batch after the other: the
+request is pickled and sent, the worker reads and collates its samples and sends the answer, which
+is received and unpickled. What is not in it: the event loop and the session, the consumer's part of
+`next()`, waking another process, and what the consumer does with a batch. On as many cores as there
+are workers a loader can give at most the last column of what bare loops make that read and collate,
+and send nothing; those of `drop_in.py` (samples of 4 KB) and of `many_tensors.py` (114 small
 tensors).
 
-Of each stage the smallest of 1,000 batches is taken, which other programs disturb least. Every batch is compared with
-what the bare loop makes.
+Of each stage the smallest of 1,000 batches is taken, which other programs disturb least. Every
+batch is compared with what the bare loop makes.
 
     python benchmarks/transport_costs.py
 """
@@ -75,7 +76,9 @@ def small_tensors() -> Work:
 
 def measure(work: Work, batches: int) -> tuple[float, ...]:
     """The figures in `UNITS`, in this process."""
-    assembler = Assembler((), destined(work.collate), batched=True, tolerance=Tolerance(skips=False))
+    assembler = Assembler(
+        (), destined(work.collate), batched=True, tolerance=Tolerance(skips=False)
+    )
     task = ReadTask(
         dataset=work.dataset,
         iterable=False,
@@ -93,7 +96,11 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
     generator = torch.Generator().manual_seed(0)
     for number in range(batches):
         indices = torch.randint(len(work.dataset), (work.size,), generator=generator).tolist()
-        raw = RawBatch(BatchPlan(number, tuple(indices), seed=number, positions=range(work.size)), None, worker=0)
+        raw = RawBatch(
+            BatchPlan(number, tuple(indices), seed=number, positions=range(work.size)),
+            None,
+            worker=0,
+        )
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
@@ -109,7 +116,8 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         if not all(torch.equal(came, made) for came, made in pairs):
             raise RuntimeError("a batch is wrong: this run does not count")
         smallest = [
-            min(least, after - before) for least, before, after in zip(smallest, times, times[1:], strict=False)
+            min(least, after - before)
+            for least, before, after in zip(smallest, times, times[1:], strict=False)
         ]
     engine.close()
     channel.close()
@@ -121,7 +129,9 @@ def values(batch: Any) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=1000)
     arguments = parse_arguments(parser, batches=20, rounds=1)

@@ -1,7 +1,7 @@
 """Warnings of blocking calls in a long healthy run: there must be none, in a thread and in a process.
 
-`aget` waits 20 ms, 100 are in flight: 5,000 objects/s, as far as the machine allows. Takes twice the minutes; not part
-of run_all.py.
+`aget` waits 20 ms, 100 are in flight: 5,000 objects/s, as far as the machine allows. Takes twice
+the minutes; not part of run_all.py.
 
     python benchmarks/watchdog_run.py --minutes 10
 """
@@ -43,13 +43,19 @@ class Collected(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def run(placement: Literal["thread", "process"], seconds: float, collected: Collected) -> tuple[int, float]:
+def run(
+    placement: Literal["thread", "process"], seconds: float, collected: Collected
+) -> tuple[int, float]:
     """Warnings, and objects a second."""
     collected.messages.clear()
     began = time.perf_counter()
     samples = 0
     with hr.DataLoader(
-        Waiting(), batch_size=BATCH, concurrency=IN_FLIGHT, placement=placement, collate_fn=first_and_length
+        Waiting(),
+        batch_size=BATCH,
+        concurrency=IN_FLIGHT,
+        placement=placement,
+        collate_fn=first_and_length,
     ) as loader:
         for first, size in loader:
             if first != b"%d" % samples * 100:
@@ -63,7 +69,9 @@ def run(placement: Literal["thread", "process"], seconds: float, collected: Coll
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="for each placement")
     arguments = parse_arguments(parser, minutes=0.05)
     collected = Collected()

@@ -26,7 +26,9 @@ intersphinx_mapping = {
     "numpy": ("https://numpy.org/doc/stable/", None),
     "torch": ("https://docs.pytorch.org/docs/stable/", None),
 }
-linkcheck_ignore = [re.escape(REPOSITORY)]  # a placeholder; its files are checked by tests/test_documents.py
+linkcheck_ignore = [
+    re.escape(REPOSITORY)
+]  # a placeholder; its files are checked by tests/test_documents.py
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]
 highlight_language = "text"  # of blocks without one
@@ -35,17 +37,25 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 maximum_signature_line_length = 100
 napoleon_use_ivar = True
-napoleon_custom_sections = [(name, "params_style") for name in ("Fetching", "Placement", "Results", "Device", "Ranks")]
+napoleon_custom_sections = [
+    (name, "params_style") for name in ("Fetching", "Placement", "Results", "Device", "Ranks")
+]
 
 # The examples are run for the site; one that has not changed since the last build is not run again.
-NOT_RUN = ["21", "29", "30"]  # what they need is not in the environment of `make docs`; their pages say so
+NOT_RUN = [
+    "21",
+    "29",
+    "30",
+]  # what they need is not in the environment of `make docs`; their pages say so
 FIRST = "00 26 23 09 27 12 28 29 14 30"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": rf"/(?!{'|'.join(NOT_RUN)})\d\d_",
-    "within_subsection_order": ExplicitOrder(sorted(EXAMPLES, key=lambda name: f"{FIRST} {name}".index(name[:2]))),
+    "within_subsection_order": ExplicitOrder(
+        sorted(EXAMPLES, key=lambda name: f"{FIRST} {name}".index(name[:2]))
+    ),
     "default_thumb_file": str(ROOT / "docs/_static/no-picture.svg"),
     "notebook_extensions": set(),
     "download_all_examples": False,

@@ -4,7 +4,8 @@ Images in a bucket, to a trained model
 
 JPEGs of an S3 bucket are streamed, decoded and augmented, and a small network learns from them.
 
-The bucket is on a local server here, with 20 ms to the first byte of each object. For a real one leave the server out::
+The bucket is on a local server here, with 20 ms to the first byte of each object. For a real one
+leave the server out::
 
     photos = hr.ObjectDataset("s3://bucket/train", suffix=".jpg", labels="folder")
 """
@@ -28,9 +29,14 @@ from object_server import ObjectServer
 
 def drawing(shape, chance):
     picture = Image.new(
-        "RGB", (chance.randint(80, 200), chance.randint(80, 200)), f"hsl({chance.randrange(360)}, 30%, 80%)"
+        "RGB",
+        (chance.randint(80, 200), chance.randint(80, 200)),
+        f"hsl({chance.randrange(360)}, 30%, 80%)",
     )
-    middle, radius = (picture.width / 2, picture.height / 2), min(picture.size) * chance.uniform(0.2, 0.45)
+    middle, radius = (
+        (picture.width / 2, picture.height / 2),
+        min(picture.size) * chance.uniform(0.2, 0.45),
+    )
     paint, ink = ImageDraw.Draw(picture), f"hsl({chance.randrange(360)}, 80%, 40%)"
     if shape == "disc":
         paint.circle(middle, radius, fill=ink)
@@ -43,17 +49,21 @@ def drawing(shape, chance):
 
 chance = random.Random(0)
 shapes = [chance.choice(["disc", "square", "triangle"]) for _ in range(600)]
-bucket = {f"train/{shape}/{number:04d}.jpg": drawing(shape, chance) for number, shape in enumerate(shapes)}
+bucket = {
+    f"train/{shape}/{number:04d}.jpg": drawing(shape, chance) for number, shape in enumerate(shapes)
+}
 server = ObjectServer(bucket, latency=0.020).start()
 
 # %%
 # The loader
 # ----------
-# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work. It runs inside `next()`,
-# or in worker processes with `num_workers=`. The random numbers follow from the seed, the epoch and the sample,
-# whatever the number of workers.
+# `labels="folder"` makes the name of an object's folder its class. The transform is CPU work. It
+# runs inside `next()`, or in worker processes with `num_workers=`. The random numbers follow from
+# the seed, the epoch and the sample, whatever the number of workers.
 
-photos = hr.ObjectDataset(hr.Store(server.url + "/train", options=server.store_options), suffix=".jpg", labels="folder")
+photos = hr.ObjectDataset(
+    hr.Store(server.url + "/train", options=server.store_options), suffix=".jpg", labels="folder"
+)
 decode = hr.decode.image(size=64, dtype=torch.float32)
 
 

@@ -25,7 +25,11 @@ files = hr.FileDataset(folder, "**/*.py")
 
 def count_words(sample):
     words = bytes(sample.data).decode(errors="replace").split()
-    return {"key": sample.key, "words": torch.tensor(len(words)), "longest": max(map(len, words), default=0)}
+    return {
+        "key": sample.key,
+        "words": torch.tensor(len(words)),
+        "longest": max(map(len, words), default=0),
+    }
 
 
 with hr.DataLoader(files, batch_size=2, num_workers=2, transform=count_words) as loader:

@@ -40,12 +40,22 @@ with ObjectServer(objects, latency=0.020) as server:
         labels=lambda key: int(key.split("/")[0]),
     )
     with hr.DataLoader(
-        dataset, batch_size=64, shuffle=True, num_workers=2, concurrency=128, transform=decode, seed=7
+        dataset,
+        batch_size=64,
+        shuffle=True,
+        num_workers=2,
+        concurrency=128,
+        transform=decode,
+        seed=7,
     ) as loader:
         images, labels = next(iter(loader))
-        print(f"{dataset}: a batch is {tuple(images.shape)} {images.dtype}, labels {labels[:5].tolist()} …")
+        print(
+            f"{dataset}: a batch is {tuple(images.shape)} {images.dtype}, labels {labels[:5].tolist()} …"
+        )
         by_for = sum(float(images.sum()) for images, _ in loader)
         by_async_for = asyncio.run(total(loader))
         stats = loader.stats()
 assert by_for == by_async_for == sum(range(500)) * 3 * 32 * 32
-print(f"{stats.samples} samples in {stats.elapsed_seconds:.1f} s, waiting {stats.wait_share:.0%}; {stats.placement}")
+print(
+    f"{stats.samples} samples in {stats.elapsed_seconds:.1f} s, waiting {stats.wait_share:.0%}; {stats.placement}"
+)

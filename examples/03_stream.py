@@ -34,7 +34,9 @@ async def serve(ready, count):
 
     async def feed(reader, writer):
         for number in range(count):
-            writer.write(json.dumps({"sensor": f"s{number % 3}", "value": number / 2}).encode() + b"\n")
+            writer.write(
+                json.dumps({"sensor": f"s{number % 3}", "value": number / 2}).encode() + b"\n"
+            )
         await writer.drain()
         writer.close()
         with contextlib.suppress(ConnectionError):

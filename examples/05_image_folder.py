@@ -2,15 +2,16 @@
 A folder of images and a CSV
 ============================
 
-Image files and a CSV of their labels, decoded in two workers and normalised as ImageNet's models expect.
+Image files and a CSV of their labels, decoded in two workers and normalised as ImageNet's models
+expect.
 
 ::
 
     python examples/05_image_folder.py [FOLDER]
 
-FOLDER contains images and a labels.csv with the columns file and label. Without one, shapes are drawn into a temporary
-folder. A torch program with one line changed: `from headrace import DataLoader`.
-"""
+FOLDER contains images and a labels.csv with the columns file and label. Without one, shapes are
+drawn into a temporary folder. A torch program with one line changed: `from headrace import
+DataLoader`."""
 
 import collections
 import csv
@@ -47,7 +48,9 @@ class LabelledPictures(Dataset):
     def __getitem__(self, index):
         file, label = self.rows[index]
         with Image.open(self.folder / file) as picture:
-            square = ImageOps.fit(picture.convert("RGB"), (SIDE, SIDE))  # scaled, and cropped about the middle
+            square = ImageOps.fit(
+                picture.convert("RGB"), (SIDE, SIDE)
+            )  # scaled, and cropped about the middle
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255
         return (pixels - MEAN) / DEVIATION, self.classes.index(label)
 
@@ -59,7 +62,10 @@ def draw_shapes(folder, count):
         rows = csv.writer(table)
         rows.writerow(["file", "label"])
         for number in range(count):
-            label, suffix = chance.choice(["disc", "square", "triangle"]), chance.choice(["jpg", "png"])
+            label, suffix = (
+                chance.choice(["disc", "square", "triangle"]),
+                chance.choice(["jpg", "png"]),
+            )
             width, height = chance.randint(80, 200), chance.randint(80, 200)
             picture = Image.new("RGB", (width, height), f"hsl({chance.randrange(360)}, 30%, 80%)")
             middle, radius = (width / 2, height / 2), min(width, height) * chance.uniform(0.2, 0.45)
@@ -84,9 +90,14 @@ def look_at(folder):
         seen.update(labels.tolist())
         total += images.mean(dim=(2, 3)).sum(dim=0)
     assert seen == collections.Counter(pictures.classes.index(label) for _, label in pictures.rows)
-    print(f"{len(pictures)} pictures, each once:", {pictures.classes[label]: seen[label] for label in sorted(seen)})
+    print(
+        f"{len(pictures)} pictures, each once:",
+        {pictures.classes[label]: seen[label] for label in sorted(seen)},
+    )
     red, green, blue = (total / len(pictures)).tolist()
-    print(f"means, in ImageNet's deviations from ImageNet's mean: red {red:+.2f}, green {green:+.2f}, blue {blue:+.2f}")
+    print(
+        f"means, in ImageNet's deviations from ImageNet's mean: red {red:+.2f}, green {green:+.2f}, blue {blue:+.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 Imbalanced classes
 ==================
 
-A class that is 4 % of the data, drawn as often as the other by `WeightedRandomSampler`, and its effect on a model.
+A class that is 4 % of the data, drawn as often as the other by `WeightedRandomSampler`, and its
+effect on a model.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """
@@ -18,9 +19,14 @@ class Transactions(Dataset):
 
     def __init__(self, honest, frauds, seed):
         random = torch.Generator().manual_seed(seed)
-        near, far = torch.randn(honest, 2, generator=random), torch.randn(frauds, 2, generator=random) + 1.5
+        near, far = (
+            torch.randn(honest, 2, generator=random),
+            torch.randn(frauds, 2, generator=random) + 1.5,
+        )
         self.points = torch.cat([near, far])
-        self.labels = torch.cat([torch.zeros(honest, dtype=torch.long), torch.ones(frauds, dtype=torch.long)])
+        self.labels = torch.cat(
+            [torch.zeros(honest, dtype=torch.long), torch.ones(frauds, dtype=torch.long)]
+        )
 
     def __len__(self):
         return len(self.labels)
@@ -48,7 +54,9 @@ def main():
     torch.manual_seed(7)
     training = Transactions(honest=4800, frauds=200, seed=1)
     unseen = Transactions(honest=4800, frauds=200, seed=2)
-    weights = 1 / training.labels.bincount()[training.labels]  # of each sample: rarer class, larger weight
+    weights = (
+        1 / training.labels.bincount()[training.labels]
+    )  # of each sample: rarer class, larger weight
     sampler = WeightedRandomSampler(weights, num_samples=len(training), replacement=True)
     loaders = {
         "shuffled": DataLoader(training, batch_size=100, shuffle=True, num_workers=2),

@@ -2,14 +2,15 @@
 A picture of batches
 ====================
 
-A figure of the contents of batches: a grid of samples, and the number of samples of each class in every batch.
+A figure of the contents of batches: a grid of samples, and the number of samples of each class in
+every batch.
 
 ::
 
     python examples/07_picture_of_batches.py [PICTURE.png]
 
-Without a name it is written to the folder for temporary files. A torch program with one line changed:
-`from headrace import DataLoader`.
+Without a name it is written to the folder for temporary files. A torch program with one line
+changed: `from headrace import DataLoader`.
 """
 
 import pathlib
@@ -45,14 +46,24 @@ class Shapes(Dataset):
         random, label = np.random.default_rng(index), self.labels[index]
         picture = Image.new("RGB", (4 * SIDE, 4 * SIDE), f"hsl({random.integers(360)}, 25%, 85%)")
         paint, ink = ImageDraw.Draw(picture), f"hsl({random.integers(360)}, 75%, 40%)"
-        x, y, radius, turn = *random.uniform(160, 224, 2), random.uniform(80, 145), random.uniform(0, 360)
+        x, y, radius, turn = (
+            *random.uniform(160, 224, 2),
+            random.uniform(80, 145),
+            random.uniform(0, 360),
+        )
         if label == 0:
             paint.circle((x, y), radius, fill=ink)
         elif label == 1:
             paint.regular_polygon((x, y, radius), 4, rotation=turn, fill=ink)
         else:
-            angles, radii = np.radians(turn + 36 * np.arange(10)), radius * np.where(np.arange(10) % 2, 0.45, 1.1)
-            paint.polygon([*zip(x + radii * np.cos(angles), y + radii * np.sin(angles), strict=True)], fill=ink)
+            angles, radii = (
+                np.radians(turn + 36 * np.arange(10)),
+                radius * np.where(np.arange(10) % 2, 0.45, 1.1),
+            )
+            paint.polygon(
+                [*zip(x + radii * np.cos(angles), y + radii * np.sin(angles), strict=True)],
+                fill=ink,
+            )
         pixels = torch.from_numpy(np.array(picture.resize((SIDE, SIDE)))).permute(2, 0, 1) / 255
         return (pixels - MEAN) / DEVIATION, label
 
@@ -72,12 +83,25 @@ def draw_histogram(axes, counts, title):
     batches, below = range(1, len(counts) + 1), torch.zeros(len(counts))
     for label, name in enumerate(CLASSES):
         share = counts[:, label].sum() / counts.sum()
-        axes.bar(batches, counts[:, label], bottom=below, width=0.85, color=COLOURS[label], label=f"{name} {share:.0%}")
+        axes.bar(
+            batches,
+            counts[:, label],
+            bottom=below,
+            width=0.85,
+            color=COLOURS[label],
+            label=f"{name} {share:.0%}",
+        )
         below = below + counts[:, label]
     print(f"{title}. The first batch: {dict(zip(CLASSES, counts[0].tolist(), strict=True))}")
     axes.set(title=title, xlabel="batch", ylabel="samples", xticks=batches, ylim=(0, BATCH))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, title="of the epoch", reverse=True)
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+        title="of the epoch",
+        reverse=True,
+    )
 
 
 def main(target):
@@ -94,7 +118,9 @@ def main(target):
     draw_histogram(upper, torch.stack(counts), "Shuffled: every batch is as imbalanced as the data")
     batches = list(weighted)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in batches]
-    draw_histogram(lower, torch.stack(counts), "Weighted: every batch holds each class about equally")
+    draw_histogram(
+        lower, torch.stack(counts), "Weighted: every batch holds each class about equally"
+    )
     draw_samples(left, *batches[0])
     picture.savefig(target, dpi=110)
     print(f"drawn to {target}")

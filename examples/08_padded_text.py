@@ -2,7 +2,8 @@
 Text of unequal length
 ======================
 
-Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths and labels.
+Sentences of unequal length: padded to a batch, packed for a recurrent network, with their lengths
+and labels.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """
@@ -46,7 +47,10 @@ class Reviews(Dataset):
     def write(self):
         kind, negated = self.chance.random() < 0.5, self.chance.random() < 0.5
         adjective = [self.chance.choice(GOOD if kind != negated else BAD)]
-        before, after = ([self.chance.choice(FILLERS) for _ in range(self.chance.randint(0, 9))] for _ in range(2))
+        before, after = (
+            [self.chance.choice(FILLERS) for _ in range(self.chance.randint(0, 9))]
+            for _ in range(2)
+        )
         return before + [NOT] * negated + adjective + after, int(kind)
 
     def __len__(self):
@@ -73,21 +77,28 @@ class Reader(torch.nn.Module):
         self.classify = torch.nn.Linear(16, 2)
 
     def forward(self, tokens, lengths):
-        packed = pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.embed(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
         _, state = self.read(packed)
         return self.classify(state[0])
 
 
 def main():
     torch.manual_seed(0)
-    training = DataLoader(Reviews(2000, seed=1), batch_size=50, shuffle=True, num_workers=2, collate_fn=padded)
+    training = DataLoader(
+        Reviews(2000, seed=1), batch_size=50, shuffle=True, num_workers=2, collate_fn=padded
+    )
     unseen = DataLoader(Reviews(500, seed=2), batch_size=50, num_workers=2, collate_fn=padded)
     tokens, lengths, labels = next(iter(unseen))
     print(
         f"a batch: tokens {[*tokens.shape]}, lengths {[*lengths.shape]}, labels {[*labels.shape]}; three of its rows:"
     )
     for row, length, label in zip(tokens[:3], lengths, labels, strict=False):
-        print(f"  {length:2} words, {'kind' if label else 'unkind':6}:", *(WORDS[token] for token in row))
+        print(
+            f"  {length:2} words, {'kind' if label else 'unkind':6}:",
+            *(WORDS[token] for token in row),
+        )
     model = Reader()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(3):
@@ -97,7 +108,8 @@ def main():
             optimizer.step()
         with torch.no_grad():
             right = sum(
-                (model(tokens, lengths).argmax(dim=1) == labels).sum().item() for tokens, lengths, labels in unseen
+                (model(tokens, lengths).argmax(dim=1) == labels).sum().item()
+                for tokens, lengths, labels in unseen
             )
         print(f"epoch {epoch}: {right / len(unseen.dataset):.0%} of unseen reviews understood")
 

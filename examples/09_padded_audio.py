@@ -2,7 +2,8 @@
 Audio of unequal length
 =======================
 
-Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded to a batch.
+Recordings of unequal length: read from WAV files in two workers, turned into spectrograms, padded
+to a batch.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """
@@ -38,7 +39,11 @@ class Recordings(Dataset):
         with wave.open(str(self.files[index])) as recording:
             pressure = np.frombuffer(recording.readframes(-1), dtype="<i2") / np.float32(1 << 15)
         waves = torch.stft(
-            torch.from_numpy(pressure), WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True
+            torch.from_numpy(pressure),
+            WINDOW,
+            HOP,
+            window=torch.hann_window(WINDOW),
+            return_complex=True,
         )
         spectrogram = (waves.abs() ** 2 / WINDOW).clamp_min(np.exp(SILENCE)).log().T.contiguous()
         return spectrogram, int("rising" in self.files[index].name)
@@ -52,7 +57,9 @@ def record(folder, count):
         low, high = chance.uniform(300, 900), chance.uniform(1500, 3000)  # Hz
         pitch = np.linspace(*((low, high) if rising else (high, low)), int(RATE * seconds))
         pressure = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
-        with wave.open(str(folder / f"{number:03d}-{'rising' if rising else 'falling'}.wav"), "wb") as recording:
+        with wave.open(
+            str(folder / f"{number:03d}-{'rising' if rising else 'falling'}.wav"), "wb"
+        ) as recording:
             recording.setnchannels(1)
             recording.setsampwidth(2)
             recording.setframerate(RATE)
@@ -62,7 +69,11 @@ def record(folder, count):
 def padded(recordings):
     spectrograms, labels = zip(*recordings, strict=True)
     lengths = torch.tensor([len(each) for each in spectrograms])
-    return pad_sequence(spectrograms, batch_first=True, padding_value=SILENCE), lengths, torch.tensor(labels)
+    return (
+        pad_sequence(spectrograms, batch_first=True, padding_value=SILENCE),
+        lengths,
+        torch.tensor(labels),
+    )
 
 
 def rises(spectrograms, lengths):
@@ -74,10 +85,19 @@ def rises(spectrograms, lengths):
 
 def draw(spectrograms, lengths, labels):
     """Eight recordings of a batch; what is right of the line is padding."""
-    figure, axes = plt.subplots(2, 4, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
-    for panel, spectrogram, length, label in zip(axes.flat, spectrograms, lengths, labels, strict=False):
+    figure, axes = plt.subplots(
+        2, 4, figsize=(9, 4), sharex=True, sharey=True, layout="constrained"
+    )
+    for panel, spectrogram, length, label in zip(
+        axes.flat, spectrograms, lengths, labels, strict=False
+    ):
         height = RATE / 2000  # kHz
-        panel.imshow(spectrogram.T, origin="lower", aspect="auto", extent=(0, len(spectrogram) * HOP / RATE, 0, height))
+        panel.imshow(
+            spectrogram.T,
+            origin="lower",
+            aspect="auto",
+            extent=(0, len(spectrogram) * HOP / RATE, 0, height),
+        )
         panel.axvline(length * HOP / RATE, color="white", linestyle=":")
         panel.set_title("rising" if label else "falling", fontsize=10)
     figure.supxlabel("seconds", fontsize=10)

@@ -33,14 +33,16 @@ class Sentences(Dataset):
 
 
 def padded(sentences):
-    return pad_sequence(sentences, batch_first=True), torch.tensor([len(each) for each in sentences])
+    return pad_sequence(sentences, batch_first=True), torch.tensor(
+        [len(each) for each in sentences]
+    )
 
 
 class BucketSampler(Sampler):
     """Random batches of similar length: sorts the shuffled samples of `pool` batches at a time by length.
 
-    Sorting everything would save a little more, and would show the model the same batches in every epoch.
-    """
+    Sorting everything would save a little more, and would show the model the same batches in every
+    epoch."""
 
     def __init__(self, lengths, batch_size, pool=25):
         self.lengths, self.batch_size, self.pool = lengths, batch_size, pool
@@ -51,9 +53,18 @@ class BucketSampler(Sampler):
     def __iter__(self):
         order = torch.randperm(len(self.lengths)).tolist()
         size = self.pool * self.batch_size
-        pools = (sorted(order[at : at + size], key=self.lengths.__getitem__) for at in range(0, len(order), size))
-        batches = [pool[at : at + self.batch_size] for pool in pools for at in range(0, len(pool), self.batch_size)]
-        return iter([batches[number] for number in torch.randperm(len(batches))])  # short and long ones mixed
+        pools = (
+            sorted(order[at : at + size], key=self.lengths.__getitem__)
+            for at in range(0, len(order), size)
+        )
+        batches = [
+            pool[at : at + self.batch_size]
+            for pool in pools
+            for at in range(0, len(pool), self.batch_size)
+        ]
+        return iter(
+            [batches[number] for number in torch.randperm(len(batches))]
+        )  # short and long ones mixed
 
 
 def show(name, loader):
@@ -66,7 +77,9 @@ def show(name, loader):
         seen += tokens[:, 0].tolist()  # a sentence's tokens are its index
     assert sorted(seen) == list(range(len(loader.dataset)))
     share = 1 - real / padded
-    print(f"{name}: {padded:,} tokens, {share:.0%} of them padding; the first batches are {longest[:6]} tokens long")
+    print(
+        f"{name}: {padded:,} tokens, {share:.0%} of them padding; the first batches are {longest[:6]} tokens long"
+    )
     return padded
 
 
@@ -74,9 +87,15 @@ def main():
     torch.manual_seed(0)
     sentences = Sentences(5000)
     buckets = BucketSampler(sentences.lengths, BATCH)
-    print(f"{len(sentences)} sentences of 1 to {max(sentences.lengths)} tokens, {sum(sentences.lengths):,} in all")
-    plain = show("shuffled", DataLoader(sentences, BATCH, shuffle=True, num_workers=2, collate_fn=padded))
-    like = show("bucketed", DataLoader(sentences, batch_sampler=buckets, num_workers=2, collate_fn=padded))
+    print(
+        f"{len(sentences)} sentences of 1 to {max(sentences.lengths)} tokens, {sum(sentences.lengths):,} in all"
+    )
+    plain = show(
+        "shuffled", DataLoader(sentences, BATCH, shuffle=True, num_workers=2, collate_fn=padded)
+    )
+    like = show(
+        "bucketed", DataLoader(sentences, batch_sampler=buckets, num_workers=2, collate_fn=padded)
+    )
     print(f"the model reads {plain / like:.1f} times less")
 
 

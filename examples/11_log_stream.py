@@ -2,7 +2,8 @@
 Compressed logs
 ===============
 
-Compressed log files as one stream, split over the workers: each worker reads its share of the files.
+Compressed log files as one stream, split over the workers: each worker reads its share of the
+files.
 
 A torch program with one line changed: `from headrace import DataLoader`.
 """
@@ -31,7 +32,11 @@ class LogLines(IterableDataset):
         for file in mine:
             with gzip.open(file, "rt") as lines:
                 for number, line in enumerate(lines):
-                    yield {**json.loads(line), "line": f"{file.name}:{number}", "worker": 0 if me is None else me.id}
+                    yield {
+                        **json.loads(line),
+                        "line": f"{file.name}:{number}",
+                        "worker": 0 if me is None else me.id,
+                    }
 
 
 class Unsplit(LogLines):
@@ -51,7 +56,12 @@ def write_logs(folder, files):
         with gzip.open(folder / f"access-{number:02d}.jsonl.gz", "wt") as log:
             for _ in range(length):
                 status = chance.choices([200, 304, 404, 500], [90, 5, 4, 1])[0]
-                log.write(json.dumps({"status": status, "milliseconds": round(chance.expovariate(0.05), 1)}) + "\n")
+                log.write(
+                    json.dumps(
+                        {"status": status, "milliseconds": round(chance.expovariate(0.05), 1)}
+                    )
+                    + "\n"
+                )
     return sum(lengths)
 
 
@@ -70,7 +80,9 @@ def main(folder):
     assert len(seen) == written
     assert set(seen.values()) == {1}
     print(f"{written} lines written, {len(seen)} different lines read, each once")
-    unsplit = collections.Counter(line for batch in DataLoader(Unsplit(folder), 256, num_workers=2) for line in batch)
+    unsplit = collections.Counter(
+        line for batch in DataLoader(Unsplit(folder), 256, num_workers=2) for line in batch
+    )
     print(f"without the split: {unsplit.total()} lines, each {max(unsplit.values())} times")
 
 

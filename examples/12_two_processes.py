@@ -2,7 +2,8 @@
 Two ranks
 =========
 
-Data-parallel training in two processes (DDP on gloo): each reads its part of the data, both end with the same model.
+Data-parallel training in two processes (DDP on gloo): each reads its part of the data, both end
+with the same model.
 
 ::
 
@@ -69,7 +70,9 @@ def train():
         assert sorted(parts[0] + parts[1]) == list(range(len(line)))
         if dist.get_rank() == 0:
             begin = " and ".join(f"{part[:3]} …" for part in parts)
-            print(f"epoch {epoch}: ranks read {begin}, {len(set(parts[0]) & set(parts[1]))} in common, loss {loss:.5f}")
+            print(
+                f"epoch {epoch}: ranks read {begin}, {len(set(parts[0]) & set(parts[1]))} in common, loss {loss:.5f}"
+            )
     models = gathered([parameter.tolist() for parameter in model.parameters()])
     assert models[0] == models[1]
     if dist.get_rank() == 0:
@@ -85,6 +88,19 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(0)  # destroy_process_group() sometimes aborts in gloo's threads
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[0]]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            sys.argv[0],
+        ]
         one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
-        print(subprocess.run(torchrun, env=one_thread, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")
+        print(
+            subprocess.run(
+                torchrun, env=one_thread, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout,
+            end="",
+        )

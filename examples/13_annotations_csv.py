@@ -8,7 +8,8 @@ The CSV has an identifier without the suffix, a column of classes, and columns t
 The store is a local one with 20 ms to the first byte. For a real one, leave the server out::
 
     table = pandas.read_csv("s3://bucket/train.csv")  # with s3fs
-    dataset = hr.ObjectDataset.from_table("s3://bucket/images", table, key="image_id", label="species")
+    dataset = hr.ObjectDataset.from_table("s3://bucket/images", table, key="image_id",
+    label="species")
 """
 
 import csv
@@ -71,11 +72,15 @@ def decode(sample):
 def ink_by_class(dataset):
     """Mean share of pixels that are not white, by class."""
     sums, counts = torch.zeros(len(SPECIES)), torch.zeros(len(SPECIES))
-    with hr.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2, transform=decode, seed=1) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=32, shuffle=True, num_workers=2, transform=decode, seed=1
+    ) as loader:
         for pixels, labels in loader:
             sums.index_add_(0, labels, (1 - pixels).mean(dim=(1, 2, 3)))
             counts.index_add_(0, labels, torch.ones(len(labels)))
-    return {name: round(share, 4) for name, share in zip(SPECIES, (sums / counts).tolist(), strict=True)}
+    return {
+        name: round(share, 4) for name, share in zip(SPECIES, (sums / counts).tolist(), strict=True)
+    }
 
 
 with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirectory() as folder:

@@ -2,10 +2,11 @@
 Rows of PostgreSQL
 ==================
 
-Rows of PostgreSQL as a dataset: a cursor that reads ahead 100 rows at a time, never the whole table.
+Rows of PostgreSQL as a dataset: a cursor that reads ahead 100 rows at a time, never the whole
+table.
 
-It starts a server of its own in a temporary folder, and fills it. This page is not run when the site is built, since it
-needs Debian's postgresql.
+It starts a server of its own in a temporary folder, and fills it. This page is not run when the
+site is built, since it needs Debian's postgresql.
 
 ::
 
@@ -59,7 +60,9 @@ def postgres():
 async def fill(server):
     connection = await asyncpg.connect(**server)
     try:
-        await connection.execute("CREATE TABLE readings (id int PRIMARY KEY, sensor text, value float8)")
+        await connection.execute(
+            "CREATE TABLE readings (id int PRIMARY KEY, sensor text, value float8)"
+        )
         rows = [(number, f"s{number % 4}", number / 2) for number in range(1000)]
         await connection.copy_records_to_table("readings", records=rows)
     finally:
@@ -88,7 +91,9 @@ with postgres() as server:
     with hr.DataLoader(both.take(200), batch_size=50) as loader:
         for batch in loader:
             shares = [(batch["id"] % 4 == number).sum().item() for number in (1, 3)]
-            print(f"{len(batch['id'])} rows, {shares[0]} of s1 and {shares[1]} of s3, mean {batch['value'].mean():.1f}")
+            print(
+                f"{len(batch['id'])} rows, {shares[0]} of s1 and {shares[1]} of s3, mean {batch['value'].mean():.1f}"
+            )
     with hr.DataLoader(readings(server, "s0"), batch_size=100) as loader:
         total = sum(batch["value"].sum().item() for batch in loader)
     assert total == sum(number / 2 for number in range(0, 1000, 4))

@@ -12,7 +12,8 @@ For shards of your own::
 
     shards = "s3://bucket/train-{0000..0127}.tar"
     hr.DataLoader(hr.TarDataset(shards, shuffle=True, buffer_size=1000), 32, seed=0)  # on one rank
-    hr.DataLoader(hr.TarDataset.index(shards, save=True), 32, shuffle=True, seed=0)   # on any number
+    hr.DataLoader(hr.TarDataset.index(shards, save=True), 32, shuffle=True, seed=0)   # on any
+    number
 """
 
 import io
@@ -28,7 +29,10 @@ import headrace as hr
 def write_shard(path, first, count):
     with tarfile.open(path, "w") as tar:
         for number in range(first, first + count):
-            for field, data in (("bin", bytes([number % 256]) * 1000), ("cls", str(number % 10).encode())):
+            for field, data in (
+                ("bin", bytes([number % 256]) * 1000),
+                ("cls", str(number % 10).encode()),
+            ):
                 info = tarfile.TarInfo(f"{number:06d}.{field}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -51,12 +55,17 @@ with tempfile.TemporaryDirectory() as name:
         with hr.DataLoader(dataset, batch_size=16, num_workers=1, transform=decode) as loader:
             for epoch in range(2):
                 batches = [batch["cls"] for batch in loader]
-                print(f"{name}, epoch {epoch}: {len(batches)} batches, first labels {batches[0][:6].tolist()}")
+                print(
+                    f"{name}, epoch {epoch}: {len(batches)} batches, first labels {batches[0][:6].tolist()}"
+                )
 
     read("stream", hr.TarDataset(folder / "{0000..0003}.tar", shuffle=True, buffer_size=20, seed=7))
 
-    # The shards differ in size, and the ranks get equal numbers of samples: an index divides samples, not shards.
+    # The shards differ in size, and the ranks get equal numbers of samples: an index divides
+    # samples, not shards.
     indexed = hr.TarDataset.index(folder / "{0000..0003}.tar")
     print(f"{indexed}; sample 50 is {indexed[50]['__key__']}, one ranged read")
-    for rank in range(2):  # in training, each rank is a process, and gives the loader `indexed` with shuffle=True
+    for rank in range(
+        2
+    ):  # in training, each rank is a process, and gives the loader `indexed` with shuffle=True
         read(f"rank {rank}", indexed.stream(shuffle=True, seed=7, rank=rank, world_size=2))

@@ -2,7 +2,8 @@
 A table in Parquet
 ==================
 
-Rows of two columns shuffled over two ranks, and whole tables converted to tensors, on which a small model trains.
+Rows of two columns shuffled over two ranks, and whole tables converted to tensors, on which a small
+model trains.
 
 ::
 
@@ -50,13 +51,15 @@ for number in range(2):
 # %%
 # Rows, on two ranks
 # ------------------
-# A rank is given here; in training, each is a process and determines its rank itself. Only the columns that are named
-# are fetched.
+# A rank is given here; in training, each is a process and determines its rank itself. Only the
+# columns that are named are fetched.
 
 seen = set()
 for rank in range(2):
     rows = hr.ParquetDataset(folder.name, columns=["id", "label"])
-    sampler = hr.BlockShuffleSampler(rows, block_size=50, blocks_at_once=4, seed=0, rank=rank, world_size=2)
+    sampler = hr.BlockShuffleSampler(
+        rows, block_size=50, blocks_at_once=4, seed=0, rank=rank, world_size=2
+    )
     with hr.DataLoader(rows, batch_size=20, sampler=sampler) as loader:
         batches = list(loader)
     print(f"rank {rank}: {len(batches)} batches, the first ids {batches[0]['id'][:5].tolist()}")

@@ -37,7 +37,9 @@ def epoch(loader):
     return total, time.perf_counter() - began
 
 
-contents = {f"train/{number % 10}/{number:05d}.npy": as_object(number % 256) for number in range(500)}
+contents = {
+    f"train/{number % 10}/{number:05d}.npy": as_object(number % 256) for number in range(500)
+}
 expected = sum(number % 256 for number in range(500)) * 3 * 32 * 32
 
 with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.020) as server:
@@ -56,7 +58,9 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
         for name in ("first epoch", "second epoch"):
             total, seconds = epoch(first)
             assert total == expected
-            print(f"{name}: {500 / seconds:6,.0f} samples a second, {server.requests()['GET']} requests so far")
+            print(
+                f"{name}: {500 / seconds:6,.0f} samples a second, {server.requests()['GET']} requests so far"
+            )
         counts = first.stats().requests
         print(f"{counts.cache_misses} fetched, {counts.cache_hits} from the disk")
 
@@ -64,4 +68,6 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
         total, seconds = epoch(another)
         assert total == expected
         assert server.requests()["GET"] == 500
-        print(f"another loader: {another.stats().requests.cache_hits} of 500 from the disk, and no request")
+        print(
+            f"another loader: {another.stats().requests.cache_hits} of 500 from the disk, and no request"
+        )

@@ -43,4 +43,6 @@ with tempfile.TemporaryDirectory() as name:
                 inputs, targets = batch[:, :-1], batch[:, 1:]
                 seen += len(inputs)
             requests = loader.stats().requests.requests
-        print(f"{order}: {seen:,} windows, {requests:,} requests; the last {tuple(inputs.shape)}, {targets.dtype}")
+        print(
+            f"{order}: {seen:,} windows, {requests:,} requests; the last {tuple(inputs.shape)}, {targets.dtype}"
+        )

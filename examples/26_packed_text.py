@@ -2,8 +2,8 @@
 Pre-training a language model
 =============================
 
-Documents are filtered and tokenised in the workers, and packed into rows of one length; a small model trains on them,
-and goes on from a state with the same losses.
+Documents are filtered and tokenised in the workers, and packed into rows of one length; a small
+model trains on them, and goes on from a state with the same losses.
 
 For documents of your own: ``hr.LinesDataset("s3://bucket/web/*.jsonl.zst", shuffle=True, seed=0)``.
 """
@@ -34,9 +34,9 @@ for shard in range(4):
 # %%
 # The loader
 # ----------
-# `filter` and `map` are CPU work and run in the worker processes. `pack` runs on the loader's event loop, and only
-# combines what they return: a document that does not fit goes on in the next row. Its state is exact, so that a
-# restored loader continues in the middle of a document.
+# `filter` and `map` are CPU work and run in the worker processes. `pack` runs on the loader's event
+# loop, and only combines what they return: a document that does not fit goes on in the next row.
+# Its state is exact, so that a restored loader continues in the middle of a document.
 
 
 def long_enough(line):
@@ -87,7 +87,9 @@ def train(loader, model, optimizer):
     """Train for an epoch; yields each step's loss."""
     for batch in loader:
         scores = model(batch["tokens"])
-        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())  # the next tokens
+        loss = torch.nn.functional.cross_entropy(
+            scores.flatten(0, 1), batch["labels"].flatten()
+        )  # the next tokens
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -120,7 +122,9 @@ for part, state in zip(parts, torch.load(f"{folder.name}/checkpoint.pt"), strict
 with parts[0]:
     resumed = list(train(*parts))
 assert resumed == losses[30:]
-print(f"resumed after step 30: the other {len(resumed)} losses are those of the whole run, to the last bit")
+print(
+    f"resumed after step 30: the other {len(resumed)} losses are those of the whole run, to the last bit"
+)
 
 figure, panel = plt.subplots(figsize=(7, 3.5), layout="constrained")
 panel.plot(range(1, len(losses) + 1), losses, label="whole run", lw=4, color="#b8c9dc")

@@ -2,15 +2,16 @@
 Killed, and resumed
 ===================
 
-Training that is killed twice and resumed: each sample counts once, and the losses are those of a run without a kill.
+Training that is killed twice and resumed: each sample counts once, and the losses are those of a
+run without a kill.
 
 ::
 
     python examples/27_resume.py
 
-It starts itself as a child process. The first child is ended by SIGKILL, so that the second has to go back to the last
-checkpoint; that one is ended by SIGTERM, to which it answers with a checkpoint. The rest is trained here, and compared
-with an uninterrupted run.
+It starts itself as a child process. The first child is ended by SIGKILL, so that the second has to
+go back to the last checkpoint; that one is ended by SIGTERM, to which it answers with a checkpoint.
+The rest is trained here, and compared with an uninterrupted run.
 """
 
 import pathlib
@@ -34,7 +35,9 @@ def write_samples(folder):
     folder.mkdir()
     for number in range(SAMPLES):
         x = random.random(4, dtype=np.float32)
-        (folder / f"{number:04d}.bin").write_bytes(np.append(x, x @ [1, -2, 3, 0.5]).astype(np.float32).tobytes())
+        (folder / f"{number:04d}.bin").write_bytes(
+            np.append(x, x @ [1, -2, 3, 0.5]).astype(np.float32).tobytes()
+        )
 
 
 def decode(sample):
@@ -111,7 +114,10 @@ def draw(losses, ranges):
     panel.plot(losses, lw=5, color="#d8dee6", label="without a kill")
     for (first, last), how in zip(ranges, ("SIGKILL", "SIGTERM", "the end"), strict=True):
         (line,) = panel.plot(
-            range(first, last), losses[first:last], lw=1.2, label=f"steps {first} to {last}, then {how}"
+            range(first, last),
+            losses[first:last],
+            lw=1.2,
+            label=f"steps {first} to {last}, then {how}",
         )
         panel.axvline(first, color=line.get_color(), lw=0.8, linestyle=":")
     panel.set(xlabel="step", ylabel="loss", yscale="log")
@@ -135,7 +141,9 @@ def main():
         assert sorted(seen) == list(range(SAMPLES))
     print(f"each of {SAMPLES} samples was seen once in each of {EPOCHS} epochs")
     assert resumed == whole
-    print(f"all {len(whole)} losses are those of an uninterrupted run, from {whole[0][2]:.4f} to {whole[-1][2]:.4f}")
+    print(
+        f"all {len(whole)} losses are those of an uninterrupted run, from {whole[0][2]:.4f} to {whole[-1][2]:.4f}"
+    )
     draw([loss for *_, loss in whole], [killed, terminated, (first, len(whole))])
 
 

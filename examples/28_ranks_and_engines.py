@@ -2,16 +2,16 @@
 Two ranks of two engines
 ========================
 
-Two ranks, each with a loader of two engines, on one object store: every sample once, and as many steps on each rank.
+Two ranks, each with a loader of two engines, on one object store: every sample once, and as many
+steps on each rank.
 
 ::
 
     torchrun --standalone --nproc-per-node 2 examples/28_ranks_and_engines.py s3://bucket/train
 
-Without a URL it makes a folder of samples, and run with plain python it starts torchrun for itself. Each rank's loader
-has its part of the samples, by `ElasticSampler`, which finds the rank by itself; the two engines of a loader are
-processes that fetch and decode batches of that part in turn.
-"""
+Without a URL it makes a folder of samples, and run with plain python it starts torchrun for itself.
+Each rank's loader has its part of the samples, by `ElasticSampler`, which finds the rank by itself;
+the two engines of a loader are processes that fetch and decode batches of that part in turn."""
 
 import os
 import pathlib
@@ -56,19 +56,24 @@ def train(url):
     sampler = hr.ElasticSampler(dataset, seed=0)
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with hr.DataLoader(dataset, BATCH, sampler=sampler, transform=decode, engines=ENGINES) as loader:
+    with hr.DataLoader(
+        dataset, BATCH, sampler=sampler, transform=decode, engines=ENGINES
+    ) as loader:
         for epoch in range(EPOCHS):
             mine, engines, steps = [], set(), 0
             for numbers, x, y, processes in loader:
                 optimizer.zero_grad()
                 loss = torch.nn.functional.mse_loss(model(x), y)
-                loss.backward()  # averages gradients over the ranks: one with more steps would wait for ever
+                # averages gradients over the ranks: one with more steps would wait for ever
+                loss.backward()
                 optimizer.step()
                 mine += numbers.tolist()
                 engines.update(processes.tolist())
                 steps += 1
             parts = gathered((mine, steps, len(engines)))
-            assert sorted(number for numbers, _, _ in parts for number in numbers) == list(range(len(dataset)))
+            assert sorted(number for numbers, _, _ in parts for number in numbers) == list(
+                range(len(dataset))
+            )
             assert len({steps for _, steps, _ in parts}) == 1
             if rank == 0:
                 for each, (numbers, steps, used) in enumerate(parts):
@@ -76,7 +81,9 @@ def train(url):
                         f"epoch {epoch}, rank {each}: {steps} steps of {used} engines, {len(numbers)} samples: "
                         f"{', '.join(map(str, numbers[:4]))}, …"
                     )
-                print(f"epoch {epoch}: together all {len(dataset)} samples, each once; loss {loss:.5f}")
+                print(
+                    f"epoch {epoch}: together all {len(dataset)} samples, each once; loss {loss:.5f}"
+                )
 
 
 def main(url):
@@ -88,9 +95,23 @@ def main(url):
 
 
 def run_torchrun(url):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[0], url]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        sys.argv[0],
+        url,
+    ]
     one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
-    print(subprocess.run(command, env=one_thread, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")
+    print(
+        subprocess.run(
+            command, env=one_thread, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout,
+        end="",
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Trainers: accelerate and Lightning
 
 One loader, three loops: your own, accelerate's and Lightning's. What changes is one line each.
 
-This page is not run when the site is built, since the trainers are not in its environment; a test runs it::
+This page is not run when the site is built, since the trainers are not in its environment; a test
+runs it::
 
     pip install accelerate lightning
     python examples/29_trainers.py
@@ -64,8 +65,8 @@ def own_loop():
 # accelerate
 # ----------
 # `accelerator.prepare` rebuilds every loader, without headrace's engine: give it to `prepare` of
-# `headrace.integrations.accelerate` instead. It divides the batches over the ranks, and `accelerator.save_state` has
-# the loader's position.
+# `headrace.integrations.accelerate` instead. It divides the batches over the ranks, and
+# `accelerator.save_state` has the loader's position.
 
 
 def with_accelerate():
@@ -85,8 +86,9 @@ def with_accelerate():
 # %%
 # Lightning
 # ---------
-# The Trainer takes the loader as it is. An installed headrace registers a callback, so that checkpoints have its
-# position; from a source tree give it as ``callbacks=headrace.integrations.lightning.callbacks()``.
+# The Trainer takes the loader as it is. An installed headrace registers a callback, so that
+# checkpoints have its position; from a source tree give it as
+# ``callbacks=headrace.integrations.lightning.callbacks()``.
 
 
 class Line(lightning.LightningModule):
@@ -105,7 +107,9 @@ class Line(lightning.LightningModule):
 
 def with_lightning():
     line = Line()
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
     trainer.fit(line, make_loader())
     return line.loss.item()
 

@@ -2,15 +2,17 @@
 A Ray cluster
 =============
 
-Engines on a Ray cluster: two nodes fetch, transform and collate; the trainer, on a third, gets finished batches.
+Engines on a Ray cluster: two nodes fetch, transform and collate; the trainer, on a third, gets
+finished batches.
 
 ::
 
     pip install 'headrace[ray]'
     python examples/30_ray_cluster.py
 
-The cluster is simulated on this machine, with `ray.cluster_utils.Cluster`; in mid-epoch one of its nodes is lost. On a
-real cluster, leave out `cluster`, and call `ray.init(address="auto")` on a node of it.
+The cluster is simulated on this machine, with `ray.cluster_utils.Cluster`; in mid-epoch one of its
+nodes is lost. On a real cluster, leave out `cluster`, and call `ray.init(address="auto")` on a node
+of it.
 
 This page is not run when the site is built, since Ray is not in its environment; a test runs it.
 """
@@ -46,8 +48,11 @@ def decoded(index):
 
 
 def loader(**options):
-    # Few enough batches are made ahead that the lost node would have made some of those that are left.
-    return hr.DataLoader(Pictures(), BATCH, shuffle=True, seed=0, transform=decoded, concurrency=64, **options)
+    # Few enough batches are made ahead that the lost node would have made some of those that are
+    # left.
+    return hr.DataLoader(
+        Pictures(), BATCH, shuffle=True, seed=0, transform=decoded, concurrency=64, **options
+    )
 
 
 def read(batches, on_batch=lambda number: None):
@@ -60,7 +65,9 @@ def read(batches, on_batch=lambda number: None):
 
 
 def main():
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     try:
         nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")

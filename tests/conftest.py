@@ -18,25 +18,29 @@ from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from tests.forks import Forks
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a job in the background of a shell script has it. The programs that tests start would inherit it, and with it
-    # be deaf to the Ctrl-C that some tests are about.
+    # As a job in the background of a shell script has it. The programs that tests start would
+    # inherit it, and with it be deaf to the Ctrl-C that some tests are about.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(ModuleNotFoundError):  # of the environment of trainers
     import hypothesis
 
     # A machine that is busy generates slowly, and that is no fault of a test.
-    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.register_profile(
+        "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
     hypothesis.settings.load_profile("busy")
 
-# Seconds. No test takes nearly as long, also on a busy machine. After TIMEOUT a signal handler raises in the test.
-# A test in C code, where no handler runs, is ended KILL_DELAY later with its process, after a traceback of each thread.
+# Seconds. No test takes nearly as long, also on a busy machine. After TIMEOUT a signal handler
+# raises in the test. A test in C code, where no handler runs, is ended KILL_DELAY later with its
+# process, after a traceback of each thread.
 TIMEOUT = float(os.environ.get("HEADRACE_TEST_TIMEOUT", "240"))
 KILL_DELAY = 30.0
 
 
 def pytest_collection_modifyitems(items):
-    # Worker processes cannot import test modules: what these define travels by value, as from a notebook.
+    # Worker processes cannot import test modules: what these define travels by value, as from a
+    # notebook.
     for module in {item.module for item in items if hasattr(item, "module")}:
         cloudpickle.register_pickle_by_value(module)
 
@@ -65,7 +69,9 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish():
-    if path := os.environ.get("HEADRACE_DURATIONS"):  # `make test` prints the slowest of all its parts
+    if path := os.environ.get(
+        "HEADRACE_DURATIONS"
+    ):  # `make test` prints the slowest of all its parts
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(f"{seconds:7.2f} s  {name}\n" for name, seconds in _seconds.items())
 
@@ -103,7 +109,9 @@ def run():
         def run(program, status=0):
             done = forks.run_source(program)
             expected = "Executing ", "pack "  # a busy machine; the progress of hr.pack
-            errors = [line for line in done.stderr.splitlines() if line and not line.startswith(expected)]
+            errors = [
+                line for line in done.stderr.splitlines() if line and not line.startswith(expected)
+            ]
             assert (done.returncode, errors) == (status, [])
             return done.stdout.split()
 

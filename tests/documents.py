@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+]
 
 
 def text_of(document):
@@ -18,7 +20,9 @@ def python_blocks(document):
 
 def programs_with_output(document):
     """The blocks of Python, each with the block below it of what it prints."""
-    programs = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", text_of(document), re.M | re.S)
+    programs = re.findall(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", text_of(document), re.M | re.S
+    )
     assert len(programs) == len(python_blocks(document))
     return programs
 

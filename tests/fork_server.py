@@ -1,7 +1,7 @@
 """The process from which `tests.forks.Forks` forks programs: ``python -m tests.fork_server DESCRIPTOR``.
 
-It only imports. What a process makes once, a thread or a descriptor for example, each fork makes for itself.
-"""
+It only imports. What a process makes once, a thread or a descriptor for example, each fork makes
+for itself."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ MOST_DESCRIPTORS = 16
 def main() -> None:
     for name in os.environ.pop("FORK_SERVER_IMPORTS", "").split():
         importlib.import_module(name)
-    # Of -X dev: a callback that took 0.1 s says nothing, on a machine that is busy with other tests. Records of other
-    # processes arrive formatted.
-    logging.getLogger("asyncio").addFilter(lambda record: not record.getMessage().startswith("Executing <"))
+    # Of -X dev: a callback that took 0.1 s says nothing, on a machine that is busy with other
+    # tests. Records of other processes arrive formatted.
+    logging.getLogger("asyncio").addFilter(
+        lambda record: not record.getMessage().startswith("Executing <")
+    )
     gc.freeze()  # else each fork's collector goes through torch's objects, 0.3 s at its end alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for forks are not waited for
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # the processes that wait for forks are not waited for
     with socket.socket(fileno=int(sys.argv.pop())) as control:
         program, descriptors = serve(control)
     os.setsid()
@@ -56,7 +60,8 @@ def main() -> None:
         if not os.environ.pop("OWN_ZYGOTE", ""):
             fork_zygote()
         run = pickle.load(file)
-    # Programs send what `tests` defines to their workers by value, as a notebook does: these import nothing of it.
+    # Programs send what `tests` defines to their workers by value, as a notebook does: these import
+    # nothing of it.
     cloudpickle.register_pickle_by_value(tests)
     run(*descriptors[2:])
 
@@ -64,8 +69,8 @@ def main() -> None:
 def serve(control: socket.socket) -> tuple[int, list[int]]:
     """Fork for each request; returns in the forks, with the descriptors that came with it, the program's first.
 
-    Between this process and each fork is one that waits for the fork, so that there can be several at a time.
-    """
+    Between this process and each fork is one that waits for the fork, so that there can be several
+    at a time."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, MOST_DESCRIPTORS)
         if not request:
@@ -113,9 +118,9 @@ class _Child:
 def fork_zygote() -> None:
     """Give this process a zygote that is a fork of it.
 
-    headrace starts one with an interpreter of its own, which has to import torch: a program of a test would take three
-    times as long. This process has imported the same, and has started nothing yet.
-    """
+    headrace starts one with an interpreter of its own, which has to import torch: a program of a
+    test would take three times as long. This process has imported the same, and has started nothing
+    yet."""
     control, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
         os.setpgid(0, 0)

@@ -1,11 +1,11 @@
 """Programs that tests run in other processes: functions, in forks of an interpreter that has imported torch.
 
-The import of torch takes longer than most programs do. A fork is otherwise a program of its own: it has a session,
-standard streams and a `__main__` of its own, no thread or process was started before it, and it ends as an interpreter
-does, with exit hooks and finalization.
+The import of torch takes longer than most programs do. A fork is otherwise a program of its own: it
+has a session, standard streams and a `__main__` of its own, no thread or process was started before
+it, and it ends as an interpreter does, with exit hooks and finalization.
 
-A program is any function without arguments. It travels by value (cloudpickle), so that it may be defined inside its
-test and use the test's variables.
+A program is any function without arguments. It travels by value (cloudpickle), so that it may be
+defined inside its test and use the test's variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import cloudpickle
 from tests.documents import ROOT
 from tests.fork_server import MOST_DESCRIPTORS, run_file, run_source
 
-# Seconds. A program that takes longer hangs, also on a machine that is busy with other work. Less than a test may take.
+# Seconds. A program that takes longer hangs, also on a machine that is busy with other work. Less
+# than a test may take.
 LIMIT = 200.0
 
 
@@ -141,11 +142,15 @@ class Forks:
         stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed by the program's owner
         read, write = os.pipe()
         try:
-            return Program(self._request(program, [write, stderr.fileno()], environment), open(read), stderr)
+            return Program(
+                self._request(program, [write, stderr.fileno()], environment), open(read), stderr
+            )
         finally:
             os.close(write)
 
-    def run(self, program: Callable[[], object], **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: Callable[[], object], **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end, as `subprocess.run` does; it is killed after `LIMIT` seconds."""
         with self.start(program, **environment) as running:
             stdout, stderr = running.communicate()

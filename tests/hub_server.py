@@ -20,16 +20,25 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         on_cdn = self.server is hub.servers[1]
         hub.requests.append(("cdn" if on_cdn else "hub", self.command, unquote(url.path), token))
-        if on_cdn:  # as on S3 and CloudFront, a signed URL is for GET, and no other credentials may come with it
+        # as on S3 and CloudFront, a signed URL is for GET, and no other credentials may come with
+        # it
+        if on_cdn:
             data = hub.signed.pop(url.query, None)
             refused = data is None or token or self.command != "GET"
             return self.answer(400) if refused else self.send_file(data)
         if hub.throttled:
             hub.throttled -= 1
             return self.answer(429, headers={"Retry-After": "1"})
-        kind, *name, what, revision, key = [*url.path.removeprefix("/api").split("/", 6), "", "main", ""][1:7]
+        kind, *name, what, revision, key = [
+            *url.path.removeprefix("/api").split("/", 6),
+            "",
+            "main",
+            "",
+        ][1:7]
         name, revision, key = "/".join(name), unquote(revision), unquote(key)
-        commit = revision if isinstance(hub.commits.get(revision), dict) else hub.commits.get(revision)
+        commit = (
+            revision if isinstance(hub.commits.get(revision), dict) else hub.commits.get(revision)
+        )
         files = hub.commits.get(commit, {})
         if name != "org/name" or token != (hub.private_token or token):
             return self.answer(404 if token else 401, "RepoNotFound")
@@ -57,14 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
         inside = [path for path in files if path.startswith(folder)]
         if query["recursive"][0].lower() == "false":
             inside = [path for path in inside if "/" not in path.removeprefix(folder)]
-        entries = [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in inside]
+        entries = [
+            {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
+            for path in inside
+        ]
         start = int(query.get("cursor", "0")[0])
-        following = (
-            f"{self.server.hub.urls[0]}{self.path.partition('&cursor')[0]}&cursor={start + self.server.hub.page}"
-        )
+        listing = self.server.hub.urls[0] + self.path.partition("&cursor")[0]
+        following = f"{listing}&cursor={start + self.server.hub.page}"
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
         page = json.dumps(entries[start : start + PAGE]).encode()
-        self.answer(200, body=page, headers=headers) if inside else self.answer(404, "EntryNotFound")
+        self.answer(200, body=page, headers=headers) if inside else self.answer(
+            404, "EntryNotFound"
+        )
 
     def send_file(self, data):
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -74,7 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, code="", body=b"", headers=()):
         self.send_response(status)
-        for name, value in {"Content-Length": len(body), "X-Error-Code": code, **dict(headers)}.items():
+        for name, value in {
+            "Content-Length": len(body),
+            "X-Error-Code": code,
+            **dict(headers),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
@@ -87,7 +104,11 @@ def serve_hub(commits):
     """A hub with the repository org/name: the files of each commit, and the commit of each branch."""
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Handler) for _ in range(2)]
     hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
-    hub.private_token, hub.gated, hub.throttled = None, False, 0  # how many of the next requests get 429
+    hub.private_token, hub.gated, hub.throttled = (
+        None,
+        False,
+        0,
+    )  # how many of the next requests get 429
     hub.page = PAGE  # from the start of a page to the next; 0 for the same page again
     hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     for server in servers:

@@ -1,7 +1,7 @@
 """The TCP store at which the ranks of a job meet; in the tests' process, as torchrun has it in its own.
 
-In rank 0 the store would end with that rank while others still need it, and another process could take its port before
-that rank begins to listen.
+In rank 0 the store would end with that rank while others still need it, and another process could
+take its port before that rank begins to listen.
 """
 
 import torch.distributed as dist

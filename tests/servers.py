@@ -47,9 +47,8 @@ class Servers:
     def one(self, request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
         """The server for the test of `request`: that of the test before, unless that test has changed it.
 
-        A test with the mark `counts` gets a new one. What a test has counted or seen would not be its own alone: a
-        request that the test before has given up may still be on its way.
-        """
+        A test with the mark `counts` gets a new one. What a test has counted or seen would not be
+        its own alone: a request that the test before has given up may still be on its way."""
         if self._kept is not None and request.node.get_closest_marker("counts"):
             self.close()
         if self._kept is None:

@@ -40,7 +40,15 @@ def module(monkeypatch):
 
 
 def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
-    command = [sys.executable, BENCHMARKS / "run_all.py", "--quick", "--results", tmp_path, "--only", *IN_CI]
+    command = [
+        sys.executable,
+        BENCHMARKS / "run_all.py",
+        "--quick",
+        "--results",
+        tmp_path,
+        "--only",
+        *IN_CI,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
@@ -52,7 +60,9 @@ def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
     tables = [record for record in results["records"] if "table" in record]
     assert {record["file"] for record in tables} == set(ran)
     assert not [record for record in results["records"] if "claim" in record]
-    refused = subprocess.run([sys.executable, BENCHMARKS / "compare.py", file, file], capture_output=True, text=True)
+    refused = subprocess.run(
+        [sys.executable, BENCHMARKS / "compare.py", file, file], capture_output=True, text=True
+    )
     assert refused.returncode == 2
     assert "quick run" in refused.stderr
 
@@ -70,7 +80,9 @@ def test_every_benchmark_has_a_quick_mode(module):
     run = module("run_all").benchmarks()
     assert {file.stem for file in run} >= {"fetch_rate", "gpu_copy", *IN_CI}
     assert {file.name for file in run} >= set(module("run_all").SHORTER)
-    assert not [file.name for file in run if not re.search(r"= parse_arguments\(", file.read_text())]
+    assert not [
+        file.name for file in run if not re.search(r"= parse_arguments\(", file.read_text())
+    ]
 
 
 @pytest.fixture
@@ -97,7 +109,9 @@ def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, modu
     )
     (file,) = tmp_path.glob("*.json")
     results = json.loads(file.read_text())
-    assert {name: (ended["status"], ended["reason"]) for name, ended in results["benchmarks"].items()} == {
+    assert {
+        name: (ended["status"], ended["reason"]) for name, ended in results["benchmarks"].items()
+    } == {
         "a_fails.py": ("failed", "exit status 1"),
         "b_runs.py": ("ran", ""),
         "c_ends.py": ("failed", "ended by SIGKILL"),
@@ -109,7 +123,9 @@ def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, modu
     assert (share["values"], share["at_least"], share["met"]) == ([0.5, 0.75, 1.0], 0.5, True)
     assert (rate["value"], rate["met"], claimed["met"]) == (3.0, False, False)
     assert {"commit", "changed", "machine"} <= set(results)
-    assert {"cpu", "cores", "memory_bytes", "kernel", "python", "versions"} <= set(results["machine"])
+    assert {"cpu", "cores", "memory_bytes", "kernel", "python", "versions"} <= set(
+        results["machine"]
+    )
     assert len(results["benchmarks"]["b_runs.py"]["load_before"]) == 3
 
 
@@ -144,11 +160,30 @@ def results(path, figures):
         }
         for words, values, up, met in figures
     ]
-    machine = {"cpu": "x", "cores": 2, "memory_bytes": 1, "kernel": "y", "python": "3", "versions": {"torch": "2"}}
+    machine = {
+        "cpu": "x",
+        "cores": 2,
+        "memory_bytes": 1,
+        "kernel": "y",
+        "python": "3",
+        "versions": {"torch": "2"},
+    }
     ran = {"status": "ran", "reason": "", "arguments": [], "load_before": [0.1, 0.1, 0.1]}
-    records = [{"file": "a.py", "claim": "reading", "figures": rows}, {"file": "a.py", "table": "ms", "values": {}}]
-    given = {"format": 1, "complete": True, "quick": False, "commit": "abc", "changed": False, "machine": machine}
-    path.write_text(json.dumps(given | {"benchmarks": {"a.py": ran, "b.py": ran}, "records": records}))
+    records = [
+        {"file": "a.py", "claim": "reading", "figures": rows},
+        {"file": "a.py", "table": "ms", "values": {}},
+    ]
+    given = {
+        "format": 1,
+        "complete": True,
+        "quick": False,
+        "commit": "abc",
+        "changed": False,
+        "machine": machine,
+    }
+    path.write_text(
+        json.dumps(given | {"benchmarks": {"a.py": ran, "b.py": ran}, "records": records})
+    )
     return str(path)
 
 
@@ -168,13 +203,24 @@ def compared(tmp_path, module, monkeypatch, capsys):
 
 def test_chart_has_every_loader_and_says_why_one_is_absent(tmp_path, module):
     names = ["limit", "headrace, objects", "SPDL", "MDS"]
-    results = {"limit": "limit", "reads": dict(zip(names, ["", "photos", "photos", "mds"], strict=True))}
-    results |= {"runs": {name: [{"rate": 900.0}, {"rate": 1234.0}, {"rate": 1300.0}] for name in names[:3]}}
-    results |= {"best": {key: {} for key in names}, "absent": {"MDS": "<it> failed"}, "provisional": "a busy machine"}
+    results = {
+        "limit": "limit",
+        "reads": dict(zip(names, ["", "photos", "photos", "mds"], strict=True)),
+    }
+    results |= {
+        "runs": {name: [{"rate": 900.0}, {"rate": 1234.0}, {"rate": 1300.0}] for name in names[:3]}
+    }
+    results |= {
+        "best": {key: {} for key in names},
+        "absent": {"MDS": "<it> failed"},
+        "provisional": "a busy machine",
+    }
     results |= {"conditions": {"images": 4096, "bytes_of_an_image": 56000, "machine": {"cores": 2}}}
     module("jpeg_chart").draw(results, tmp_path)
     for theme in ("light", "dark"):
-        words = "".join(ElementTree.parse(tmp_path / f"epoch-of-jpegs-{theme}.svg").getroot().itertext())
+        words = "".join(
+            ElementTree.parse(tmp_path / f"epoch-of-jpegs-{theme}.svg").getroot().itertext()
+        )
         assert words.count("1,234") >= 3
         assert all(each in words for each in (*names, "<it> failed", "provisional: a busy machine"))
 

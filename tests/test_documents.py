@@ -37,7 +37,9 @@ WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 (ON_DEVICE,) = python_blocks("docs/devices.md")
-FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks("docs/coming-from.md")
+FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks(
+    "docs/coming-from.md"
+)
 KILLED, *RESUMING = python_blocks("docs/resuming.md")
 (ON_ERROR,) = python_blocks("docs/reference/errors.md")
 RANDOMIZED, SEEDED = python_blocks("docs/reference/options.md")
@@ -75,8 +77,13 @@ def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_pa
     setup = f"import os, torch, headrace as hr\nos.chdir({str(tmp_path)!r})\nmodel = torch.nn.Linear(1, 1)\n"
     make = "loader = hr.DataLoader(torch.arange(8), batch_size=2, shuffle=True, seed=0)\n"
     saved, restored = SAVING.split("# … and in the next job, before its first batch:\n")
-    begin, rest = "batches = iter(loader); next(batches)\n", "print([batch.tolist() for batch in batches])\n"
-    printed = "".join(run(setup + make + begin + saved + rest + make + restored + "batches = loader\n" + rest))
+    begin, rest = (
+        "batches = iter(loader); next(batches)\n",
+        "print([batch.tolist() for batch in batches])\n",
+    )
+    printed = "".join(
+        run(setup + make + begin + saved + rest + make + restored + "batches = loader\n" + rest)
+    )
     uninterrupted, resumed = json.loads(printed.replace("]][[", "]],[[").join("[]"))
     assert resumed == uninterrupted
     assert len(resumed) == 3
@@ -88,8 +95,12 @@ def test_program_for_tools_that_write_code_runs(run):
 
 
 def test_every_page_is_on_the_site_and_in_the_list_for_language_models():
-    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {"docs/index.md"}
-    assert pages | {"README.md", "AGENTS.md", "docs/design/README.md", "examples"} == set(links_of(text_of("llms.txt")))
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {
+        "docs/index.md"
+    }
+    assert pages | {"README.md", "AGENTS.md", "docs/design/README.md", "examples"} == set(
+        links_of(text_of("llms.txt"))
+    )
     listed = re.findall(r"^[A-Za-z/-]+$", text_of("docs/index.md"), re.M)
     listed = [page for page in listed if not page.startswith(("reference/", "gallery/"))]
     assert {f"docs/{page}.md" for page in listed} == pages | {"docs/design/README.md"}
@@ -129,7 +140,9 @@ def test_aiohttp_program_runs(run):
 
 def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):
     async def page(request):
-        return web.json_response([{"id": 7 * int(request.match_info["page"]) + number} for number in range(7)])
+        return web.json_response(
+            [{"id": 7 * int(request.match_info["page"]) + number} for number in range(7)]
+        )
 
     with served("/{page}", page) as port:
         printed = run(located(EVENTS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
@@ -138,7 +151,9 @@ def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):
 
 def found(name, *folders):
     """The path of a server's program, or None; Debian keeps PostgreSQL's out of PATH."""
-    return shutil.which(name) or next((str(path) for folder in folders for path in Path("/usr/lib").glob(folder)), None)
+    return shutil.which(name) or next(
+        (str(path) for folder in folders for path in Path("/usr/lib").glob(folder)), None
+    )
 
 
 @pytest.fixture
@@ -151,12 +166,21 @@ def postgres():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pg-")))
         if user:
             shutil.chown(folder, user)
-        common = {"user": user, "cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        common = {
+            "user": user,
+            "cwd": folder,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         data = str(folder / "data")
-        subprocess.run([initdb, "-D", data, "-U", "reader", "--auth=trust", "--no-sync"], check=True, **common)
+        subprocess.run(
+            [initdb, "-D", data, "-U", "reader", "--auth=trust", "--no-sync"], check=True, **common
+        )
         control = [str(Path(initdb).with_name("pg_ctl")), "-D", data, "-w"]
         options = f"-k {folder} -c listen_addresses= -c fsync=off"
-        subprocess.run([*control, "-l", str(folder / "log"), "-o", options, "start"], check=True, **common)
+        subprocess.run(
+            [*control, "-l", str(folder / "log"), "-o", options, "start"], check=True, **common
+        )
         stack.callback(subprocess.run, [*control, "-m", "immediate", "stop"], check=True, **common)
         yield f"postgresql://reader@/postgres?host={folder}"
 
@@ -165,7 +189,9 @@ def test_asyncpg_program_runs(run, postgres):
     async def fill():
         connection = await asyncpg.connect(postgres)
         await connection.execute("CREATE TABLE readings (id int PRIMARY KEY, value float8)")
-        await connection.copy_records_to_table("readings", records=[(number, number / 2) for number in range(1000)])
+        await connection.copy_records_to_table(
+            "readings", records=[(number, number / 2) for number in range(1000)]
+        )
         await connection.close()
 
     asyncio.run(fill())
@@ -178,23 +204,43 @@ def test_redis_program_runs(run, tmp_path):
     if server is None:
         pytest.skip("needs Debian's redis-server")
     path = tmp_path / "socket"
-    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--daemonize", "no", "--dir", str(tmp_path)]
+    options = [
+        "--port",
+        "0",
+        "--unixsocket",
+        str(path),
+        "--save",
+        "",
+        "--daemonize",
+        "no",
+        "--dir",
+        str(tmp_path),
+    ]
     with subprocess.Popen([server, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
-                if "Ready to accept connections" in line or "ready to accept connections at" in line:
+                if (
+                    "Ready to accept connections" in line
+                    or "ready to accept connections at" in line
+                ):
                     break
             with redis.Redis(unix_socket_path=str(path)) as client:
                 client.mset({f"image:{index}": bytes(index) for index in range(500)})
                 client.rpush("queue", *range(25))
-                printed = run(located(IMAGES, 'host="localhost", port=6379', f"unix_socket_path={str(path)!r}"))
+                printed = run(
+                    located(
+                        IMAGES, 'host="localhost", port=6379', f"unix_socket_path={str(path)!r}"
+                    )
+                )
         finally:
             process.terminate()
     assert printed == [str(sum(range(500))), "25"]
 
 
 @pytest.mark.parametrize("refusals", [0, 40])
-def test_program_with_a_rate_limit_and_retries_reads_every_page_of_a_throttled_service(run, refusals):
+def test_program_with_a_rate_limit_and_retries_reads_every_page_of_a_throttled_service(
+    run, refusals
+):
     asked, refused, tokens, at = 0, 0, 60, time.monotonic()
 
     async def page(request):
@@ -232,7 +278,9 @@ server.shutdown()
 server.server_close()
 thread.join()
 """
-    printed = " ".join(run(located(METRICS, "start_http_server(9400)", "start_http_server(0)") + after))
+    printed = " ".join(
+        run(located(METRICS, "start_http_server(9400)", "start_http_server(0)") + after)
+    )
     for line in re.findall(r"^(headrace_(?:batches|samples).*)$", text_of(WAITS), re.M):
         assert line in printed
 
@@ -251,7 +299,9 @@ def test_report_program_names_a_limit_of_the_page(run):
     printed = " ".join(run(REPORT))
     assert "Fetching is the limit: 16 in flight" in printed
     assert printed.index("Predicted wait after it") < printed.index("first batch after")
-    named = re.findall(r'"([a-z-]+)"', " ".join(re.findall(r"^\| (\S*`\"[^|]*)\|", text_of(WAITS), re.M)))
+    named = re.findall(
+        r'"([a-z-]+)"', " ".join(re.findall(r"^\| (\S*`\"[^|]*)\|", text_of(WAITS), re.M))
+    )
     assert {*LIMITS, "consumer"} == set(named)
 
 
@@ -282,7 +332,9 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
     def of_each_rank(program):
         ranks, source = Rendezvous(2), located(program, "s3://bucket/train", photos)
         with contextlib.ExitStack() as stack:
-            begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
+            begun = [
+                forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)
+            ]
             return [numbers_in(stack.enter_context(each).communicate()[0]) for each in begun]
 
     ours, theirs = of_each_rank(RANKS)
@@ -294,10 +346,15 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
 
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])
 def test_programs_on_photos_read_each_once(run, photos, program):
-    fewer = [("engines=4, num_workers=16", "engines=2, num_workers=2"), ("num_workers=8", "num_workers=1")]
+    fewer = [
+        ("engines=4, num_workers=16", "engines=2, num_workers=2"),
+        ("num_workers=8", "num_workers=1"),
+    ]
     for written, here in [*fewer, ('device="cuda"', 'device="auto"')]:
         program = program.replace(written, here)
-    assert sorted(numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))) == list(range(50))
+    assert sorted(numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))) == list(
+        range(50)
+    )
 
 
 def test_function_for_on_error_leaves_out_the_sample_that_is_no_image(run, photos, tmp_path):
@@ -323,7 +380,10 @@ class Augmenter:
 some_library = types.SimpleNamespace(Augmenter=Augmenter)
 """
     seeded = located(RANDOMIZED.splitlines()[-1], "transform=augment", "transform=Augment()")
-    programs = [RANDOMIZED + "print(sum(loader).mean())\n", f"{seeded}\nprint(sum(loader).mean())\n"]
+    programs = [
+        RANDOMIZED + "print(sum(loader).mean())\n",
+        f"{seeded}\nprint(sum(loader).mean())\n",
+    ]
     first, again, other, same = run(begin + 2 * programs[0] + SEEDED + 2 * programs[1])
     assert (first, other) == (again, same)
     assert first != other
@@ -337,12 +397,18 @@ def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photo
                 tar.add(tmp_path / "0/photo.jpg", f"{number}.jpg")
                 (tmp_path / "label").write_text(f"{number}")
                 tar.add(tmp_path / "label", f"{number}.cls")
-    program = located(FROM_WEBDATASET, "s3://bucket/train-{0000..0127}", f"{folder}/train-{{0000..0001}}")
+    program = located(
+        FROM_WEBDATASET, "s3://bucket/train-{0000..0127}", f"{folder}/train-{{0000..0001}}"
+    )
     assert sorted(numbers_in(" ".join(run(program)))) == list(range(40))
     (tmp_path / "0.bin").write_bytes(bytes(2 * (256 * 16 + 1)))
-    assert run(located(FROM_LITDATA, "s3://bucket/tokens", folder)) == ["torch.Size([8,", "256])"] * 2
+    assert (
+        run(located(FROM_LITDATA, "s3://bucket/tokens", folder)) == ["torch.Size([8,", "256])"] * 2
+    )
     mds = str(ROOT / "tests/fixtures/mds/raw")
-    assert sorted(numbers_in(" ".join(run(located(FROM_MOSAIC, "s3://bucket/train", mds))))) == list(range(18))
+    assert sorted(
+        numbers_in(" ".join(run(located(FROM_MOSAIC, "s3://bucket/train", mds))))
+    ) == list(range(18))
     assert run(FROM_TORCHDATA) == ["99"]
 
 
@@ -350,7 +416,9 @@ def test_program_with_a_format_of_its_own_reads_each_sample(run, tmp_path):
     for shard, count in enumerate((20, 0, 15)):
         table = np.cumsum([8 * (count + 2), *range(count)]).astype("<i8")
         records = b"".join(bytes([n]) * n for n in range(count))
-        (tmp_path / f"{shard}.rec").write_bytes(count.to_bytes(8, "little") + table.tobytes() + records)
+        (tmp_path / f"{shard}.rec").write_bytes(
+            count.to_bytes(8, "little") + table.tobytes() + records
+        )
     assert run(located(RECORDS, "s3://bucket/records", str(tmp_path))) == ["35", "35"]
 
 
@@ -373,7 +441,8 @@ def test_killed_program_of_the_resuming_page_goes_on_with_the_losses_of_a_whole_
         folder.mkdir()
     lines = []
     for number, step, status in ((signal.SIGKILL, 37, -signal.SIGKILL), (signal.SIGTERM, 81, 0)):
-        # The signal comes right after a step is printed: one from here could come between a checkpoint and its line.
+        # The signal comes right after a step is printed: one from here could come between a
+        # checkpoint and its line.
         signals = KILLED_AT.format(step=step, number=int(number))
         lines += run(f"import os\nos.chdir({str(killed)!r})\n{signals}{KILLED}", status)
     rest = run(f"import os\nos.chdir({str(killed)!r})\n{KILLED}")
@@ -393,7 +462,9 @@ def test_links_point_to_existing_files_and_headings(document):
             continue
         path, _, anchor = link.partition("#")
         target = folder / path if path else ROOT / document
-        if not target.exists() or (anchor and anchor not in headings_of(target.read_text(encoding="utf-8"))):
+        if not target.exists() or (
+            anchor and anchor not in headings_of(target.read_text(encoding="utf-8"))
+        ):
             broken.append(link)
     assert broken == []
 
@@ -401,9 +472,13 @@ def test_links_point_to_existing_files_and_headings(document):
 def test_pages_and_headings_that_the_sources_name_exist():
     missing = []
     for path in ROOT.glob("src/**/*.py"):
-        for page, anchor in re.findall(r"(?<![/\w])(docs/[\w/.-]*\w)(?:#([\w-]+))?", path.read_text(encoding="utf-8")):
+        for page, anchor in re.findall(
+            r"(?<![/\w])(docs/[\w/.-]*\w)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
             found = next(ROOT.glob(f"{page}*"), None)  # a design note may be named by its number
-            if found is None or (anchor and anchor not in headings_of(found.read_text(encoding="utf-8"))):
+            if found is None or (
+                anchor and anchor not in headings_of(found.read_text(encoding="utf-8"))
+            ):
                 missing.append(f"{path.name}: {page}#{anchor}")
     assert missing == []
 
@@ -412,11 +487,17 @@ def test_page_of_benchmarks_has_the_tables_that_the_program_computes(monkeypatch
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     sizing = importlib.import_module("sizing")
     tables = [sizing.cost_table(), *sizing.host_tables()]
-    assert [table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/benchmarks.md")] == []
+    assert [
+        table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/benchmarks.md")
+    ] == []
 
 
 def test_tests_named_in_documents_exist():
-    defined = [name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
+    defined = [
+        name
+        for path in ROOT.glob("tests/**/*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+    ]
     named = {
         name
         for document in DOCUMENTS
@@ -427,7 +508,11 @@ def test_tests_named_in_documents_exist():
     assert [
         name
         for name in sorted(named)
-        if not (any(each.startswith(name[:-1]) for each in defined) if name.endswith("…") else name in defined)
+        if not (
+            any(each.startswith(name[:-1]) for each in defined)
+            if name.endswith("…")
+            else name in defined
+        )
     ] == []
 
 

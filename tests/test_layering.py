@@ -10,9 +10,17 @@ import headrace
 
 SOURCE = Path(headrace.__file__).parent
 
-# From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on its own.
+# From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on
+# its own.
 FLOORS = (
-    {"_version", "_core.array_types", "_core.cgroup", "_core.text", "_core.permutation", "_core.randomized"},
+    {
+        "_version",
+        "_core.array_types",
+        "_core.cgroup",
+        "_core.text",
+        "_core.permutation",
+        "_core.randomized",
+    },
     {"errors", "_core.descriptors"},
     {"_core.ranks"},
     {"_core.torchcompat"},
@@ -61,7 +69,9 @@ def imported_modules(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import hides which room it is from"
+            assert node.level == 0, (
+                f"line {node.lineno}: a relative import hides which room it is from"
+            )
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES else node.module for name in inside]
         else:
@@ -70,7 +80,8 @@ def imported_modules(tree):
 
 
 IMPORTS = {
-    module: set(imported_modules(ast.parse(path.read_text(encoding="utf-8")))) for module, path in MODULES.items()
+    module: set(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
+    for module, path in MODULES.items()
 }
 
 
@@ -80,7 +91,11 @@ def points_up(module, imported):
 
 
 def test_every_module_has_a_room():
-    assert [module for module in MODULES if module != "headrace._core" and room_of(module) not in FLOOR_OF] == []
+    assert [
+        module
+        for module in MODULES
+        if module != "headrace._core" and room_of(module) not in FLOOR_OF
+    ] == []
 
 
 def test_imports_point_down():

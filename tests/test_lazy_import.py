@@ -13,7 +13,9 @@ import headrace
 def modules_after(program):
     """The modules that a fresh interpreter has imported after a program."""
     show = "; import sys; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program + show], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program + show], check=True, capture_output=True, text=True
+    )
     return set(done.stdout.split())
 
 
@@ -21,7 +23,11 @@ def test_the_loader_does_not_import_stores_shards_and_sidecars():
     imported = modules_after("import headrace; headrace.DataLoader")
     assert "headrace.loader" in imported
     unneeded = ("store.client", "shards.", "store.disk_cache", "links.process", "links.sidecar")
-    assert [name for name in imported if name.startswith(tuple(f"headrace._core.{each}" for each in unneeded))] == []
+    assert [
+        name
+        for name in imported
+        if name.startswith(tuple(f"headrace._core.{each}" for each in unneeded))
+    ] == []
     assert "headrace.telemetry.report" not in imported
     assert not imported & {"obstore", "numpy.random"}
 
@@ -30,7 +36,8 @@ def test_type_checkers_see_the_names_that_are_imported():
     checked = {
         alias.name: node.module
         for node in ast.walk(ast.parse(Path(headrace.__file__).read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module not in ("typing", "headrace", "headrace._version")
+        if isinstance(node, ast.ImportFrom)
+        and node.module not in ("typing", "headrace", "headrace._version")
         for alias in node.names
     }
     assert checked == headrace._MODULES

@@ -39,7 +39,9 @@ def defined_in(module):
     """The public functions and classes that a module's own source defines."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+    return {
+        node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")
+    }
 
 
 def test_exports_are_sorted_and_there():
@@ -71,10 +73,16 @@ def test_a_module_exports_exactly_what_is_public_in_it(name):
     module = importlib.import_module(name)
     defined = defined_in(module)
     exported = getattr(module, "__all__", [])
-    assert list(exported) == sorted(exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert list(exported) == sorted(
+        exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
     assert defined <= set(exported)
     assert all(hasattr(module, exported_name) for exported_name in exported)
-    assert not any(exported_name.startswith("_") for exported_name in exported if exported_name != "__version__")
+    assert not any(
+        exported_name.startswith("_")
+        for exported_name in exported
+        if exported_name != "__version__"
+    )
 
 
 def test_type_checkers_are_told_that_it_is_typed():
@@ -88,14 +96,24 @@ def test_what_is_public_is_documented(name):
     assert [thing for thing in defined_in(module) if not getattr(module, thing).__doc__] == []
 
 
-@pytest.mark.parametrize("name", [name for name in headrace.__all__ if inspect.isclass(getattr(headrace, name))])
+@pytest.mark.parametrize(
+    "name", [name for name in headrace.__all__ if inspect.isclass(getattr(headrace, name))]
+)
 def test_public_methods_are_documented(name):
     methods = inspect.getmembers(getattr(headrace, name), inspect.isfunction)
-    ours = [(method, fn) for method, fn in methods if fn.__module__.startswith("headrace") and method[0] != "_"]
+    ours = [
+        (method, fn)
+        for method, fn in methods
+        if fn.__module__.startswith("headrace") and method[0] != "_"
+    ]
     assert [method for method, fn in ours if not inspect.getdoc(fn)] == []
 
 
-NEEDED = {"Lance": "lance", "TFRecord": "google_crc32c", "Zarr": "zarr"}  # not in the environment of the trainers
+NEEDED = {
+    "Lance": "lance",
+    "TFRecord": "google_crc32c",
+    "Zarr": "zarr",
+}  # not in the environment of the trainers
 
 
 def examples():
@@ -106,7 +124,9 @@ def examples():
         module = importlib.import_module(name)
         for example in finder.find(module):
             if example.examples:
-                package = NEEDED.get(example.name.rpartition(".")[2].removesuffix("Dataset"), "headrace")
+                package = NEEDED.get(
+                    example.name.rpartition(".")[2].removesuffix("Dataset"), "headrace"
+                )
                 reason = f"{package} is not installed: make test"
                 there = pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
                 yield pytest.param(example, id=example.name, marks=there)

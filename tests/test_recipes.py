@@ -24,7 +24,9 @@ from tests.unit.datasets.formats import FIXTURES, video_file
 
 TRAINING = python_blocks("README.md")[0]
 PAGES = "docs/recipes.md", "docs/formats.md", "docs/shards.md"
-RECIPES = [each for page in PAGES for each in programs_with_output(page) if "from datasets" not in each[0]]
+RECIPES = [
+    each for page in PAGES for each in programs_with_output(page) if "from datasets" not in each[0]
+]
 
 
 def write_data(folder):
@@ -61,8 +63,13 @@ def write_data(folder):
         (folder / row["file"]).rename(folder / "train" / row["label"] / row["file"])
     images = [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]
     classes = [{"id": n, "name": name} for n, name in enumerate(("disc", "square", "triangle"))]
-    marks = [{"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]} for n in range(0, len(rows), 2)]
-    (folder / "coco.json").write_text(json.dumps({"images": images, "categories": classes, "annotations": marks}))
+    marks = [
+        {"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]}
+        for n in range(0, len(rows), 2)
+    ]
+    (folder / "coco.json").write_text(
+        json.dumps({"images": images, "categories": classes, "annotations": marks})
+    )
     for shard in range(4):
         with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:
             for row in rows[shard::4][:50]:
@@ -71,7 +78,10 @@ def write_data(folder):
                 label.size = 1
                 tar.addfile(label, io.BytesIO(b"%d" % len(row["label"])))
         for kind, text in (("text", "Document {}-{}. "), ("code", "def f{}_{}(): pass; ")):
-            lines = [json.dumps({"text": text.format(shard, number) * (number % 7)}) for number in range(100)]
+            lines = [
+                json.dumps({"text": text.format(shard, number) * (number % 7)})
+                for number in range(100)
+            ]
             (folder / kind / f"{shard}.jsonl").write_text("\n".join(lines))
         np.save(folder / f"features/{shard}.npy", np.ones((100, 16, 8), np.float16))
         np.arange(20_000, dtype=np.uint16).tofile(folder / f"tokens/{shard}.bin")
@@ -79,9 +89,15 @@ def write_data(folder):
         np.arange(lengths.sum(), dtype=np.uint16).tofile(folder / f"corpus/{shard}.ds")
         np.cumsum(lengths, dtype=np.uint64).tofile(folder / f"corpus/{shard}.ds.index")
         table = {"id": range(100), "label": [1] * 100, "features": [[0.5, 1.5]] * 100}
-        pyarrow.parquet.write_table(pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50)
-    lance.write_dataset(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "table.lance")
-    pyarrow.feather.write_feather(pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "saved/train/0.arrow")
+        pyarrow.parquet.write_table(
+            pyarrow.table(table), folder / f"table/{shard}.parquet", row_group_size=50
+        )
+    lance.write_dataset(
+        pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "table.lance"
+    )
+    pyarrow.feather.write_feather(
+        pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "saved/train/0.arrow"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +106,18 @@ def bucket(tmp_path_factory):
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP")
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    names = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_REGION",
+        "AWS_ENDPOINT_URL",
+        "AWS_ALLOW_HTTP",
+    )
+    keys = {
+        "aws_access_key_id": "key",
+        "aws_secret_access_key": "secret",
+        "region_name": "us-east-1",
+    }
     client = boto3.client("s3", endpoint_url=url, **keys)
     client.create_bucket(Bucket="bucket")
     folder = tmp_path_factory.mktemp("bucket")
@@ -109,7 +135,9 @@ def bucket(tmp_path_factory):
 
 def test_program_of_the_readme_learns_from_the_images_of_a_bucket(run, bucket):
     assert len(TRAINING.splitlines()) <= 26
-    accuracies = [int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(bucket + TRAINING)))]
+    accuracies = [
+        int(share) for share in re.findall(r"accuracy (\d+)%", " ".join(run(bucket + TRAINING)))
+    ]
     assert len(accuracies) == 3
     assert accuracies[-1] > 60 > accuracies[0] - 20
 

@@ -21,7 +21,12 @@ def documents(tmp_path_factory):
     package.mkdir()
     files, photos, resumed = python_blocks("docs/quickstart.md")
     programs = {"readme": python_blocks("README.md")[0], "agents": python_blocks("AGENTS.md")[0]}
-    for name, program in {**programs, "files": files + resumed, "photos": photos, "__init__": ""}.items():
+    for name, program in {
+        **programs,
+        "files": files + resumed,
+        "photos": photos,
+        "__init__": "",
+    }.items():
         (package / f"{name}.py").write_text(program)
     return sorted(package.iterdir())
 
@@ -32,7 +37,15 @@ def errors_of_pyright(documents):
     wrong = documents[0].parent.with_name("wrong.py")
     wrong.write_text("\n".join(line.removesuffix(IGNORED) for line in WRONG))
     programs = [TYPED / "program.py", wrong, *documents]
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, programs)]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        *map(str, programs),
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if not answer.stdout.startswith("{"):
         pytest.skip(f"pyright cannot be run: {answer.stderr.strip().splitlines()[-1:]}")

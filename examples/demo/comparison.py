@@ -12,7 +12,15 @@ import headrace as hr
 from demo.digits import augmented, decode_and_augment, label_of
 from demo.display import Display
 from demo.options import DemoOptions
-from demo.timing import Batches, BlockingGets, FixedOrder, Timing, batches_within, time_epoch, torch_loader
+from demo.timing import (
+    Batches,
+    BlockingGets,
+    FixedOrder,
+    Timing,
+    batches_within,
+    time_epoch,
+    torch_loader,
+)
 
 __all__ = ["compare"]
 
@@ -32,7 +40,9 @@ class Row:
     timing: Timing
 
 
-def compare(objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display) -> list[Timing]:
+def compare(
+    objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display
+) -> list[Timing]:
     """Load an epoch with torch's loader, with few and with many workers, and with headrace; show the times.
 
     Args:
@@ -48,7 +58,9 @@ def compare(objects: hr.ObjectDataset, url: str, options: DemoOptions, display: 
         RuntimeError: a loader delivered wrong samples.
     """
     comparison = _Comparison(objects, url, options, display)
-    display.heading(f"Loading {len(objects):,} objects without training: same store, order, batches and transform")
+    display.heading(
+        f"Loading {len(objects):,} objects without training: same store, order, batches and transform"
+    )
     more = max(MORE_WORKERS, options.workers)
     rows = [comparison.torch(workers) for workers in dict.fromkeys((options.workers, more))]
     rows.append(comparison.headrace())
@@ -75,7 +87,9 @@ def compare(objects: hr.ObjectDataset, url: str, options: DemoOptions, display: 
 
 
 class _Comparison:
-    def __init__(self, objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display) -> None:
+    def __init__(
+        self, objects: hr.ObjectDataset, url: str, options: DemoOptions, display: Display
+    ) -> None:
         generator = torch.Generator().manual_seed(options.seed)
         order = torch.randperm(len(objects), generator=generator).tolist()
         size = options.batch_size
@@ -88,10 +102,17 @@ class _Comparison:
     def torch(self, workers: int) -> Row:
         """Measure torch's loader."""
         order = FixedOrder(self._options.batch_size)
-        batches = batches_within(TORCH_SECONDS, self.epoch, latency=self._options.latency, workers=workers)
+        batches = batches_within(
+            TORCH_SECONDS, self.epoch, latency=self._options.latency, workers=workers
+        )
         blocking = BlockingGets(self._url, self._objects.keys, augmented, label_of)
-        with contextlib.closing(blocking) as dataset, torch_loader(dataset, order, workers) as loader:
-            return self._timed("torch", loader, order, batches, workers=workers, in_flight=max(1, workers))
+        with (
+            contextlib.closing(blocking) as dataset,
+            torch_loader(dataset, order, workers) as loader,
+        ):
+            return self._timed(
+                "torch", loader, order, batches, workers=workers, in_flight=max(1, workers)
+            )
 
     def headrace(self) -> Row:
         """Measure headrace's loader."""
@@ -107,7 +128,12 @@ class _Comparison:
         )
         with loader:
             return self._timed(
-                "headrace", loader, order, self.epoch, workers=options.workers, in_flight=options.concurrency
+                "headrace",
+                loader,
+                order,
+                self.epoch,
+                workers=options.workers,
+                in_flight=options.concurrency,
             )
 
     def _timed(

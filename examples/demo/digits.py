@@ -42,7 +42,8 @@ SCALE = 0.1
 def digit_objects() -> dict[str, bytes]:
     """The 1,797 digits that ship with scikit-learn, by key: ``train/00042-7.png``; the label is the 7.
 
-    A fifth, with the same share of every label, is held out under ``held-out/``; the split is fixed.
+    A fifth, with the same share of every label, is held out under ``held-out/``; the split is
+    fixed.
 
     Example:
         >>> objects = digit_objects()
@@ -70,8 +71,14 @@ def with_copies(objects: dict[str, bytes], times: int) -> dict[str, bytes]:
         >>> sorted(with_copies({"train/00042-7.png": b"", "held-out/00001-1.png": b""}, times=2))
         ['held-out/00001-1.png', 'many/0-00042-7.png', 'many/1-00042-7.png', 'train/00042-7.png']
     """
-    train = {key.removeprefix(f"{TRAIN}/"): data for key, data in objects.items() if key.startswith(f"{TRAIN}/")}
-    copies = {f"{MANY}/{copy}-{name}": data for copy in range(times) for name, data in train.items()}
+    train = {
+        key.removeprefix(f"{TRAIN}/"): data
+        for key, data in objects.items()
+        if key.startswith(f"{TRAIN}/")
+    }
+    copies = {
+        f"{MANY}/{copy}-{name}": data for copy in range(times) for name, data in train.items()
+    }
     return {**objects, **copies}
 
 
@@ -112,7 +119,14 @@ def augment(picture: Image.Image) -> Image.Image:
     right, down = random.uniform(-SHIFT, SHIFT), random.uniform(-SHIFT, SHIFT)
     x, y = (picture.width - 1) / 2, (picture.height - 1) / 2
     cosine, sine = math.cos(angle) * scale, math.sin(angle) * scale
-    back = (cosine, sine, x - cosine * x - sine * y + right, -sine, cosine, y + sine * x - cosine * y + down)
+    back = (
+        cosine,
+        sine,
+        x - cosine * x - sine * y + right,
+        -sine,
+        cosine,
+        y + sine * x - cosine * y + down,
+    )
     return picture.transform(picture.size, Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
 
 

@@ -77,10 +77,14 @@ class Display:
         columns = (
             TextColumn("  {task.description}"),
             BarColumn(BAR_WIDTH, complete_style="cyan", finished_style="cyan"),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}  {task.fields[text]}"),
+            TextColumn(
+                "{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}  {task.fields[text]}"
+            ),
         )
         # Drawn on updates: a thread that redraws would compete with the training loop.
-        with Progress(*columns, console=self._console, transient=True, auto_refresh=False) as progress:
+        with Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False
+        ) as progress:
             task = progress.add_task(label, total=total, unit=unit, text="")
             progress.refresh()
             yield _Line(progress, task)
@@ -92,7 +96,9 @@ class Display:
             table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row, style="bold green" if row is rows[-1] else None)
-        self._console.print(Padding(table, (0, 0, 0, 2)), crop=False, overflow="ignore", no_wrap=True)
+        self._console.print(
+            Padding(table, (0, 0, 0, 2)), crop=False, overflow="ignore", no_wrap=True
+        )
 
     def _print(self, text: Text) -> None:
         # A terminal wraps long lines itself, and a log should not be wrapped.

@@ -13,15 +13,16 @@ __all__ = ["interrupts_held"]
 def interrupts_held() -> Iterator[None]:
     """Block SIGINT in this thread, and with it in processes that are started in the block.
 
-    A terminal sends Ctrl-C to every process of a command. The first process handles it; a child that is still importing
-    would print a traceback.
+    A terminal sends Ctrl-C to every process of a command. The first process handles it; a child
+    that is still importing would print a traceback.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker  # not available on Windows
 
-    resource_tracker.ensure_running()  # its start, as a child of multiprocessing, would unblock SIGINT
+    # its start, as a child of multiprocessing, would unblock SIGINT
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -12,7 +12,16 @@ import torch
 
 import headrace as hr
 from demo.comparison import compare
-from demo.digits import HELD_OUT, MANY, TRAIN, decode, decode_and_augment, digit_objects, label_of, with_copies
+from demo.digits import (
+    HELD_OUT,
+    MANY,
+    TRAIN,
+    decode,
+    decode_and_augment,
+    digit_objects,
+    label_of,
+    with_copies,
+)
 from demo.display import Display
 from demo.flow import Flow
 from demo.interrupts import interrupts_held
@@ -33,14 +42,22 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
     """
     began = time.perf_counter()
     display.title("headrace demo", "handwritten digits, from an object store into a small CNN")
-    server = ObjectServer(with_copies(digit_objects(), options.copies), bucket="digits", latency=options.latency)
+    server = ObjectServer(
+        with_copies(digit_objects(), options.copies), bucket="digits", latency=options.latency
+    )
     with interrupts_held():
         server.start()
     try:
         train = _dataset(server, TRAIN)
         held_out = _dataset(server, HELD_OUT)
-        display.fact("store", f"{server.endpoint}, its own process, {options.latency * 1000:g} ms to the first byte")
-        display.fact("objects", f"{len(train):,} PNG files to train on, {len(held_out)} held out, labels in the keys")
+        display.fact(
+            "store",
+            f"{server.endpoint}, its own process, {options.latency * 1000:g} ms to the first byte",
+        )
+        display.fact(
+            "objects",
+            f"{len(train):,} PNG files to train on, {len(held_out)} held out, labels in the keys",
+        )
         with _one_thread():
             accuracy = _train(train, held_out, options, display)
         compare(_dataset(server, MANY), f"{server.http_url}/{MANY}", options, display)
@@ -62,10 +79,14 @@ def verdict(accuracy: float, epochs: int, seconds: float) -> str:
 
 
 def _dataset(server: ObjectServer, part: str) -> hr.ObjectDataset:
-    return hr.ObjectDataset(hr.Store(f"{server.url}/{part}", options=server.store_options), labels=label_of)
+    return hr.ObjectDataset(
+        hr.Store(f"{server.url}/{part}", options=server.store_options), labels=label_of
+    )
 
 
-def _train(train: hr.ObjectDataset, held_out: hr.ObjectDataset, options: DemoOptions, display: Display) -> float:
+def _train(
+    train: hr.ObjectDataset, held_out: hr.ObjectDataset, options: DemoOptions, display: Display
+) -> float:
     loader: hr.DataLoader[Any] = hr.DataLoader(
         train,
         batch_size=options.batch_size,
@@ -93,7 +114,9 @@ def _train(train: hr.ObjectDataset, held_out: hr.ObjectDataset, options: DemoOpt
             with display.live(label, len(loader), "batches") as live:
                 loss, flow = trainer.epoch(lambda flow: live.update(flow.batches, _in_words(flow)))
                 accuracy = asyncio.run(accuracy_of(trainer.model, evaluation))
-            display.line(f"{label}  {loss:>7.4f}   {accuracy:>7.1%}   {flow.rate:>9,.0f}   {flow.wait_share:>16.0%}")
+            display.line(
+                f"{label}  {loss:>7.4f}   {accuracy:>7.1%}   {flow.rate:>9,.0f}   {flow.wait_share:>16.0%}"
+            )
     return accuracy
 
 
@@ -107,7 +130,9 @@ def _first_batch(loader: hr.DataLoader[Any]) -> str:
     for _ in batches:
         pass
     loader.set_epoch(0)
-    shapes = " and ".join(f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in first)
+    shapes = " and ".join(
+        f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in first
+    )
     return f"first batch after {seconds:.1f} s: {shapes}"
 
 
@@ -115,9 +140,8 @@ def _first_batch(loader: hr.DataLoader[Any]) -> str:
 def _one_thread() -> Iterator[None]:
     """Limit torch to this thread.
 
-    For a small network a second thread gains nothing; with all cores busy, the two may wait for each other for a time
-    slice at each step: 107 instead of 4,000 samples/s on 2 cores.
-    """
+    For a small network a second thread gains nothing; with all cores busy, the two may wait for
+    each other for a time slice at each step: 107 instead of 4,000 samples/s on 2 cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

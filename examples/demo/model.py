@@ -23,4 +23,8 @@ def digit_net() -> nn.Module:
 
 
 def _block(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
-    return nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()
+    return (
+        nn.Conv2d(channels_in, channels_out, 3, padding=1),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+    )

@@ -18,12 +18,21 @@ from torch.utils.data import Dataset
 
 from demo.interrupts import interrupts_held
 
-__all__ = ["Batches", "BlockingGets", "FixedOrder", "Timing", "batches_within", "time_epoch", "torch_loader"]
+__all__ = [
+    "Batches",
+    "BlockingGets",
+    "FixedOrder",
+    "Timing",
+    "batches_within",
+    "time_epoch",
+    "torch_loader",
+]
 
 Batches = list[list[int]]
 
 WARM_UP = 1  # batches for each worker before the clock starts
-OVERHEAD = 0.002  # s per sample beside the store's latency, measured 0.7 ms; determines the number of torch's batches
+# s per sample beside the store's latency, measured 0.7 ms; determines the number of torch's batches
+OVERHEAD = 0.002
 
 
 class FixedOrder:
@@ -117,21 +126,29 @@ class _Loader(Protocol):
 def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
     """Torch's loader with persistent workers, which are ended on exit."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they mostly wait
+        warnings.filterwarnings(
+            "ignore", "This DataLoader will create"
+        )  # more workers than cores: they mostly wait
         loader: TorchDataLoader[Any] = TorchDataLoader(
             dataset, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0
         )
         try:
             yield loader
         finally:
-            # Torch ends persistent workers only when the loader is collected, and a traceback may hold it.
+            # Torch ends persistent workers only when the loader is collected, and a traceback may
+            # hold it.
             iterator, loader._iterator = loader._iterator, None
             if iterator is not None:
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def time_epoch(
-    loader: _Loader, order: FixedOrder, batches: Batches, *, workers: int, on_batch: Callable[[int, float], object]
+    loader: _Loader,
+    order: FixedOrder,
+    batches: Batches,
+    *,
+    workers: int,
+    on_batch: Callable[[int, float], object],
 ) -> Timing:
     """Time the loading of `batches`, without the start of the workers.
 

@@ -56,12 +56,13 @@ FaultKind = Literal[
 class Fault:
     """A fault, and the requests that meet it.
 
-    ============  ==============================================================================================
+    ============
+    ==============================================================================================
     kind          effect
-    ============  ==============================================================================================
-    status        responds with `status`, `headers` and `body`
-    cut           closes the connection after `at` bytes of a longer body
-    reset         the same with a TCP reset
+    ============
+    ==============================================================================================
+    status        responds with `status`, `headers` and `body` cut           closes the connection
+    after `at` bytes of a longer body reset         the same with a TCP reset
     overwrite     the same as cut, and replaces the object by `body`
     refuse        resets the connection before responding
     silence       never responds
@@ -76,9 +77,9 @@ class Fault:
     hang up       responds correctly, then closes the connection without notice
     retag         responds correctly with another entity tag, and ignores `If-Match`
     repeat        repeats the entries of each page of a listing
-    throttle      responds with 503 above `rate` requests a second (a token bucket, `at` tokens deep)
-    bandwidth     sends all bodies together at `rate` bytes a second
-    ============  ==============================================================================================
+    throttle      responds with 503 above `rate` requests a second (a token bucket, `at` tokens
+    deep) bandwidth     sends all bodies together at `rate` bytes a second ============
+    ==============================================================================================
 
     Attributes:
         kind: the effect.
@@ -156,7 +157,10 @@ class _Process:
         self.stdout.close()
         if not self.pid:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):  # a fork of this process may hold the pipe open
+        for number in (
+            signal.SIGTERM,
+            signal.SIGKILL,
+        ):  # a fork of this process may hold the pipe open
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._ended, number)
             if select.select([self._ended], [], [], CLOSE_TIMEOUT)[0]:
@@ -174,10 +178,14 @@ def _template() -> socket.socket:
         if _control is None:
             _control, theirs = socket.socketpair()
             with theirs:
-                # -P keeps the folder of server.py off sys.path, where our module names could shadow others.
+                # -P keeps the folder of server.py off sys.path, where our module names could shadow
+                # others.
                 command = [sys.executable, "-P", str(SERVER), str(theirs.fileno())]
                 process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
                 )
             atexit.register(_end_template, process, os.getpid())
         return _control
@@ -192,15 +200,15 @@ def _end_template(process: subprocess.Popen[bytes], owner: int) -> None:
 class ObjectServer:
     """An S3-style object store on the loopback interface that holds `objects` in memory.
 
-    It serves GET (with ranges), HEAD, PUT, DELETE and ListObjectsV2 under ``/bucket/key``, unsigned, in its own
-    process, so that it does not run in the interpreter under test. The process ends at `close`, or when this process
-    dies. Use it with `with`, or call `start` and `close`.
+    It serves GET (with ranges), HEAD, PUT, DELETE and ListObjectsV2 under ``/bucket/key``,
+    unsigned, in its own process, so that it does not run in the interpreter under test. The process
+    ends at `close`, or when this process dies. Use it with `with`, or call `start` and `close`.
 
     Args:
         objects: initial objects, by key.
         bucket: name of the bucket.
-        latency: seconds before the first byte of each GET of an object and of each page of a listing, at a resolution
-            of a millisecond. May be changed later.
+        latency: seconds before the first byte of each GET of an object and of each page of a
+            listing, at a resolution of a millisecond. May be changed later.
 
     Raises:
         ImportError: aiohttp is not installed.
@@ -215,12 +223,18 @@ class ObjectServer:
     """
 
     def __init__(
-        self, objects: Mapping[str, bytes] | None = None, *, bucket: str = "bucket", latency: float = 0.0
+        self,
+        objects: Mapping[str, bytes] | None = None,
+        *,
+        bucket: str = "bucket",
+        latency: float = 0.0,
     ) -> None:
         if importlib.util.find_spec("aiohttp") is None:
             raise ImportError("ObjectServer needs aiohttp: pip install aiohttp")
         if not bucket or bucket != quote(bucket, safe="") or bucket.startswith("_"):
-            raise ValueError(f"bucket={bucket!r} is not a valid name: use letters, digits, dots and dashes")
+            raise ValueError(
+                f"bucket={bucket!r} is not a valid name: use letters, digits, dots and dashes"
+            )
         self._objects: Mapping[str, bytes] | None = dict(objects or {})
         self._bucket = bucket
         self._latency = _seconds(latency)
@@ -262,7 +276,10 @@ class ObjectServer:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -328,13 +345,17 @@ class ObjectServer:
     def misbehave(self, *faults: Fault) -> None:
         """Replace the faults; without arguments, inject none.
 
-        A request meets the first fault that matches it. Requests since this call are recorded for `seen`.
-        """
+        A request meets the first fault that matches it. Requests since this call are recorded for
+        `seen`."""
         self._call("PUT", "/_faults", json.dumps([asdict(fault) for fault in faults]).encode())
 
     def seen(self, method: str = "GET") -> list[Seen]:
         """Requests of one method since the last `misbehave`, oldest first."""
-        return [seen for seen in starmap(Seen, json.loads(self._call("GET", "/_seen"))) if seen.method == method]
+        return [
+            seen
+            for seen in starmap(Seen, json.loads(self._call("GET", "/_seen")))
+            if seen.method == method
+        ]
 
     def restart(self, down: float) -> None:
         """Close all connections, refuse new ones for `down` seconds, then listen on the same port. Does not block."""
@@ -352,7 +373,9 @@ class ObjectServer:
 
     def _running_port(self) -> int:
         if self._port is None:
-            raise RuntimeError("this ObjectServer is not running: use it in a `with` block, or call start()")
+            raise RuntimeError(
+                "this ObjectServer is not running: use it in a `with` block, or call start()"
+            )
         return self._port
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -364,7 +387,9 @@ class ObjectServer:
         finally:
             connection.close()
         if answer.status >= 300:
-            raise RuntimeError(f"the object server gave {answer.status} for {method} {path}: {content.decode()}")
+            raise RuntimeError(
+                f"the object server gave {answer.status} for {method} {path}: {content.decode()}"
+            )
         return content
 
 

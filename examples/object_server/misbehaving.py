@@ -51,16 +51,22 @@ class Misbehaviour:
             key, method = unquote(path.removeprefix(self._root)), request.method
             if method == "GET" and "list-type=2" in query:
                 key, method = request.query.get("prefix", ""), "LIST"
-            active = next((fault for fault in self._faults if fault.meets(method, key, request)), None)
+            active = next(
+                (fault for fault in self._faults if fault.meets(method, key, request)), None
+            )
             kind = active.kind if active is not None else ""
-            self.seen.append((time.monotonic(), method, key, request.headers.get("Range", ""), kind))
+            self.seen.append(
+                (time.monotonic(), method, key, request.headers.get("Range", ""), kind)
+            )
             if active is None:
                 return await handle(request)
             if kind == "overwrite":
                 return await _overwrite(active, request, handle, functools.partial(self._put, key))
             try:
                 return await _FAULTS[kind](active, request, handle)
-            except ConnectionResetError:  # the client has gone; aiohttp would print a traceback for each request
+            except (
+                ConnectionResetError
+            ):  # the client has gone; aiohttp would print a traceback for each request
                 return web.Response()
 
         return answer
@@ -79,7 +85,10 @@ class _Active:
         fault = self.fault
         if method != fault["method"] or not fnmatch.fnmatchcase(key, fault["key"]):
             return False
-        if fault["unless"] is not None and request.headers.get(fault["unless"][0]) == fault["unless"][1]:
+        if (
+            fault["unless"] is not None
+            and request.headers.get(fault["unless"][0]) == fault["unless"][1]
+        ):
             return False
         if fault["share"] < 1.0 and self._random.random() >= fault["share"]:
             return False
@@ -116,7 +125,9 @@ def _body(response: web.Response) -> bytes:
     return response.body
 
 
-async def _send_headers(response: web.Response, request: web.BaseRequest) -> tuple[web.StreamResponse, bytes]:
+async def _send_headers(
+    response: web.Response, request: web.BaseRequest
+) -> tuple[web.StreamResponse, bytes]:
     """Send the headers; returns the stream and the body that they announce."""
     body = _body(response)
     stream = web.StreamResponse(status=response.status, headers=response.headers)
@@ -130,7 +141,9 @@ def _hang_up(request: web.BaseRequest, *, reset: bool) -> None:
     if transport is None:
         return
     if reset:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE
+        )
         transport.abort()
     else:
         transport.close()
@@ -145,7 +158,9 @@ async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> we
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     await stream.write(body[: active.fault["at"]])
     if active.kind == "reset":
-        await asyncio.sleep(0.02)  # until the client has read the rest: a reset discards what it has not
+        await asyncio.sleep(
+            0.02
+        )  # until the client has read the rest: a reset discards what it has not
     _hang_up(request, reset=active.kind == "reset")
     return stream
 
@@ -166,12 +181,16 @@ async def _refuse(active: _Active, request: web.BaseRequest, handle: Handler) ->
     return web.Response()
 
 
-async def _silence(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _silence(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def _trickle(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _trickle(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     piece = -(-len(body) // 10) or 1
     for start in range(0, len(body), piece):
@@ -200,13 +219,17 @@ async def _whole(active: _Active, request: web.BaseRequest, handle: Handler) -> 
     return await _respond(active, request.clone(headers=headers), handle)
 
 
-async def _shorten(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _shorten(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     response.body = _body(response)[:-1]
     return response
 
 
-async def _misplaced(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _misplaced(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     unit, _, rest = response.headers["Content-Range"].partition(" ")
     span, _, size = rest.partition("/")
@@ -217,19 +240,29 @@ async def _misplaced(active: _Active, request: web.BaseRequest, handle: Handler)
 
 async def _page(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
     response = await _respond(active, request, handle)
-    return web.Response(text=active.fault["body"], content_type="text/html", headers={"ETag": response.headers["ETag"]})
+    return web.Response(
+        text=active.fault["body"],
+        content_type="text/html",
+        headers={"ETag": response.headers["ETag"]},
+    )
 
 
-async def _redirect(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _redirect(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     return web.Response(status=302, headers={"Location": active.fault["body"]})
 
 
-async def _hang_up_after(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _hang_up_after(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     await stream.write(body)
     await stream.write_eof()
     # First the client puts the connection back into its pool.
-    asyncio.get_running_loop().call_later(active.fault["seconds"], lambda: _hang_up(request, reset=False))
+    asyncio.get_running_loop().call_later(
+        active.fault["seconds"], lambda: _hang_up(request, reset=False)
+    )
     return stream
 
 
@@ -250,7 +283,9 @@ async def _repeat(active: _Active, request: web.BaseRequest, handle: Handler) ->
     return response
 
 
-async def _bandwidth(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _bandwidth(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     for start in range(0, len(body), 65536):
         piece = body[start : start + 65536]

@@ -62,7 +62,9 @@ class Bucket:
 
     def put(self, key: str, data: bytes) -> StoredObject:
         """Store or replace an object."""
-        stored = self.objects[key] = self._by_path[f"/{self.name}/{quote(key)}"] = StoredObject(data)
+        stored = self.objects[key] = self._by_path[f"/{self.name}/{quote(key)}"] = StoredObject(
+            data
+        )
         self._sorted = None
         return stored
 
@@ -97,12 +99,16 @@ class Bucket:
         self._counts[method] += 1
         if stored is None:
             return _refuse(404, "NoSuchKey", "The specified key does not exist.", request)
-        return web.Response(body=stored.data, headers=stored.common)  # aiohttp leaves the body of a HEAD out
+        return web.Response(
+            body=stored.data, headers=stored.common
+        )  # aiohttp leaves the body of a HEAD out
 
     async def control(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle the parent's request: counters, or a change of latency."""
         if request.raw_path == "/_stats":
-            return web.json_response({"requests": self._counts, "max_concurrent": self._max_in_flight})
+            return web.json_response(
+                {"requests": self._counts, "max_concurrent": self._max_in_flight}
+            )
         if request.raw_path == "/_latency" and request.method == "PUT":
             self.latency = float(await request.text())
             return web.Response(status=204)
@@ -118,14 +124,21 @@ class Bucket:
                 await asyncio.sleep(self.latency)
             wanted = request.headers.get("If-Match")
             if wanted is not None and wanted not in ("*", stored.etag):
-                return _refuse(412, "PreconditionFailed", "At least one of the pre-conditions did not hold", request)
+                return _refuse(
+                    412,
+                    "PreconditionFailed",
+                    "At least one of the pre-conditions did not hold",
+                    request,
+                )
             asked = request.headers.get("Range")
             if asked is None:
                 return web.Response(body=stored.data, headers=stored.common)
             size = len(stored.data)
             span = _parse_range(asked, size)
             if span is None:
-                return _refuse(416, "InvalidRange", f"The requested range is not satisfiable: {asked}", request)
+                return _refuse(
+                    416, "InvalidRange", f"The requested range is not satisfiable: {asked}", request
+                )
             start, stop = span
             if start == 0 and stop == size:
                 return web.Response(status=206, body=stored.data, headers=stored.whole)
@@ -138,7 +151,9 @@ class Bucket:
         if request.query_string or "aws-chunked" in request.headers.get("Content-Encoding", ""):
             return _not_implemented(request)
         self._counts["PUT"] += 1
-        stored = self.put(key, await request.content.read())  # not request.read(), which takes 1 MiB at most
+        stored = self.put(
+            key, await request.content.read()
+        )  # not request.read(), which takes 1 MiB at most
         return web.Response(headers={"ETag": stored.etag})
 
     async def _list(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -158,9 +173,13 @@ class Bucket:
         limit = min(int(query.get("max-keys", 1000)), 1000)
         found, more = self._page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
         spell = quote if query.get("encoding-type") == "url" else escape
-        return web.Response(body=self._listing(query, found, more, spell), content_type="application/xml")
+        return web.Response(
+            body=self._listing(query, found, more, spell), content_type="application/xml"
+        )
 
-    def _page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Sequence[str], bool]:
+    def _page(
+        self, prefix: str, delimiter: str, after: str, limit: int
+    ) -> tuple[Sequence[str], bool]:
         """Keys and, with a delimiter, common prefixes, which end in it; and whether more follow."""
         if self._sorted is None:
             self._sorted = sorted(self.objects)
@@ -178,7 +197,11 @@ class Bucket:
         return found[:limit], len(found) > limit
 
     def _listing(
-        self, query: Mapping[str, str], found: Sequence[str], more: bool, spell: Callable[[str], str]
+        self,
+        query: Mapping[str, str],
+        found: Sequence[str],
+        more: bool,
+        spell: Callable[[str], str],
     ) -> bytes:
         parts = [
             '<?xml version="1.0" encoding="UTF-8"?>'

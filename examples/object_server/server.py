@@ -1,13 +1,14 @@
 """The processes of `ObjectServer`: each serves a bucket on a port, controlled by the program that started it.
 
-`ObjectServer` starts this file by its path, not with ``-m``, so that the process imports aiohttp and nothing of
-headrace: it starts in half a second, where importing torch alone takes seconds. Hence no imports from headrace here,
-and `s3.py` (the bucket) and `misbehaving.py` (the faults) are loaded by their paths. This process forks one for each
-server that is asked for, and ends when its control socket is closed.
+`ObjectServer` starts this file by its path, not with ``-m``, so that the process imports aiohttp
+and nothing of headrace: it starts in half a second, where importing torch alone takes seconds.
+Hence no imports from headrace here, and `s3.py` (the bucket) and `misbehaving.py` (the faults) are
+loaded by their paths. This process forks one for each server that is asked for, and ends when its
+control socket is closed.
 
-A server's stdin: one line of JSON with the settings, then the objects, each as two little-endian lengths, key and body.
-Its stdout: a line with its process id, and one with the port. It ends when stdin does, because the program closed it or
-died.
+A server's stdin: one line of JSON with the settings, then the objects, each as two little-endian
+lengths, key and body. Its stdout: a line with its process id, and one with the port. It ends when
+stdin does, because the program closed it or died.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Listener:
         # Not 0, which aiohttp takes for no limit.
         runner = web.ServerRunner(web.Server(self._route, access_log=None), shutdown_timeout=0.01)
         await runner.setup()
-        # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a second each.
+        # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a
+        # second each.
         site = web.TCPSite(runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)
         await site.start()
         self.port = runner.addresses[0][1]
@@ -117,7 +119,9 @@ def read_objects(source: BinaryIO, count: int) -> Iterator[tuple[str, bytes]]:
 
 async def _end_of(stream: BinaryIO) -> None:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stream)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), stream
+    )
     await reader.read()
 
 

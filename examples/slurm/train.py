@@ -1,9 +1,9 @@
 """The program that `train.sbatch` starts once for each GPU: data-parallel training, with a loader for each rank.
 
-Rank and number of ranks are those of the task (SLURM_PROCID, SLURM_NTASKS): headrace reads them by itself, and torch is
-given them here. The loader has an engine for every four cores of the task. Every rank makes the same number of steps,
-since `ElasticSampler` gives each as many samples. For jobs that are preempted, save the loader's state in each
-checkpoint: docs/resuming.md.
+Rank and number of ranks are those of the task (SLURM_PROCID, SLURM_NTASKS): headrace reads them by
+itself, and torch is given them here. The loader has an engine for every four cores of the task.
+Every rank makes the same number of steps, since `ElasticSampler` gives each as many samples. For
+jobs that are preempted, save the loader's state in each checkpoint: docs/resuming.md.
 """
 
 import os
@@ -30,7 +30,13 @@ def train(url, device, engines):
     model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with hr.DataLoader(
-        dataset, BATCH, sampler=sampler, transform=decode, engines=engines, placement="process", device=device
+        dataset,
+        BATCH,
+        sampler=sampler,
+        transform=decode,
+        engines=engines,
+        placement="process",
+        device=device,
     ) as loader:
         for epoch in range(EPOCHS):
             loader.set_epoch(epoch)
@@ -43,7 +49,8 @@ def train(url, device, engines):
                 samples += len(x)
                 steps += 1
             print(
-                f"epoch {epoch}, rank {dist.get_rank()}: {steps} steps, {samples} samples, loss {loss:.5f}", flush=True
+                f"epoch {epoch}, rank {dist.get_rank()}: {steps} steps, {samples} samples, loss {loss:.5f}",
+                flush=True,
             )
 
 

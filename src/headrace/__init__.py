@@ -7,7 +7,8 @@
 >>> [batch.tolist() for batch in hr.DataLoader(Squares(), batch_size=2)]
 [[0, 1], [4, 9]]
 
-Exceptions are in `headrace.errors`, the types of what loaders and datasets give in `headrace.types`.
+Exceptions are in `headrace.errors`, the types of what loaders and datasets give in
+`headrace.types`.
 """
 
 import importlib
@@ -73,8 +74,9 @@ if TYPE_CHECKING:
     from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
-# The public names, by the module that defines them. Importing torch takes seconds, and all of headrace longer than
-# torch's loader to its first batch: a name imports its own module, on first use, and no other.
+# The public names, by the module that defines them. Importing torch takes seconds, and all of
+# headrace longer than torch's loader to its first batch: a name imports its own module, on first
+# use, and no other.
 _NAMES = {
     "headrace._core.consumer.delivery": ("verify",),
     "headrace._core.error_policy": ("SkipErrors",),
@@ -112,14 +114,28 @@ _NAMES = {
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
     "headrace.packing": ("pack",),
-    "headrace.samplers": ("BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"),
+    "headrace.samplers": (
+        "BalancedBatchSampler",
+        "BlockShuffleSampler",
+        "ElasticSampler",
+        "Permutation",
+    ),
     "headrace.state": ("gather_state", "merge_states"),
     "headrace.telemetry.progress": ("progress",),
     "headrace.telemetry.trace": ("trace",),
     "torch.utils.data": ("get_worker_info",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-_PACKAGES = ("datasets", "decode", "errors", "integrations", "samplers", "telemetry", "testing", "types")
+_PACKAGES = (
+    "datasets",
+    "decode",
+    "errors",
+    "integrations",
+    "samplers",
+    "telemetry",
+    "testing",
+    "types",
+)
 
 __all__ = sorted(["__version__", *_MODULES])
 

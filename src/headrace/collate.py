@@ -31,8 +31,8 @@ CollateFn = Callable[[Any], object]
 def default_collate(batch: Sequence[object]) -> Any:
     """Put samples together to a batch: `torch.utils.data.default_collate`, which stacks tensors, arrays and numbers.
 
-    Beyond torch it takes the fields of undecoded objects: `memoryview` stays a list, as `bytes` does in torch, and a
-    field that is None in every sample (no labels) stays None.
+    Beyond torch it takes the fields of undecoded objects: `memoryview` stays a list, as `bytes`
+    does in torch, and a field that is None in every sample (no labels) stays None.
 
     Args:
         batch: the samples; all of the same structure.
@@ -67,7 +67,9 @@ def _keep(batch: Sequence[object], **options: Any) -> list[object]:
 
 def _keep_none(batch: Sequence[object], **options: Any) -> None:
     if any(sample is not None for sample in batch):
-        raise TypeError("default_collate: a field is None in some samples of the batch and not in others")
+        raise TypeError(
+            "default_collate: a field is None in some samples of the batch and not in others"
+        )
 
 
 _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
@@ -77,7 +79,8 @@ _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 def collated(collate_fn: CollateFn, samples: Sequence[object], *, of_tables: bool) -> object:
     """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor.
 
-    With `of_tables`, samples that are tables of Arrow arrive as one table, but for ``list`` and ``tuple``.
+    With `of_tables`, samples that are tables of Arrow arrive as one table, but for ``list`` and
+    ``tuple``.
     """
     if of_tables and collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
         return table if is_default(collate_fn) else collate_fn(table)
@@ -102,7 +105,10 @@ def _as_table(samples: Sequence[object]) -> Any:
 def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence[object]) -> None:
     """Add a note to the error of a default collate: which sample differs from the first, and in which field."""
     with contextlib.suppress(Exception):  # user code: the classes of samples
-        kinds = [{keystr(path): _kind(leaf) for path, leaf in tree_flatten_with_path(sample)[0]} for sample in samples]
+        kinds = [
+            {keystr(path): _kind(leaf) for path, leaf in tree_flatten_with_path(sample)[0]}
+            for sample in samples
+        ]
         first = kinds[0]
         odd = [
             f"sample{path} is {here} at index {index!r}, and {there} at index {indices[0]!r}"
@@ -110,14 +116,22 @@ def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence
             for path in {**first, **kind}
             if (here := kind.get(path, "missing")) != (there := first.get(path, "missing"))
         ]
-        odd += [f"it is sample{path}" for path, kind in first.items() if path and f"{kind}'>" in str(error)]
+        odd += [
+            f"it is sample{path}"
+            for path, kind in first.items()
+            if path and f"{kind}'>" in str(error)
+        ]
         if odd:
             add_note(error, f"headrace: {odd[0]}")
 
 
 def _kind(leaf: Any) -> str:
     shape = getattr(leaf, "shape", None)
-    return ("a number" if isinstance(leaf, int | float) else type(leaf).__name__) if shape is None else str(list(shape))
+    return (
+        ("a number" if isinstance(leaf, int | float) else type(leaf).__name__)
+        if shape is None
+        else str(list(shape))
+    )
 
 
 class Destination(Protocol):
@@ -139,7 +153,8 @@ def collate_into(destination: Destination) -> None:
 def destined(collate_fn: CollateFn) -> CollateFn:
     """The default collates as functions that stack into the destination; any other function as it is.
 
-    A function of the user's that calls a default collate itself is left alone: it may keep the batch.
+    A function of the user's that calls a default collate itself is left alone: it may keep the
+    batch.
     """
     return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
 
@@ -160,7 +175,11 @@ def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     plain = _is_plain(first)
     size = len(batch) * first.nbytes if plain else 0
     # Small batches of the loader's process are torch's.
-    if plain and (_destination is not None or size >= HUGE) and set(map(type, batch)) == {torch.Tensor}:
+    if (
+        plain
+        and (_destination is not None or size >= HUGE)
+        and set(map(type, batch)) == {torch.Tensor}
+    ):
         uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
         try:
             if not uniform:
@@ -176,7 +195,8 @@ def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
 def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | None:
     """What `rows` tensors like `row` are put into; None for what torch allocates.
 
-    In a worker it is contiguous, as in torch's workers; else only where torch's would be: where they are `contiguous`.
+    In a worker it is contiguous, as in torch's workers; else only where torch's would be: where
+    they are `contiguous`.
     """
     size = rows * row.nbytes
     memory = None if _destination is None else _destination.empty(size)
@@ -189,7 +209,9 @@ def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | 
     return None if _destination is None else row.new_empty((rows, *row.shape))
 
 
-HUGE = 1 << 22  # bytes from which NumPy asks the kernel for huge pages: stacking 38 MB takes half the time
+HUGE = (
+    1 << 22
+)  # bytes from which NumPy asks the kernel for huge pages: stacking 38 MB takes half the time
 _DTYPE = operator.attrgetter("dtype")
 
 
@@ -207,14 +229,13 @@ def _is_plain(tensor: object) -> bool:
 def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
         with contextlib.suppress(OverflowError):  # torch's error is raised below
-            return torch.frombuffer(array("q", batch), dtype=torch.int64)  # a fifth of the time of `torch.tensor`
+            return torch.frombuffer(
+                array("q", batch), dtype=torch.int64
+            )  # a fifth of the time of `torch.tensor`
     return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
 
 
-_STACKING = (
-    (torch.Tensor, collate_tensor_fn, _stack),
-    (int, collate_int_fn, _stack_ints),
-)
+_STACKING = ((torch.Tensor, collate_tensor_fn, _stack), (int, collate_int_fn, _stack_ints))
 
 
 def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:

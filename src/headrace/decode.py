@@ -52,14 +52,15 @@ def image(
     eighth. With simplejpeg installed, JPEGs take about half the time, for the same pixels.
 
     Args:
-        size: height and width, or one number for both. The image is scaled to cover it, and cropped about the middle.
-            None for the image's own size.
+        size: height and width, or one number for both. The image is scaled to cover it, and cropped
+            about the middle. None for the image's own size.
         mode: 3 channels, 4 or 1.
         dtype: `torch.uint8`, or a floating dtype for values from 0 to 1.
 
     Returns:
-        A function for `transform=`, or to call in yours. Of bytes it makes a tensor [C, H, W]; of an `ObjectSample` or
-        `FileSample` that has a label, ``(tensor, label)``. It raises `OSError` if the bytes are no image, or end early.
+        A function for `transform=`, or to call in yours. Of bytes it makes a tensor [C, H, W]; of
+        an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises `OSError`
+        if the bytes are no image, or end early.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -81,17 +82,19 @@ def image(
     return partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
 
 
-def video(size: int | tuple[int, int] | None = None, *, frames: int | None = None) -> Callable[[Any], Any]:
+def video(
+    size: int | tuple[int, int] | None = None, *, frames: int | None = None
+) -> Callable[[Any], Any]:
     """Make a decoder of videos, by PyAV: of the clips of a `headrace.VideoDataset`, and of whole files.
 
     Args:
-        size: height and width, or one number for both. Frames are turned upright, scaled to cover it, and cropped about
-            the middle. None for their own size.
+        size: height and width, or one number for both. Frames are turned upright, scaled to cover
+            it, and cropped about the middle. None for their own size.
         frames: number of frames to give, evenly spaced from the first to the last; None for all.
 
     Returns:
-        A function as of `image`, of tensors [T, C, H, W], uint8. It raises `ValueError` if frames are missing, or
-        damaged so that their codec notices.
+        A function as of `image`, of tensors [T, C, H, W], uint8. It raises `ValueError` if frames
+        are missing, or damaged so that their codec notices.
 
     Raises:
         MissingExtraError: PyAV is not installed.
@@ -113,8 +116,9 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
         mono: whether to average the channels.
 
     Returns:
-        A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises `ValueError` if a file
-        has another rate, or streams of several rates, or is truncated, empty or no audio.
+        A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises
+        `ValueError` if a file has another rate, or streams of several rates, or is truncated, empty
+        or no audio.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -127,12 +131,13 @@ def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]],
     """Make a decoder of samples that are dicts of bytes, as those of tar shards.
 
     Args:
-        decoders: for each field that is kept, a function of its bytes, such as `image`, `int`, `float` or `json.loads`;
-            `str` decodes UTF-8. ``__key__=str`` keeps the name of the sample.
+        decoders: for each field that is kept, a function of its bytes, such as `image`, `int`,
+            `float` or `json.loads`; `str` decodes UTF-8. ``__key__=str`` keeps the name of the
+            sample.
 
     Returns:
-        A function for `transform=`, from a sample to a dict of the decoded fields. It raises `KeyError` if the sample
-        lacks one; any other error has the name of its field in a note.
+        A function for `transform=`, from a sample to a dict of the decoded fields. It raises
+        `KeyError` if the sample lacks one; any other error has the name of its field in a note.
 
     Example:
         >>> import headrace as hr
@@ -142,14 +147,22 @@ def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]],
     return partial(_decode_fields, decoders={**decoders})
 
 
-def _decode_fields(sample: Mapping[str, Any], decoders: Mapping[str, Callable[[Any], object]]) -> dict[str, Any]:
+def _decode_fields(
+    sample: Mapping[str, Any], decoders: Mapping[str, Callable[[Any], object]]
+) -> dict[str, Any]:
     decoded: dict[str, Any] = {}
     for name, decoder in decoders.items():
         if name not in sample:
-            raise KeyError(f"sample {sample.get('__key__')!r} has no field {name!r}, but {', '.join(sample)}")
+            raise KeyError(
+                f"sample {sample.get('__key__')!r} has no field {name!r}, but {', '.join(sample)}"
+            )
         try:
             value = sample[name]  # `__key__` is a str already
-            decoded[name] = bytes(value).decode() if decoder is str and not isinstance(value, str) else decoder(value)
+            decoded[name] = (
+                bytes(value).decode()
+                if decoder is str and not isinstance(value, str)
+                else decoder(value)
+            )
         except Exception as error:
             error.add_note(f"decoding field {name!r} of sample {sample.get('__key__')!r}")
             raise
@@ -162,7 +175,9 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
     data, annotated = getattr(sample, "data", sample), _annotated_size(sample)
     with Image.open(io.BytesIO(data)) as picture:
         if picture.mode[0] in "IF":
-            raise ValueError(f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow")
+            raise ValueError(
+                f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow"
+            )
         turn, stored = None, [picture.height, picture.width]
         with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
             # Removed: Pillow turns TIFF at loading.
@@ -170,7 +185,8 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
         if annotated and not annotated == stored[::-1] != stored:
             turn = None  # the positions in the label are for the stored pixels
         if size is not None:
-            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn the image.
+            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn
+            # the image.
             picture.draft(mode, (2 * max(size), 2 * max(size)))
         upright = _by_simplejpeg(data, picture) or picture
         if turn is not None:
@@ -216,14 +232,20 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
         shown = [frame for packet in packets for frame in packet.decode()]
-        if hasattr(sample, "times"):  # a clip; its decoder may not notice that it begins without a key frame
+        if hasattr(
+            sample, "times"
+        ):  # a clip; its decoder may not notice that it begins without a key frame
             codec.flush_buffers()
             key = [*codec.decode(av.Packet(bytes(packets[0]))), *codec.decode(None)]
             if not key or key[0].pict_type not in (0, 1):  # unknown, intra
-                raise ValueError("a clip without a key frame: a video of periodic intra refresh is decoded whole only")
+                raise ValueError(
+                    "a clip without a key frame: a video of periodic intra refresh is decoded whole only"
+                )
     expected = len(getattr(sample, "times", shown))
     if not shown or len(shown) != expected or any(frame.is_corrupt for frame in shown):
-        raise ValueError(f"a damaged video: {len(shown)} frames, where there should be {expected or 'some'}")
+        raise ValueError(
+            f"a damaged video: {len(shown)} frames, where there should be {expected or 'some'}"
+        )
     if count is not None:
         shown = [shown[round(place)] for place in np.linspace(0, len(shown) - 1, count)]
     return _labelled(torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample)
@@ -232,7 +254,9 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
 def _upright(frame: Any, size: _Size) -> _Pixels:
     """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
     quarters = round(frame.rotation / 90) % 4
-    height, width = (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
+    height, width = (
+        (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
+    )
     scale = max(height / frame.height, width / frame.width)
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
     pixels: _Pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])

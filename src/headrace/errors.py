@@ -1,7 +1,8 @@
 """Every exception that headrace raises.
 
-Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in any of these: they
-keep their type, and have notes with the stage, batch, index, key and worker (`headrace.types.Failure`).
+Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in
+any of these: they keep their type, and have notes with the stage, batch, index, key and worker
+(`headrace.types.Failure`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ HELP = "headrace: causes and what to do: python -m pydoc"
 class HeadraceError(Exception):
     """The base class: `except headrace.HeadraceError` catches every error that headrace itself raises.
 
-    Each class can also be constructed from a message alone, as torch does to raise an error of a worker process again.
-    Its attributes are None then.
+    Each class can also be constructed from a message alone, as torch does to raise an error of a
+    worker process again. Its attributes are None then.
 
     Attributes:
-        lost_samples: samples of the rest of a shard that a stream cannot read on, estimated if they were not counted, 0
-            if there is no estimate; None of other errors.
+        lost_samples: samples of the rest of a shard that a stream cannot read on, estimated if they
+            were not counted, 0 if there is no estimate; None of other errors.
     """
 
     lost_samples: int | None = None
@@ -31,7 +32,9 @@ class HeadraceError(Exception):
 
     def __init__(self, *args: object, **fields: object) -> None:
         super().__init__(*(args or (self._text.format(**fields),)))
-        self.__dict__.update({name: value for name, value in fields.items() if hasattr(type(self), name)})
+        self.__dict__.update(
+            {name: value for name, value in fields.items() if hasattr(type(self), name)}
+        )
         entry = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
         add_note(self, f"{HELP} {__name__}.{entry}")
 
@@ -43,9 +46,9 @@ class HeadraceError(Exception):
 class DatasetTypeError(HeadraceError, TypeError):
     """The dataset has none of the methods that a loader fetches with.
 
-    Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a function or a path.
-    What to do: define one of the methods, or wrap an async generator with `headrace.from_async_iterable`; open clients
-    by `headrace.per_loop` in place of `__aenter__`.
+    Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a
+    function or a path. What to do: define one of the methods, or wrap an async generator with
+    `headrace.from_async_iterable`; open clients by `headrace.per_loop` in place of `__aenter__`.
     """
 
     _text = (
@@ -58,8 +61,9 @@ class DatasetTypeError(HeadraceError, TypeError):
 class NotPicklableError(HeadraceError, TypeError):
     """A dataset, a function for the workers, or a value that a worker returned, cannot be pickled.
 
-    Likely causes: it holds a lock, an open file, a client or a database connection; the text has the path to it.
-    What to do: open it where it is used (`headrace.per_loop`, a first call), or use ``num_workers=0``.
+    Likely causes: it holds a lock, an open file, a client or a database connection; the text has
+    the path to it. What to do: open it where it is used (`headrace.per_loop`, a first call), or use
+    ``num_workers=0``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.
@@ -75,8 +79,9 @@ class NotPicklableError(HeadraceError, TypeError):
 class DeviceUnavailableError(HeadraceError, RuntimeError):
     """The device that batches should be copied to does not exist or cannot be used.
 
-    Likely causes: a wrong number, CUDA_VISIBLE_DEVICES, a build of torch without CUDA, no memory left on the device.
-    What to do: look at ``torch.cuda.device_count()``; ``device="auto"`` takes what is there.
+    Likely causes: a wrong number, CUDA_VISIBLE_DEVICES, a build of torch without CUDA, no memory
+    left on the device. What to do: look at ``torch.cuda.device_count()``; ``device="auto"`` takes
+    what is there.
     """
 
     _text = (
@@ -102,8 +107,8 @@ class ControlFlowError(HeadraceError, RuntimeError):
     """User code raised an exception that Python treats as control flow and that would have ended the epoch silently.
 
     The original is its `__cause__`.
-    Likely causes: `next()` of an iterator at its end (StopIteration), `sys.exit`, a task that was cancelled.
-    What to do: catch it where it is raised, or raise an ordinary exception.
+    Likely causes: `next()` of an iterator at its end (StopIteration), `sys.exit`, a task that was
+    cancelled. What to do: catch it where it is raised, or raise an ordinary exception.
     """
 
     _text = (
@@ -116,7 +121,8 @@ class RemoteError(HeadraceError, RuntimeError):
     """An exception of a worker process that could not be pickled; its type and traceback are text.
 
     Likely causes: its class, or what it holds, exists only in the worker.
-    What to do: treat it as the exception that it names; to catch that by its type, define its class in a module.
+    What to do: treat it as the exception that it names; to catch that by its type, define its class
+    in a module.
 
     Attributes:
         type_name: the qualified name of the exception's class in the worker.
@@ -130,13 +136,15 @@ class RemoteError(HeadraceError, RuntimeError):
 class WorkerDiedError(HeadraceError, RuntimeError):
     """A worker process ended without an answer, on the last attempt.
 
-    Likely causes: no memory left (SIGKILL), a crash of a native library (SIGSEGV), `os._exit`, an import.
-    What to do: run the named indices with ``num_workers=0``; look for the out-of-memory killer in `dmesg`.
+    Likely causes: no memory left (SIGKILL), a crash of a native library (SIGSEGV), `os._exit`, an
+    import. What to do: run the named indices with ``num_workers=0``; look for the out-of-memory
+    killer in `dmesg`.
 
     Attributes:
         worker: the worker's number.
         exit_code: its exit code; the negative number of a signal; None if unknown.
-        batch: number of the batch it had; None if it died idle or while starting, or cannot be started.
+        batch: number of the batch it had; None if it died idle or while starting, or cannot be
+            started.
         indices: the sampler's indices of that batch.
     """
 
@@ -149,8 +157,9 @@ class WorkerDiedError(HeadraceError, RuntimeError):
 class EngineDiedError(HeadraceError, RuntimeError):
     """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known.
 
-    Likely causes: the loader's process was killed, mostly for want of memory, or crashed in a native library.
-    What to do: limit `memory_budget`, and look for the out-of-memory killer in `dmesg`; a new `iter()` starts another.
+    Likely causes: the loader's process was killed, mostly for want of memory, or crashed in a
+    native library. What to do: limit `memory_budget`, and look for the out-of-memory killer in
+    `dmesg`; a new `iter()` starts another.
     """
 
     _text = "the loader's event loop has ended: {why}. Start a new iteration to go on."
@@ -159,8 +168,9 @@ class EngineDiedError(HeadraceError, RuntimeError):
 class EngineStartError(HeadraceError, RuntimeError):
     """Too few engines of a cluster have started in time.
 
-    Likely causes: the cluster has fewer free CPUs or less memory than the engines ask for, or its nodes still start.
-    What to do: see ``ray status``; ask for fewer or smaller engines, or raise `start_timeout` or lower `min_engines`.
+    Likely causes: the cluster has fewer free CPUs or less memory than the engines ask for, or its
+    nodes still start. What to do: see ``ray status``; ask for fewer or smaller engines, or raise
+    `start_timeout` or lower `min_engines`.
     """
 
     _text = (
@@ -184,7 +194,8 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
     """No batch was ready within the loader's `timeout`; the next call of `next()` waits for the same batch again.
 
     Likely causes: a store that hangs, or a transform that takes longer than `timeout`.
-    What to do: print ``loader.report()``, which names what limits; raise `timeout`, or lower that of the store.
+    What to do: print ``loader.report()``, which names what limits; raise `timeout`, or lower that
+    of the store.
 
     Attributes:
         batch: number of the awaited batch; with `in_order=False`, of the first in progress.
@@ -198,8 +209,9 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 class DeadlockError(HeadraceError, RuntimeError):
     """A blocking call on the thread that has to serve it.
 
-    Likely causes: ``dataset[i]``, or a `for` over a loader or a stream, in `aget` or another coroutine of the loader.
-    What to do: use the async method there: ``await dataset.aget(i)``, `async for`.
+    Likely causes: ``dataset[i]``, or a `for` over a loader or a stream, in `aget` or another
+    coroutine of the loader. What to do: use the async method there: ``await dataset.aget(i)``,
+    `async for`.
     """
 
     _text = (
@@ -211,8 +223,9 @@ class DeadlockError(HeadraceError, RuntimeError):
 class ForkedError(HeadraceError, RuntimeError):
     """A loop, store or loader made before `os.fork` was used in the child, where its threads do not exist.
 
-    Likely causes: torch's loader with forked workers over a dataset that was used before; `os.fork` in a library.
-    What to do: pass ``multiprocessing_context="spawn"``, use `headrace.DataLoader`, or make the dataset in the child.
+    Likely causes: torch's loader with forked workers over a dataset that was used before; `os.fork`
+    in a library. What to do: pass ``multiprocessing_context="spawn"``, use `headrace.DataLoader`,
+    or make the dataset in the child.
     """
 
     _text = (
@@ -225,8 +238,9 @@ class ForkedError(HeadraceError, RuntimeError):
 class UnknownRankError(HeadraceError, RuntimeError):
     """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0.
 
-    Likely causes: WORLD_SIZE is set without RANK; the process group is made after the loader is iterated over.
-    What to do: start it by `torchrun` or `srun`, call ``init_process_group()`` before, or pass `data_parallel`.
+    Likely causes: WORLD_SIZE is set without RANK; the process group is made after the loader is
+    iterated over. What to do: start it by `torchrun` or `srun`, call ``init_process_group()``
+    before, or pass `data_parallel`.
     """
 
     _text = (
@@ -238,8 +252,9 @@ class UnknownRankError(HeadraceError, RuntimeError):
 class CoordinationError(HeadraceError, RuntimeError):
     """The ranks of a loader with `coordinated=True` cannot agree on the number of steps; the epoch is over.
 
-    Likely causes: another rank has failed, was killed, or hangs; or it has left the epoch before its end.
-    What to do: read the error of that rank, which is the cause; restart from the last checkpoint.
+    Likely causes: another rank has failed, was killed, or hangs; or it has left the epoch before
+    its end. What to do: read the error of that rank, which is the cause; restart from the last
+    checkpoint.
 
     Attributes:
         ranks: the data-parallel ranks that failed or did not answer; None if not known.
@@ -266,7 +281,8 @@ class TooManySkippedError(HeadraceError, RuntimeError):
 
     The last error that was skipped is its `__cause__`.
     Likely causes: a fault of all samples (credentials, a transform), not of some.
-    What to do: read the failures in the text; if so many may fail, raise `max_share` or `max_in_a_row` of `SkipErrors`.
+    What to do: read the failures in the text; if so many may fail, raise `max_share` or
+    `max_in_a_row` of `SkipErrors`.
 
     Attributes:
         skipped: samples of the epoch skipped so far.
@@ -309,8 +325,9 @@ class CacheFolderError(HeadraceError, PermissionError):
 class StateError(HeadraceError, ValueError):
     """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored.
 
-    Likely causes: `batch_size`, `seed`, the data or the number of shards have changed, or the file is of another job.
-    What to do: make the loader as it was when the state was saved; the text says what differs. Or begin the epoch anew.
+    Likely causes: `batch_size`, `seed`, the data or the number of shards have changed, or the file
+    is of another job. What to do: make the loader as it was when the state was saved; the text says
+    what differs. Or begin the epoch anew.
     """
 
 
@@ -320,13 +337,16 @@ class StateError(HeadraceError, ValueError):
 class ShardError(HeadraceError, ValueError):
     """A shard is damaged or malformed. Samples before the damage have been delivered.
 
-    Likely causes: a file that is no shard or has another compression than its name says, or damage in storage.
-    What to do: test the shard (``tar -tf``, ``zstd -t``) and upload it again; ``on_error="skip"`` leaves out its rest.
+    Likely causes: a file that is no shard or has another compression than its name says, or damage
+    in storage. What to do: test the shard (``tar -tf``, ``zstd -t``) and upload it again;
+    ``on_error="skip"`` leaves out its rest.
 
     Attributes:
         shard: the shard's URL, without secrets.
-        member: name of the damaged file in a tar, or of the last file before the damage; None if there is none.
-        offset: position in the shard, in bytes; of a compressed one, in its decompressed bytes; None if unknown.
+        member: name of the damaged file in a tar, or of the last file before the damage; None if
+            there is none.
+        offset: position in the shard, in bytes; of a compressed one, in its decompressed bytes;
+            None if unknown.
     """
 
     shard: str | None = None
@@ -334,11 +354,22 @@ class ShardError(HeadraceError, ValueError):
     offset: int | None = None
 
     def __init__(
-        self, what: str, *, shard: str | None = None, member: str | None = None, offset: int | None = None
+        self,
+        what: str,
+        *,
+        shard: str | None = None,
+        member: str | None = None,
+        offset: int | None = None,
     ) -> None:
-        named = {"shard": shard, "member": None if member is None else repr(member), "offset": offset}
+        named = {
+            "shard": shard,
+            "member": None if member is None else repr(member),
+            "offset": offset,
+        }
         where = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
-        super().__init__(f"{what} ({where})" if where else what, shard=shard, member=member, offset=offset)
+        super().__init__(
+            f"{what} ({where})" if where else what, shard=shard, member=member, offset=offset
+        )
 
 
 class TruncatedShardError(ShardError, EOFError):
@@ -360,8 +391,9 @@ class UnsafeMemberError(ShardError):
 class StoreError(HeadraceError, OSError):
     """A request to an object store failed.
 
-    Likely causes: credentials, endpoint or region; or a store that failed on every attempt. The text has its answer.
-    What to do: try the URL with the store's own tool on this machine; for a slow store raise `retry` and `timeout`.
+    Likely causes: credentials, endpoint or region; or a store that failed on every attempt. The
+    text has its answer. What to do: try the URL with the store's own tool on this machine; for a
+    slow store raise `retry` and `timeout`.
 
     Attributes:
         url: URL of the request, without user names, passwords and query strings.
@@ -379,10 +411,16 @@ class StoreError(HeadraceError, OSError):
     elapsed: float | None = None
     status: int | None = None
 
-    def __init__(self, message: str, *, url: str | None = None, elapsed: float | None = None, **fields: Any) -> None:
+    def __init__(
+        self, message: str, *, url: str | None = None, elapsed: float | None = None, **fields: Any
+    ) -> None:
         if url is not None:
             attempts = fields.setdefault("attempts", 1)
-            tried = "" if elapsed is None else f"; {attempts} attempt{'s'[: attempts > 1]} in {elapsed:.2f} s"
+            tried = (
+                ""
+                if elapsed is None
+                else f"; {attempts} attempt{'s'[: attempts > 1]} in {elapsed:.2f} s"
+            )
             message = f"{message}{tried} ({url})"
         super().__init__(message, url=url, elapsed=elapsed, **fields)
 
@@ -390,24 +428,26 @@ class StoreError(HeadraceError, OSError):
 class ObjectNotFoundError(StoreError, FileNotFoundError):
     """An object that was listed or requested by key, or its bucket, does not exist.
 
-    Likely causes: a misspelt bucket or key, another endpoint or account, or an object deleted since the listing.
-    What to do: list the bucket with the store's own tool; make the dataset again. ``on_error="skip"`` leaves it out.
+    Likely causes: a misspelt bucket or key, another endpoint or account, or an object deleted since
+    the listing. What to do: list the bucket with the store's own tool; make the dataset again.
+    ``on_error="skip"`` leaves it out.
     """
 
 
 class EmptyListingError(StoreError, FileNotFoundError):
     """A listing has no matching object.
 
-    Likely causes: a URL that is not a directory, another `suffix` or glob, or a web server that cannot list.
-    What to do: name the directory above; or name the objects with ``keys=[...]``.
+    Likely causes: a URL that is not a directory, another `suffix` or glob, or a web server that
+    cannot list. What to do: name the directory above; or name the objects with ``keys=[...]``.
     """
 
 
 class StoreUnreachableError(StoreError, ConnectionError):
     """No response from the store within the time-out.
 
-    Likely causes: a wrong endpoint or region, no network or proxy, a firewall, or a store that is overloaded.
-    What to do: request the URL in the text with `curl` on this machine; raise `timeout`, or lower `concurrency`.
+    Likely causes: a wrong endpoint or region, no network or proxy, a firewall, or a store that is
+    overloaded. What to do: request the URL in the text with `curl` on this machine; raise
+    `timeout`, or lower `concurrency`.
     """
 
 
@@ -415,16 +455,22 @@ class ObjectChangedError(StoreError):
     """An object was overwritten after it was listed.
 
     Likely causes: another job writes to the data, or a cache between gives old answers.
-    What to do: make the dataset again. ``Store(url, if_match=False)`` reads whatever version there is.
+    What to do: make the dataset again. ``Store(url, if_match=False)`` reads whatever version there
+    is.
     """
 
 
 class ChecksumError(StoreError):
     """The received bytes did not match the checksum or the length, on every attempt.
 
-    Likely causes: the object is damaged, its checksum in the table is of another version, or a proxy changes it.
-    What to do: compare the checksum of the object with the table's, and upload it again.
+    Likely causes: the object is damaged, its checksum in the table is of another version, or a
+    proxy changes it. What to do: compare the checksum of the object with the table's, and upload it
+    again.
     """
 
 
-__all__ = sorted(name for name, each in globals().items() if isinstance(each, type) and issubclass(each, HeadraceError))
+__all__ = sorted(
+    name
+    for name, each in globals().items()
+    if isinstance(each, type) and issubclass(each, HeadraceError)
+)

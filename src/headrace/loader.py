@@ -18,12 +18,7 @@ from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
 from headrace._core.device.streams import resolve
 from headrace._core.error_policy import error_policy
 from headrace._core.links.select import check_automatic, check_engines
-from headrace._core.order.samplers import (
-    RankSampler,
-    SeededRandomSampler,
-    check_mixed,
-    own_sampler,
-)
+from headrace._core.order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
 from headrace._core.order.spec import LoaderSpec
 from headrace._core.order.state import states_from_dict, states_to_dict
 from headrace._core.streams.kinds import DatasetKind, kind_of
@@ -49,18 +44,19 @@ __all__ = ["DataLoader"]
 class DataLoader(TorchDataLoader[T_co]):
     """Loads batches from async datasets and from torch's own, for `for` and for `async for`.
 
-    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, with its meaning and its errors.
-    Async datasets are read on an event loop of the loader's own; torch's are read where torch would read them.
-    docs/reference/options.md says more of each argument.
+    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, with its meaning
+    and its errors. Async datasets are read on an event loop of the loader's own; torch's are read
+    where torch would read them. docs/reference/options.md says more of each argument.
 
     Args:
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
         batch_size: samples in a batch; None for no batching.
-        shuffle: whether a new random order is drawn at each epoch; of indexed datasets in blocks (docs/ranks.md).
+        shuffle: whether a new random order is drawn at each epoch; of indexed datasets in blocks
+            (docs/ranks.md).
         sampler: yields the indices one by one.
         batch_sampler: yields the indices of a batch at a time.
-        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread, inside `next()`;
-            ``"auto"`` begins with one, and finds the number while the loader runs.
+        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread,
+            inside `next()`; ``"auto"`` begins with one, and finds the number while the loader runs.
         collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
         pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
         drop_last: whether a last batch that is not full is left out.
@@ -68,31 +64,44 @@ class DataLoader(TorchDataLoader[T_co]):
         worker_init_fn: called in each worker process with its number.
         multiprocessing_context: a start method or context for the workers.
         generator: the random generator that `shuffle` draws from.
-        prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency` fetches.
-        persistent_workers: whether workers with a torch dataset outlive the epoch; others always do.
+        prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency`
+            fetches.
+        persistent_workers: whether workers with a torch dataset outlive the epoch; others always
+            do.
         pin_memory_device: accepted for compatibility, and deprecated as in torch.
-        in_order: whether batches come in the sampler's order, or as they are completed; async streams in order always.
+        in_order: whether batches come in the sampler's order, or as they are completed; async
+            streams in order always.
     Fetching:
-        concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source serves best.
-        memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no bound.
-        retry: how datasets of headrace try failed requests again: a `RetryPolicy`, or the most attempts.
-        hedge: ``"auto"``: fetches that hold up the next two batches are begun again; at most 5 % more.
+        concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source
+            serves best.
+        memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no
+            bound.
+        retry: how datasets of headrace try failed requests again: a `RetryPolicy`, or the most
+            attempts.
+        hedge: ``"auto"``: fetches that hold up the next two batches are begun again; at most 5 %
+            more.
     Placement:
-        placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
+        placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a
+            `RayPlacement`.
         engines: number of processes that fetch, for more objects/s than one interpreter serves.
     Results:
         transform: CPU work for each sample, done in the workers.
-        on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a `headrace.types.Failure`.
-        seed: makes the order and each batch's randomness reproducible; None derives both from torch's generator.
+        on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a
+            `headrace.types.Failure`.
+        seed: makes the order and each batch's randomness reproducible; None derives both from
+            torch's generator.
     Device:
         device: where batches are to be; ``"auto"``: the accelerator where there is one.
         device_prefetch: for how many batches, beside the one in use, copies may be under way.
     Ranks:
-        data_parallel: the ranks that get different batches: a process group, ``mesh["dp"]``, or a function of none.
-        coordinated: whether the epoch ends at the same step on all ranks, with the first that has no more.
+        data_parallel: the ranks that get different batches: a process group, ``mesh["dp"]``, or a
+            function of none.
+        coordinated: whether the epoch ends at the same step on all ranks, with the first that has
+            no more.
 
     Raises:
-        ValueError: an argument is out of its range, or does not go with another; the messages are torch's.
+        ValueError: an argument is out of its range, or does not go with another; the messages are
+            torch's.
         TypeError: an argument is of the wrong type, or `dataset` has no method to fetch with.
         DeviceUnavailableError: `device` is not there.
 
@@ -152,7 +161,9 @@ class DataLoader(TorchDataLoader[T_co]):
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
         check_mixed(source, sampler, batch_sampler, generator)
-        draws_order = sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
+        draws_order = (
+            sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
+        )
         own = None
         if draws_order:
             own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0)
@@ -174,7 +185,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if shuffle and kind is DatasetKind.ASYNC_ITERABLE:
             text = f"DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle={shuffle}"
             refused = ValueError(text)
-            refused.add_note("headrace: shuffle the stream, by its .shuffle(buffer_size); shards by their shuffle=True")
+            refused.add_note(
+                "headrace: shuffle the stream, by its .shuffle(buffer_size); shards by their shuffle=True"
+            )
             raise refused
         super().__init__(
             shown,
@@ -195,10 +208,14 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # As given: a trainer that makes a loader anew from these has the same search, and the same look-ahead.
+        # As given: a trainer that makes a loader anew from these has the same search, and the same
+        # look-ahead.
         self.__dict__.update(num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
-        for name, value in checked.items():  # for code that rebuilds a loader; subclasses may have these names
+        for (
+            name,
+            value,
+        ) in checked.items():  # for code that rebuilds a loader; subclasses may have these names
             if not hasattr(self, name):
                 self.__dict__[name] = value
         self._control.start_early(self)
@@ -251,11 +268,15 @@ class DataLoader(TorchDataLoader[T_co]):
         transform = spec.options["transform"]
         collate_fn = without_transform(collate_fn)
         # Whether a plain torch loader would ignore some of it.
-        ignored = any(spec.options[name] != OPTIONS[name].default for name in ("on_error", "device"))
+        ignored = any(
+            spec.options[name] != OPTIONS[name].default for name in ("on_error", "device")
+        )
         loses = transform is not None or spec.kind.is_async or ignored
         if not loses and spec.options["seed"] is None:
             return collate_fn  # a torch loader does the same with it
-        return PortableCollate(collate_fn, transform, batched=self._auto_collation, warn=None if loses else same)
+        return PortableCollate(
+            collate_fn, transform, batched=self._auto_collation, warn=None if loses else same
+        )
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_control": copy.copy(self._control)}  # an engine is of one loader
@@ -283,7 +304,9 @@ class DataLoader(TorchDataLoader[T_co]):
         """Begin the next epoch: an iterator for `async for`, on any event loop."""
         if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
-            raise TypeError(f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`")
+            raise TypeError(
+                f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`"
+            )
         with self._control.ranked() as rank:
             return self._control.begin(AsyncBatchIterator, self, rank)
 
@@ -297,8 +320,9 @@ class DataLoader(TorchDataLoader[T_co]):
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """The position after the last batch that `next()` returned, in the iteration begun last.
 
-        Batches that were fetched ahead are not part of it. Before the first iteration, and after the end of an epoch,
-        it is the beginning of the next epoch. It starts nothing and does not communicate. docs/resuming.md says more.
+        Batches that were fetched ahead are not part of it. Before the first iteration, and after
+        the end of an epoch, it is the beginning of the next epoch. It starts nothing and does not
+        communicate. docs/resuming.md says more.
 
         Args:
             lag: number of calls of `next()` before, up to 8, for a caller that has read ahead.
@@ -323,15 +347,18 @@ class DataLoader(TorchDataLoader[T_co]):
             state_dict: from `state_dict`.
 
         Raises:
-            StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may raise it too.
+            StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may
+                raise it too.
         """
         self._control.restore(self, states_from_dict(state_dict))
 
-    def batch_at(self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None) -> T_co:
+    def batch_at(
+        self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None
+    ) -> T_co:
         """The batch that was, or will be, delivered at a step of an epoch, computed again, bit for bit.
 
-        Needs `seed`. `rank` is by default that of this process, and `world_size` what the loaded state knows of that
-        step, or that of now. docs/resuming.md says more.
+        Needs `seed`. `rank` is by default that of this process, and `world_size` what the loaded
+        state knows of that step, or that of now. docs/resuming.md says more.
 
         Raises:
             IndexError: the epoch has not so many steps.
@@ -349,7 +376,12 @@ class DataLoader(TorchDataLoader[T_co]):
         return batch
 
     def samples_at(
-        self, epoch: int, steps: Iterable[int], *, rank: int | None = None, world_size: int | None = None
+        self,
+        epoch: int,
+        steps: Iterable[int],
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> list[list[Any]]:
         """The keys of the samples of some steps, without reading them: of a dataset without keys, the indices.
 
@@ -357,16 +389,19 @@ class DataLoader(TorchDataLoader[T_co]):
         """
         return rewind.samples_at(self, epoch, steps, rank, world_size)
 
-    def exclude(self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()) -> None:
+    def exclude(
+        self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()
+    ) -> None:
         """Leave samples out, such as those of steps at which the loss has spiked; from the next iteration on.
 
-        The next iteration continues after the last batch, or after the state that was loaded. What is left moves up,
-        so that batches stay full, and is numbered anew. The state has the exclusions. Call it on every rank, with the
-        same arguments. docs/resuming.md says more.
+        The next iteration continues after the last batch, or after the state that was loaded. What
+        is left moves up, so that batches stay full, and is numbered anew. The state has the
+        exclusions. Call it on every rank, with the same arguments. docs/resuming.md says more.
 
         Args:
             steps: for each epoch, numbers of batches, on all ranks; as `batch_at` counts them.
-            keys: of samples, as `samples_at` gives them, or indices; they are left out of all epochs.
+            keys: of samples, as `samples_at` gives them, or indices; they are left out of all
+                epochs.
 
         Raises:
             IndexError: there is no such step or index.
@@ -389,7 +424,8 @@ class DataLoader(TorchDataLoader[T_co]):
     def report(self) -> Report:
         """How the time of the last iteration was spent, what limits the loader, and the change that helps.
 
-        It covers the last 4,096 batches at most, and may be called during an iteration; see docs/my-gpu-waits.md.
+        It covers the last 4,096 batches at most, and may be called during an iteration; see
+        docs/my-gpu-waits.md.
         """
         from headrace.telemetry.report import make_report
 
@@ -398,7 +434,8 @@ class DataLoader(TorchDataLoader[T_co]):
     def close(self) -> None:
         """End every iteration, the workers and the engine; blocks until they have ended.
 
-        Leaving a `with` block calls this, and so does dropping the loader, which can be iterated again.
+        Leaving a `with` block calls this, and so does dropping the loader, which can be iterated
+        again.
         """
         self._control.close_epochs()
         self._control.close_engine()

@@ -1,7 +1,7 @@
 """The keyword arguments that headrace adds to torch's loader: each is defined once, in `LoaderOptions`.
 
-A definition has the name, the type, the default, the check, and whether the engine needs it. `DataLoader`'s signature,
-attributes and repr follow from it.
+A definition has the name, the type, the default, the check, and whether the engine needs it.
+`DataLoader`'s signature, attributes and repr follow from it.
 """
 
 import inspect
@@ -46,7 +46,8 @@ class Option(NamedTuple):
 
     Attributes:
         default: the value of a loader that is not given it.
-        check: given the name and the value; returns the value to use, or raises TypeError or ValueError.
+        check: given the name and the value; returns the value to use, or raises TypeError or
+            ValueError.
         for_engine: whether the engine is sent it, which may be in another process.
     """
 
@@ -103,12 +104,10 @@ class LoaderOptions(TypedDict, total=False):
 
     # Fetching.
     concurrency: Annotated[
-        int | Literal["auto"],
-        Option("auto", _integer(1, also=("auto",)), for_engine=True),
+        int | Literal["auto"], Option("auto", _integer(1, also=("auto",)), for_engine=True)
     ]
     memory_budget: Annotated[
-        int | None,
-        Option(MEMORY_BUDGET, _integer(1, also=(None,)), for_engine=True),
+        int | None, Option(MEMORY_BUDGET, _integer(1, also=(None,)), for_engine=True)
     ]
     retry: Annotated[RetryPolicy | int | None, Option(None, _retry, for_engine=True)]
     hedge: Annotated[Hedge | None, Option(None, _one_of("auto", None), for_engine=True)]
@@ -118,10 +117,7 @@ class LoaderOptions(TypedDict, total=False):
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
     on_error: Annotated[OnError, Option("raise", _on_error)]
-    seed: Annotated[
-        int | None,
-        Option(None, _integer(0, 2**63 - 1, also=(None,)), for_engine=True),
-    ]
+    seed: Annotated[int | None, Option(None, _integer(0, 2**63 - 1, also=(None,)), for_engine=True)]
     # Device.
     device: Annotated[torch.device | str | int | None, Option(None, lambda name, value: value)]
     device_prefetch: Annotated[int, Option(2, _integer(0))]
@@ -161,13 +157,18 @@ def checked_options(given: LoaderOptions) -> LoaderOptions:
     if not values.keys() <= OPTIONS.keys():
         parameters = inspect.signature(torch.utils.data.DataLoader).parameters
         check_keywords("DataLoader.__init__", values, [*OPTIONS, *parameters])
-    checked = {name: option.check(name, values.get(name, option.default)) for name, option in OPTIONS.items()}
+    checked = {
+        name: option.check(name, values.get(name, option.default))
+        for name, option in OPTIONS.items()
+    }
     return cast(LoaderOptions, checked)
 
 
 def engine_options(options: LoaderOptions) -> LoaderOptions:
     """The options that the engine is sent."""
-    return cast(LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine})
+    return cast(
+        LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine}
+    )
 
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -176,9 +177,18 @@ F = TypeVar("F", bound=Callable[..., None])
 def shown_in_signature(init: F) -> F:
     """Show each option in the signature of a constructor that takes them as ``**options``."""
     signature = inspect.signature(init)
-    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=get_args(hint)[0])
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=get_args(hint)[0],
+        )
         for name, option in OPTIONS.items()
         if name not in signature.parameters and (hint := _HINTS[name])
     ]

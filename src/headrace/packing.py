@@ -24,7 +24,14 @@ import numpy as np
 
 from headrace._core.ranks.rankinfo import own_rank
 from headrace._core.shards.discovery import Shard
-from headrace._core.shards.indexing import NAME, Indexing, IndexingDecoder, build_index, part_key, with_heads
+from headrace._core.shards.indexing import (
+    NAME,
+    Indexing,
+    IndexingDecoder,
+    build_index,
+    part_key,
+    with_heads,
+)
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
@@ -39,7 +46,8 @@ from headrace.telemetry.progress import progress
 __all__ = ["Packed", "pack"]
 
 Format = Literal["tar", "parquet", "tokens"]
-RECORD = "_pack.json"  # written after each shard; readers of directories leave names with an underscore out
+# written after each shard; readers of directories leave names with an underscore out
+RECORD = "_pack.json"
 BATCH = 16  # samples, after which a shard may end
 TYPED = 64  # rows of Parquet whose types are found together
 UPLOADS = 4  # shards at once, each in several parts
@@ -75,28 +83,33 @@ def pack(
 ) -> Packed:
     """Write the samples of a dataset into shards, in their order, with a progress bar.
 
-    Samples are fetched and transformed by a `DataLoader`. A shard is written into a temporary file, and uploaded in
-    parts while the next ones are written. ``_pack.json`` beside the shards has the name, number of samples, size and
-    SHA-256 of each; tar shards have the index that `TarDataset.index` reads. The same call after an interruption, also
-    by SIGKILL, continues after the last shard of that record: no sample is lost, or comes twice. A call with another
-    `transform` or `seed` is an error. Of a `transform` its own code, closure, arguments and repr are compared, and not
-    the functions that it calls.
+    Samples are fetched and transformed by a `DataLoader`. A shard is written into a temporary file,
+    and uploaded in parts while the next ones are written. ``_pack.json`` beside the shards has the
+    name, number of samples, size and SHA-256 of each; tar shards have the index that
+    `TarDataset.index` reads. The same call after an interruption, also by SIGKILL, continues after
+    the last shard of that record: no sample is lost, or comes twice. A call with another
+    `transform` or `seed` is an error. Of a `transform` its own code, closure, arguments and repr
+    are compared, and not the functions that it calls.
 
     Args:
         dataset: map-style or a stream, on one rank.
-        store: the directory for the shards: a URL, a path or a `Store`. Empty, or that of an interrupted call.
-        format: ``"tar"``, for WebDataset and `TarDataset`: samples are dicts of fields (bytes, str, numbers, arrays for
-            ``.npy``) with ``"__key__"``; or an `ObjectSample` or `FileSample`, whose label is the field ``cls``.
-            ``"parquet"``: dicts of columns, with the types of the first 64 rows, or of the `ParquetDataset` or
-            `ArrowDataset` that is packed without a `transform`. ``"tokens"``: sequences of integers, each a
-            document of Megatron's ``.bin`` and ``.idx``, as uint16 if the first has that type, else int32.
-        shard_size: bytes, or as ``"256MB"``; a shard ends with the 16 samples that reach it. About five shards are on
-            the local disk at a time.
+        store: the directory for the shards: a URL, a path or a `Store`. Empty, or that of an
+            interrupted call.
+        format: ``"tar"``, for WebDataset and `TarDataset`: samples are dicts of fields (bytes, str,
+            numbers, arrays for ``.npy``) with ``"__key__"``; or an `ObjectSample` or `FileSample`,
+            whose label is the field ``cls``. ``"parquet"``: dicts of columns, with the types of the
+            first 64 rows, or of the `ParquetDataset` or `ArrowDataset` that is packed without a
+            `transform`. ``"tokens"``: sequences of integers, each a document of Megatron's ``.bin``
+            and ``.idx``, as uint16 if the first has that type, else int32.
+        shard_size: bytes, or as ``"256MB"``; a shard ends with the 16 samples that reach it. About
+            five shards are on the local disk at a time.
         num_workers: processes for `transform`.
-        options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default 0; `on_error`, ….
+        options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default
+            0; `on_error`, ….
 
     Raises:
-        ValueError: an argument is invalid, the directory has other shards, or was begun with other arguments.
+        ValueError: an argument is invalid, the directory has other shards, or was begun with other
+            arguments.
         TypeError: a sample does not fit the format; the message names it.
         HeadraceError: reading or writing failed.
 
@@ -112,15 +125,30 @@ def pack(
     if format not in get_args(Format):
         raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
     if (rank := own_rank()).world_size > 1:
-        raise ValueError(f"{rank.world_size} ranks would write the same shards: pack in one process ({rank.source})")
+        raise ValueError(
+            f"{rank.world_size} ranks would write the same shards: pack in one process ({rank.source})"
+        )
     size = _bytes(shard_size)
     options.setdefault("seed", 0)
-    loader: DataLoader[list[Any]] = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list, **options)
+    loader: DataLoader[list[Any]] = DataLoader(
+        dataset, BATCH, num_workers=num_workers, collate_fn=list, **options
+    )
     writer: _MakeWriter = _WRITERS[format]
-    if isinstance(dataset, TableDataset) and format == "parquet" and options.get("transform") is None:
+    if (
+        isinstance(dataset, TableDataset)
+        and format == "parquet"
+        and options.get("transform") is None
+    ):
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    code = repr(list(map(_described, (options.get("transform"), *functions, getattr(type(source), "aget", None)))))
+    code = repr(
+        list(
+            map(
+                _described,
+                (options.get("transform"), *functions, getattr(type(source), "aget", None)),
+            )
+        )
+    )
     arguments = {
         "format": format,
         "shard_size": size,
@@ -146,10 +174,15 @@ def _described(function: Any) -> list[object]:
     own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     # The order of a set is another one in each process.
-    return [sorted(map(repr, each)) if isinstance(each, set | frozenset) else each for each in (function, *own, *held)]
+    return [
+        sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
+        for each in (function, *own, *held)
+    ]
 
 
-def _run(loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json) -> Packed:
+def _run(
+    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json
+) -> Packed:
     """Pack what an interrupted call has not packed, and record each shard that is complete."""
     record = _begun(store, arguments)
     if record["state"] is not None:
@@ -196,7 +229,9 @@ def _run(loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter,
     if arguments["format"] == "tar":
         _index(store, record["shards"])
     written = record["shards"]
-    return Packed(len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes")))
+    return Packed(
+        len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes"))
+    )
 
 
 def _index(store: Store, shards: list[_Json]) -> None:
@@ -219,11 +254,15 @@ def _begun(store: Store, arguments: _Json) -> _Json:
         record: _Json = json.loads(bytes(loop.run(store.read_all(RECORD))))
     except ObjectNotFoundError:
         if there := loop.run(store.level(""))["objects"]:
-            raise ValueError(f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}") from None
+            raise ValueError(
+                f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}"
+            ) from None
         return {"arguments": arguments, "shards": [], "state": None, "complete": False}
     if record["arguments"] != arguments:
         what = f"{record['arguments']}, not {arguments}"
-        raise ValueError(f"{store.url} was packed with {what}: continue with the same, or delete its shards")
+        raise ValueError(
+            f"{store.url} was packed with {what}: continue with the same, or delete its shards"
+        )
     return record
 
 
@@ -300,7 +339,11 @@ class _TarWriter(_ShardWriter):
         if key == self._last or key.startswith("/") or not name or "." in name:
             what = "is that of the sample before, is absolute, or its name is empty or has a dot"
             raise ValueError(f"key {key!r} {what}, from which readers take a field")
-        files = {name: _encoded(name, value) for name, value in fields.items() if not name.startswith("__")}
+        files = {
+            name: _encoded(name, value)
+            for name, value in fields.items()
+            if not name.startswith("__")
+        }
         if not files:
             raise ValueError(f"{key!r} has no field, so that it would not be read")
         self._last = key
@@ -334,7 +377,9 @@ def _encoded(name: str, value: Any) -> bytes:
         return stream.getvalue()
     if ending == "json":
         return json.dumps(value).encode()
-    if getattr(value, "shape", None) == () and not str(value.dtype).startswith(("datetime", "timedelta")):
+    if getattr(value, "shape", None) == () and not str(value.dtype).startswith(
+        ("datetime", "timedelta")
+    ):
         value = value.item()
     if isinstance(value, bool | int | float):
         return str(value).encode()
@@ -357,7 +402,9 @@ class _ParquetWriter(_ShardWriter):
     def _add(self, sample: Any) -> None:
         row = dict(sample)
         if self._writer is not None and row.keys() - self._writer.schema.names:
-            raise ValueError(f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before")
+            raise ValueError(
+                f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before"
+            )
         self._rows.append(row)
         if len(self._rows) == TYPED:
             self._convert()
@@ -379,10 +426,14 @@ class _ParquetWriter(_ShardWriter):
         if self._writer is None:
             if lacking := {name for row in rows for name in row} - set(table.column_names):
                 raise ValueError(f"not every sample has the columns {sorted(lacking)}")
-            self._writer = pyarrow.parquet.ParquetWriter(self._file, table.schema, write_page_checksum=True)
+            self._writer = pyarrow.parquet.ParquetWriter(
+                self._file, table.schema, write_page_checksum=True
+            )
         schema = self._writer.schema  # given to pyarrow.array, it would make integers of floats
         if pyarrow.unify_schemas([schema, table.schema], promote_options="permissive") != schema:
-            raise ValueError(f"{table.schema}, but {schema} in the samples before".replace("\n", ", "))
+            raise ValueError(
+                f"{table.schema}, but {schema} in the samples before".replace("\n", ", ")
+            )
         table = table.cast(schema)
         self._tables.append(table)
         self.nbytes += table.nbytes
@@ -419,12 +470,16 @@ class _TokenWriter(_ShardWriter):
     def _add(self, sample: Any) -> None:
         tokens = np.asarray(sample)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}, not a sequence of integers")
+            raise ValueError(
+                f"an array of shape {tokens.shape} and type {tokens.dtype}, not a sequence of integers"
+            )
         if self._dtype is None:
             self._dtype = np.dtype("<u2" if tokens.dtype == np.uint16 else "<i4")
         limits = np.iinfo(self._dtype)
         if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-            raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} do not fit {self._dtype.name}")
+            raise ValueError(
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self._dtype.name}"
+            )
         self.nbytes += self._file.write(tokens.astype(self._dtype).tobytes())
         self._lengths.append(len(tokens))
 
@@ -438,4 +493,8 @@ class _TokenWriter(_ShardWriter):
         return bytes(head + lengths.tobytes() + pointers.tobytes() + documents.tobytes())
 
 
-_WRITERS: dict[Format, type[_ShardWriter]] = {"tar": _TarWriter, "parquet": _ParquetWriter, "tokens": _TokenWriter}
+_WRITERS: dict[Format, type[_ShardWriter]] = {
+    "tar": _TarWriter,
+    "parquet": _ParquetWriter,
+    "tokens": _TokenWriter,
+}

@@ -1,6 +1,7 @@
 """What headrace relies on in a dataset, as test classes to inherit.
 
-Subclass one, define `make_dataset`, and run pytest. Checks that do not apply to the dataset are skipped, with a reason.
+Subclass one, define `make_dataset`, and run pytest. Checks that do not apply to the dataset are
+skipped, with a reason.
 
 Example::
 
@@ -30,7 +31,10 @@ T = TypeVar("T")
 
 CONCURRENCY = 64  # a loader's default, and more than the connection pools of most clients
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-_LOOPS: tuple[_LoopFactory, ...] = (asyncio.new_event_loop, new_event_loop)  # those that a loader may use
+_LOOPS: tuple[_LoopFactory, ...] = (
+    asyncio.new_event_loop,
+    new_event_loop,
+)  # those that a loader may use
 
 
 def same(left: object, right: object) -> bool:
@@ -41,17 +45,31 @@ def same(left: object, right: object) -> bool:
         True
     """
     if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+        return (
+            isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left, right)
+        )
     if isinstance(left, np.ndarray):
-        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+        return (
+            isinstance(right, np.ndarray)
+            and left.dtype == right.dtype
+            and np.array_equal(left, right)
+        )
     if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+        return (
+            isinstance(right, dict)
+            and left.keys() == right.keys()
+            and all(same(left[k], right[k]) for k in left)
+        )
     if isinstance(left, tuple | list):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 
 
-def _run(coroutine: Coroutine[object, object, T], factory: _LoopFactory = asyncio.new_event_loop) -> T:
+def _run(
+    coroutine: Coroutine[object, object, T], factory: _LoopFactory = asyncio.new_event_loop
+) -> T:
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(coroutine)
 
@@ -85,7 +103,9 @@ class DatasetContract(_Contract):
         length = len(dataset)
         assert length > 0, "make_dataset() gave an empty dataset; the contract needs a sample"
         _run(dataset.aget(0))
-        assert len(dataset) == length, f"the length changed from {length} to {len(dataset)} after a fetch"
+        assert len(dataset) == length, (
+            f"the length changed from {length} to {len(dataset)} after a fetch"
+        )
 
     def test_same_index_gives_same_sample(self) -> None:
         """Resumed epochs and retries fetch a sample again."""
@@ -100,7 +120,9 @@ class DatasetContract(_Contract):
         self._skip_without(dataset, "__getitem__")
         for index in self.indices(dataset):
             item, sample = dataset[index], _run(dataset.aget(index))
-            assert self.equal(item, sample), f"dataset[{index}] is {item!r}, aget({index}) {sample!r}"
+            assert self.equal(item, sample), (
+                f"dataset[{index}] is {item!r}, aget({index}) {sample!r}"
+            )
 
     def test_agets_equals_aget_in_order(self) -> None:
         """A loader fetches whole batches by `agets`, if it is defined."""
@@ -108,17 +130,23 @@ class DatasetContract(_Contract):
         self._skip_without(dataset if capabilities(dataset).agets else None, "agets")
         indices = list(self.indices(dataset))[::-1]
         together = list(_run(dataset.agets(indices)))
-        assert len(together) == len(indices), f"agets of {len(indices)} indices gave {len(together)} samples"
+        assert len(together) == len(indices), (
+            f"agets of {len(indices)} indices gave {len(together)} samples"
+        )
         for index, sample in zip(indices, together, strict=True):
             alone = _run(dataset.aget(index))
-            assert self.equal(sample, alone), f"agets gave {sample!r} for index {index}, aget {alone!r}"
+            assert self.equal(sample, alone), (
+                f"agets gave {sample!r} for index {index}, aget {alone!r}"
+            )
 
     def test_pickled_copy_gives_same_samples(self) -> None:
         """Loaders in another process pickle the dataset."""
         dataset = self.make_dataset()
         before = _run(dataset.aget(0))
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
-        assert len(copy) == len(dataset), f"the copy has {len(copy)} samples, the original {len(dataset)}"
+        assert len(copy) == len(dataset), (
+            f"the copy has {len(copy)} samples, the original {len(dataset)}"
+        )
         assert self.equal(_run(copy.aget(0)), before), "the copy has another first sample"
 
     def test_concurrent_fetches_are_independent(self) -> None:
@@ -133,7 +161,9 @@ class DatasetContract(_Contract):
 
         for factory in _LOOPS:
             for index, sample in zip(many, _run(fetch(), factory), strict=True):
-                text = f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
+                text = (
+                    f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
+                )
                 assert self.equal(sample, alone[index]), text
 
     def test_index_past_the_end_raises(self) -> None:
@@ -187,9 +217,13 @@ class StreamContract(_Contract):
         self._assert_same_stream(_run(_collect(dataset)), _run(_collect(copy)), "the copy")
 
     def _assert_same_stream(self, expected: list[object], stream: list[object], which: str) -> None:
-        assert len(stream) == len(expected), f"{which} gave {len(stream)} samples, {len(expected)} were expected"
+        assert len(stream) == len(expected), (
+            f"{which} gave {len(stream)} samples, {len(expected)} were expected"
+        )
         for number, (left, right) in enumerate(zip(expected, stream, strict=True)):
-            assert self.equal(left, right), f"sample {number} of {which} is {right!r}, {left!r} was expected"
+            assert self.equal(left, right), (
+                f"sample {number} of {which} is {right!r}, {left!r} was expected"
+            )
 
 
 async def _collect(dataset: Any) -> list[Any]:

@@ -29,9 +29,12 @@ AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
 
 # Azurite's own well-known account; it guards nothing.
 ACCOUNT = "devstoreaccount1"
-ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+ACCOUNT_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 
-# One worker process that reads files as they are; PUT, so that an index can be stored beside its shard.
+# One worker process that reads files as they are; PUT, so that an index can be stored beside its
+# shard.
 NGINX = """
 daemon off;
 {user}
@@ -67,7 +70,10 @@ class Place:
 
     def store(self, folder=""):
         """The store, or a directory of it."""
-        return Store(f"{self.url}/{folder}" if folder and "backend" not in self.options else self.url, **self.options)
+        return Store(
+            f"{self.url}/{folder}" if folder and "backend" not in self.options else self.url,
+            **self.options,
+        )
 
 
 @contextlib.contextmanager
@@ -100,7 +106,9 @@ def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         endpoint = f"http://127.0.0.1:{port}"
         config = Config(max_pool_connections=8)
         with contextlib.closing(
-            boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **access)
+            boto3.client(
+                "s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **access
+            )
         ) as client:
             client.create_bucket(Bucket=name)
             options = {"endpoint": endpoint, "region": "us-east-1", **access}
@@ -122,12 +130,21 @@ def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
 def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """Microsoft's emulator of Azure's blobs, with signed requests."""
     program = _azurite_program()
-    command = [program, "--blobPort", "0", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+    command = [
+        program,
+        "--blobPort",
+        "0",
+        "--inMemoryPersistence",
+        "--skipApiVersionCheck",
+        "--disableTelemetry",
+    ]
     command.append("--silent")  # no line for each request
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            listening = next((line for line in process.stdout if "successfully listens on" in line), None)
+            listening = next(
+                (line for line in process.stdout if "successfully listens on" in line), None
+            )
             assert listening is not None, f"azurite ended with status {process.wait()}"
             port = int(listening.rpartition(":")[2])
             _make_container(port, "photos")
@@ -136,7 +153,12 @@ def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
                 "account_key": ACCOUNT_KEY,
                 "endpoint": f"http://127.0.0.1:{port}/{ACCOUNT}",
             }
-            fill(obstore.store.from_url("az://photos", client_options={"allow_http": True}, **options), objects)
+            fill(
+                obstore.store.from_url(
+                    "az://photos", client_options={"allow_http": True}, **options
+                ),
+                objects,
+            )
             yield Place("az://photos", {"options": options})
         finally:
             process.terminate()
@@ -154,14 +176,18 @@ def nginx(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
         path.write_bytes(data)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Started by root, its worker would run as an unprivileged user, who may not read pytest's folders.
+    # Started by root, its worker would run as an unprivileged user, who may not read pytest's
+    # folders.
     user = "user root;" if os.getuid() == 0 else ""
     (folder / "conf").write_text(NGINX.format(folder=folder, port=port, user=user))
     with subprocess.Popen([program, "-c", folder / "conf", "-e", folder / "error.log"]) as process:
         try:
             while True:
                 assert process.poll() is None, (folder / "error.log").read_text()
-                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                with (
+                    contextlib.suppress(ConnectionRefusedError),
+                    socket.create_connection(("127.0.0.1", port)),
+                ):
                     break
             yield Place(f"http://127.0.0.1:{port}", lists=False)
         finally:
@@ -211,13 +237,17 @@ def _make_container(port: int, name: str) -> None:
     """PUT a container, which obstore cannot create. Signed by Azure's *Authorize with Shared Key*."""
     path = f"/{ACCOUNT}/{name}"
     headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
-    signed = "PUT" + "\n" * 12 + "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+    signed = (
+        "PUT" + "\n" * 12 + "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+    )
     signed += f"/{ACCOUNT}{path}\nrestype:container"
     digest = hmac.new(base64.b64decode(ACCOUNT_KEY), signed.encode(), hashlib.sha256).digest()
     headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
-        connection.request("PUT", f"{path}?restype=container", headers={**headers, "Content-Length": "0"})
+        connection.request(
+            "PUT", f"{path}?restype=container", headers={**headers, "Content-Length": "0"}
+        )
         answer = connection.getresponse()
         assert answer.status == 201, answer.read()
     finally:

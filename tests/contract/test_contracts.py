@@ -27,7 +27,9 @@ class TestCachedDataset(DatasetContract):
         self.folder = tmp_path / "cache"
 
     def make_dataset(self):
-        dataset = ObjectDataset(Store(self.server.url + "/train", options=self.server.store_options), labels=len)
+        dataset = ObjectDataset(
+            Store(self.server.url + "/train", options=self.server.store_options), labels=len
+        )
         return dataset.cache(self.folder)
 
 
@@ -125,7 +127,9 @@ def test_contract_fails_for_a_dataset_that_breaks_it(promise):
         getattr(checks(DatasetContract, Unsteady), promise)()
 
 
-@pytest.mark.parametrize("promise", [name for name in promises(StreamContract) if "pickled" not in name])
+@pytest.mark.parametrize(
+    "promise", [name for name in promises(StreamContract) if "pickled" not in name]
+)
 def test_contract_fails_for_a_stream_that_cannot_be_read_twice(promise):
     with pytest.raises((AssertionError, StopAsyncIteration, RuntimeError)):
         getattr(checks(StreamContract, OnlyOnce), promise)()
@@ -143,7 +147,10 @@ def test_contract_without_a_dataset_says_what_to_define(contract):
         (
             DatasetContract,
             OnlyAget,
-            {"test_indexing_equals_aget": "no __getitem__", "test_agets_equals_aget_in_order": "no agets"},
+            {
+                "test_indexing_equals_aget": "no __getitem__",
+                "test_agets_equals_aget_in_order": "no agets",
+            },
         ),
         (StreamContract, OnlyAiter, {"test_sync_iteration_equals_async": "no __iter__"}),
         (DatasetContract, lambda: Batched(5, 0.0), {}),

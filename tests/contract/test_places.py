@@ -13,15 +13,30 @@ from headrace.testing import DatasetContract, StreamContract
 from tests.contract.places import PLACES, files
 from tests.unit.shards.tars import shard
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of boto3 and moto themselves
 
 # What is written into a URL in more than one way: each place has to find it under the name it has.
-ODD_KEYS = ("a b.bin", "deep/er/c+d.bin", "50%.bin", "%2B.bin", "ü.bin", "q&a=1.bin", "tilde~(1)'.bin", "h#sh.bin")
-PHOTOS = {f"{i:02}.bin": bytes([i]) * 100 * i for i in range(6)} | {key: key.encode() for key in ODD_KEYS}
+ODD_KEYS = (
+    "a b.bin",
+    "deep/er/c+d.bin",
+    "50%.bin",
+    "%2B.bin",
+    "ü.bin",
+    "q&a=1.bin",
+    "tilde~(1)'.bin",
+    "h#sh.bin",
+)
+PHOTOS = {f"{i:02}.bin": bytes([i]) * 100 * i for i in range(6)} | {
+    key: key.encode() for key in ODD_KEYS
+}
 LARGE = bytes(range(251)) * 70_000  # 17.6 MB, which is more than one request
 TARS = {
     f"tars/{number}.tar": shard(
-        [f"{number}-{i}" for i in range(count)], txt=lambda key: f"text of {key}".encode(), cls=lambda key: b"1"
+        [f"{number}-{i}" for i in range(count)],
+        txt=lambda key: f"text of {key}".encode(),
+        cls=lambda key: b"1",
     )
     for number, count in enumerate((7, 5, 8))
 }
@@ -55,7 +70,9 @@ def at(place, name):
 def photos(place):
     if "backend" in place.options:
         return ObjectDataset(place.store(), suffix=".bin", labels=len)
-    return ObjectDataset(place.store("photos"), labels=len, keys=None if place.lists else sorted(PHOTOS))
+    return ObjectDataset(
+        place.store("photos"), labels=len, keys=None if place.lists else sorted(PHOTOS)
+    )
 
 
 class At:
@@ -96,12 +113,16 @@ class TestIndexedTarDataset(Map):
 
 class TestWindowDataset(Map):
     def make_dataset(self):
-        return TokenDataset(at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, store=self.place.store())
+        return TokenDataset(
+            at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, store=self.place.store()
+        )
 
 
 class TestTarDataset(Stream):
     def make_dataset(self):
-        return TarDataset(at(self.place, "tars/{0..2}.tar"), chunk_bytes=3000, store=self.place.store())
+        return TarDataset(
+            at(self.place, "tars/{0..2}.tar"), chunk_bytes=3000, store=self.place.store()
+        )
 
 
 class TestLinesDataset(Stream):
@@ -144,14 +165,19 @@ def engine(request, place):
 
 
 def test_epoch_delivers_every_object_once_for_any_key(place, engine):
-    came = {key.removeprefix("photos/"): data for key, data in epoch(photos(place), shuffle=True, **engine).items()}
+    came = {
+        key.removeprefix("photos/"): data
+        for key, data in epoch(photos(place), shuffle=True, **engine).items()
+    }
     assert {key: came[key] for key in PHOTOS} == PHOTOS
 
 
 def test_epoch_of_a_tar_stream_delivers_every_sample_once(place, engine):
     shards = [at(place, "tars/{1..2}.tar"), at(place, "packed/0.tar.gz")]
     dataset = TarDataset(shards, shuffle=True, seed=1, store=place.store())
-    with DataLoader(dataset, batch_size=4, transform=lambda sample: sample["txt"].decode(), **engine) as loader:
+    with DataLoader(
+        dataset, batch_size=4, transform=lambda sample: sample["txt"].decode(), **engine
+    ) as loader:
         came = collections.Counter(text for batch in loader for text in batch)
     assert came == collections.Counter(f"text of {key}" for key in SAMPLES)
 
@@ -159,13 +185,17 @@ def test_epoch_of_a_tar_stream_delivers_every_sample_once(place, engine):
 def test_epoch_of_indexed_tars_delivers_every_sample_once_and_stores_the_index(place):
     for _ in range(2):  # made, then found
         dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), store=place.store())
-        with DataLoader(dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]) as loader:
+        with DataLoader(
+            dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]
+        ) as loader:
             assert sorted(key for batch in loader for key in batch) == sorted(SAMPLES)
 
 
 def test_epochs_of_lines_and_windows_deliver_everything_once(place):
     shards = [at(place, "lines/a.jsonl"), at(place, "lines/b.jsonl.gz")]
-    with DataLoader(LinesDataset(shards, store=place.store()), batch_size=4, collate_fn=list) as loader:
+    with DataLoader(
+        LinesDataset(shards, store=place.store()), batch_size=4, collate_fn=list
+    ) as loader:
         rows = [row for batch in loader for row in batch]
     assert sorted(rows, key=lambda row: row["row"]) == ROWS
     dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, store=place.store())

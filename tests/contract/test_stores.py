@@ -35,7 +35,9 @@ from object_server import ObjectServer
 from tests.answers import answering
 from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of boto3 and moto themselves
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of boto3 and moto themselves
 
 QUICK = RetryPolicy(initial_backoff=0.01)
 PASSWORD = "canary-of-a-password"
@@ -55,7 +57,10 @@ def bare_environment(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket of moto's with three objects, and its store options."""
-    with moto_bucket("holidays") as (client, options):  # moto keeps one set of buckets for a process
+    with moto_bucket("holidays") as (
+        client,
+        options,
+    ):  # moto keeps one set of buckets for a process
         for i in range(3):
             client.put_object(Bucket="holidays", Key=f"train/{i}.bin", Body=b"%d" % i)
         yield options
@@ -67,7 +72,11 @@ def recorder():
 
     def answer(request):
         recorder.asked.append(request.headers.get("Authorization", ""))
-        request.send(301 if recorder.moved else 200, request.path.removesuffix("?[").encode(), {"ETag": '"1"'})
+        request.send(
+            301 if recorder.moved else 200,
+            request.path.removesuffix("?[").encode(),
+            {"ETag": '"1"'},
+        )
 
     recorder = SimpleNamespace(asked=[])
     recorder.moved = False  # without a Location, as Amazon answers for a bucket of another region
@@ -107,7 +116,9 @@ def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, work
     monkeypatch.setenv("AWS_REGION", bucket["region"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket["aws_access_key_id"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket["aws_secret_access_key"])
-    with DataLoader(ObjectDataset("s3://holidays/train"), batch_size=3, num_workers=workers, collate_fn=list) as loader:
+    with DataLoader(
+        ObjectDataset("s3://holidays/train"), batch_size=3, num_workers=workers, collate_fn=list
+    ) as loader:
         (batch,) = loader
     assert [bytes(sample.data) for sample in batch] == [b"0", b"1", b"2"]
 
@@ -125,7 +136,12 @@ def test_allow_http_beside_store_options_is_applied(recorder):
 
 def test_allow_http_applies_without_an_endpoint_option(monkeypatch, tmp_path):
     with ObjectServer({"train/a": b"0"}) as server:
-        account = {"gcs_base_url": server.endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+        account = {
+            "gcs_base_url": server.endpoint,
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+        }
         (tmp_path / "account.json").write_text(json.dumps({**account, "private_key_id": ""}))
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
         with pytest.raises(StoreError, match="allow_http"):
@@ -136,7 +152,9 @@ def test_allow_http_applies_without_an_endpoint_option(monkeypatch, tmp_path):
 
 def test_disabled_allow_http_is_named_in_the_error(refused_port):
     endpoint = f"http://127.0.0.1:{refused_port}"
-    error = failure_of("s3://photos", endpoint=endpoint, skip_signature=True, client_options={"allow_http": False})
+    error = failure_of(
+        "s3://photos", endpoint=endpoint, skip_signature=True, client_options={"allow_http": False}
+    )
     assert "allow_http" in str(error)
 
 
@@ -145,7 +163,9 @@ def test_disabled_allow_http_is_named_in_the_error(refused_port):
 
 def write_profiles(folder):
     text = "[default]\naws_access_key_id = AKIADEFAULT\naws_secret_access_key = canary-default\n"
-    text += "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
+    text += (
+        "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
+    )
     (folder / "credentials").write_text(text)
     process = '{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "canary-process"}'
     (folder / "process.json").write_text(process)
@@ -156,7 +176,12 @@ def write_profiles(folder):
 
 def test_profiles_and_providers_give_credentials_and_region(monkeypatch, tmp_path, recorder):
     def provide():
-        return {"access_key_id": "AKIAPROVIDED", "secret_access_key": "s", "token": None, "expires_at": None}
+        return {
+            "access_key_id": "AKIAPROVIDED",
+            "secret_access_key": "s",
+            "token": None,
+            "expires_at": None,
+        }
 
     write_profiles(tmp_path)
     assert "AKIAPROCESS" in read_from(recorder, profile="process")  # by a credential process
@@ -205,7 +230,9 @@ def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeyp
 def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr("headrace._core.store.store.CREDENTIAL_HOST", metadata.removeprefix("http://"))
+    monkeypatch.setattr(
+        "headrace._core.store.store.CREDENTIAL_HOST", metadata.removeprefix("http://")
+    )
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
     assert "No credentials were given" in str(error)
     assert "AWS_PROFILE" in str(error)
@@ -215,7 +242,9 @@ def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
 
 
 def test_error_of_a_refused_connection_names_the_address(refused_port):
-    error = failure_of("s3://photos", endpoint=f"http://127.0.0.1:{refused_port}", skip_signature=True)
+    error = failure_of(
+        "s3://photos", endpoint=f"http://127.0.0.1:{refused_port}", skip_signature=True
+    )
     assert isinstance(error, StoreUnreachableError)
     assert f"Connection refused (127.0.0.1:{refused_port})" in str(error)
     assert "endpoint" in str(error)
@@ -251,7 +280,10 @@ def test_missing_bucket_and_missing_key_are_different_errors(bucket):
 
 
 def test_listing_of_several_pages_is_complete_and_sorted(bucket):
-    stored, keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"], [f"{i % 7}/{i:05}.bin" for i in range(1010)]
+    stored, keys = (
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"],
+        [f"{i % 7}/{i:05}.bin" for i in range(1010)],
+    )
     for key in keys:  # 10 s faster than by requests
         stored.put_object("holidays", f"many/{key}", b"")
     assert list(ObjectDataset(hr.Store("s3://holidays/many", options=bucket)).keys) == sorted(keys)
@@ -317,7 +349,9 @@ def test_error_of_a_server_without_tls_says_so(recorder):
 
 def test_error_of_a_certificate_for_another_host_says_so(authority, secure):
     client = {"root_certificate": authority.cert_pem.bytes()}
-    assert "NotValidForName" in str(failure_of(secure.replace("127.0.0.1", "localhost"), client_options=client))
+    assert "NotValidForName" in str(
+        failure_of(secure.replace("127.0.0.1", "localhost"), client_options=client)
+    )
 
 
 # Paths
@@ -341,7 +375,9 @@ def test_directories_and_shards_are_given_by_any_type_of_path(tmp_path, kind):
     dataset = ObjectDataset(kind(folder))
     assert bytes(dataset[0].data) == b"data"
     assert dataset.cache(kind(tmp_path / "cache"))[0].key == "a.bin"
-    labelled = ObjectDataset.from_table(kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label")
+    labelled = ObjectDataset.from_table(
+        kind(folder), {"key": [str(folder / "a.bin")], "label": [7]}, label="label"
+    )
     assert (labelled[0].key, labelled[0].label) == ("a.bin", 7)
 
     (tmp_path / "0.tar").write_bytes(bytes(10240))
@@ -385,10 +421,14 @@ def run(code):
 def test_every_block_of_the_page_is_run_or_opened():
     kinds = [kind for kind, _ in BLOCKS]
     assert set(kinds) == {"s3", "profile", "open", "gs", "az", "http", "path", "proxy", "tls"}
-    assert len(kinds) == PAGE.read_text().count("```python") - 1, "all but the first, which only shows the form"
+    assert len(kinds) == PAGE.read_text().count("```python") - 1, (
+        "all but the first, which only shows the form"
+    )
 
 
-@pytest.mark.parametrize(("kind", "code"), [block for block in BLOCKS if block[0] not in ("open", "az")])
+@pytest.mark.parametrize(
+    ("kind", "code"), [block for block in BLOCKS if block[0] not in ("open", "az")]
+)
 def test_block_of_the_page_reads_an_object(request, monkeypatch, tmp_path, kind, code):
     found = b"0"
     with ObjectServer({"a": b"0", "train/a": b"0"}) as server:
@@ -401,7 +441,9 @@ def test_block_of_the_page_reads_an_object(request, monkeypatch, tmp_path, kind,
                 monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
             if kind == "profile":
                 write_profiles(tmp_path)
-            code = code.replace("http://minio:9000", endpoint).replace("s3://bucket", "s3://holidays")
+            code = code.replace("http://minio:9000", endpoint).replace(
+                "s3://bucket", "s3://holidays"
+            )
         elif kind == "gs":
             code = code.replace("http://fake-gcs:4443", server.endpoint)
         elif kind == "path":
@@ -410,7 +452,9 @@ def test_block_of_the_page_reads_an_object(request, monkeypatch, tmp_path, kind,
         elif kind == "tls":
             request.getfixturevalue("authority").cert_pem.write_to_path(tmp_path / "ca.pem")
             monkeypatch.chdir(tmp_path)
-            code = code.replace("https://host/train", request.getfixturevalue("secure")).replace("a.jpg", "a")
+            code = code.replace("https://host/train", request.getfixturevalue("secure")).replace(
+                "a.jpg", "a"
+            )
             found = b"secret"
         else:
             url = request.getfixturevalue("recorder").url

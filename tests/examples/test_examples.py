@@ -13,16 +13,22 @@ from PIL import Image
 
 from tests.forks import Forks
 
-ELSEWHERE = ("29_trainers", "30_ray_cluster")  # in tests/integrations, whose environment has their packages
+ELSEWHERE = (
+    "29_trainers",
+    "30_ray_cluster",
+)  # in tests/integrations, whose environment has their packages
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ELSEWHERE)
 INITDB = ("initdb", *map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")))
 IMPORT = "from headrace import DataLoader\n"
 ON_RANKS = "two_processes"
-TORCH_PROGRAMS = [path for path in EXAMPLES if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)]
+TORCH_PROGRAMS = [
+    path for path in EXAMPLES if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)
+]
 
 
-# torchrun warns where it has to set the first; plt.show() without a screen, by another backend than the second.
+# torchrun warns where it has to set the first; plt.show() without a screen, by another backend than
+# the second.
 ALONE = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "template"}
 
 
@@ -39,7 +45,9 @@ Run = Callable[[Path], str]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Run a program, and give what it prints."""
-    with Forks(FORK_SERVER_IMPORTS="torch._dynamo", **ALONE) as forks:  # the first optimizer imports it
+    with Forks(
+        FORK_SERVER_IMPORTS="torch._dynamo", **ALONE
+    ) as forks:  # the first optimizer imports it
         yield lambda path: said_by(forks.run_file(path))
 
 
@@ -61,7 +69,9 @@ def test_with_the_import_of_torchs_loader_it_is_the_same_program_and_prints_the_
     example: Path, tmp_path: Path, run: Run, printed_by: Run
 ) -> None:
     program = tmp_path / example.name
-    program.write_text(example.read_text().replace(IMPORT, "from torch.utils.data import DataLoader\n"))
+    program.write_text(
+        example.read_text().replace(IMPORT, "from torch.utils.data import DataLoader\n")
+    )
     assert run(program) == printed_by(example)
 
 

@@ -47,10 +47,17 @@ def server():
         ("bytes=6-7", 416, None, None),
     ],
 )
-def test_object_or_a_range_of_it_is_sent_with_its_headers(server, asked, status, content_range, body):
-    answered, headers, content = ask(server, "GET", "/bucket/many/007.bin", {"Range": asked} if asked else {})
+def test_object_or_a_range_of_it_is_sent_with_its_headers(
+    server, asked, status, content_range, body
+):
+    answered, headers, content = ask(
+        server, "GET", "/bucket/many/007.bin", {"Range": asked} if asked else {}
+    )
     assert (answered, headers["Content-Range"]) == (status, content_range)
-    assert body is None or (content, headers["ETag"]) == (body, f'"{hashlib.md5(b"body 7").hexdigest()}"')
+    assert body is None or (content, headers["ETag"]) == (
+        body,
+        f'"{hashlib.md5(b"body 7").hexdigest()}"',
+    )
 
 
 def test_obstore_lists_reads_writes_and_deletes():
@@ -84,9 +91,16 @@ def test_close_reaps_the_process_frees_the_port_and_is_idempotent():
 
 def test_server_ends_when_its_parent_is_killed():
     code = "from object_server import ObjectServer; s = ObjectServer().start(); print(s.endpoint, flush=True); input()"
-    command, path = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path) as parent:
+    command, path = (
+        [sys.executable, "-c", code],
+        {**os.environ, "PYTHONPATH": str(ROOT / "examples")},
+    )
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path
+    ) as parent:
         port = int(parent.stdout.readline().decode().strip().rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as connection:
             os.kill(parent.pid, signal.SIGKILL)
-            assert connection.recv(1) == b"", "the server's end of the connection closes when the server ends"
+            assert connection.recv(1) == b"", (
+                "the server's end of the connection closes when the server ends"
+            )

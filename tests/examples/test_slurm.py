@@ -49,7 +49,9 @@ def test_the_slurm_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: shellcheck)"
+)
 def test_shellcheck_finds_nothing_in_the_slurm_script() -> None:
     done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, check=False)
     assert not done.stdout
@@ -64,7 +66,9 @@ def test_the_slurm_script_trains_on_all_samples_with_a_rank_for_each_task(tmp_pa
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     for number in range(SAMPLES):
-        (samples / f"{number:03d}.bin").write_bytes(struct.pack("ff", number / SAMPLES, 3 * number / SAMPLES - 1))
+        (samples / f"{number:03d}.bin").write_bytes(
+            struct.pack("ff", number / SAMPLES, 3 * number / SAMPLES - 1)
+        )
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "PATH": f"{programs}:{os.environ['PATH']}",

@@ -43,9 +43,11 @@ def run(program: bytes, within: float) -> str | None:
     except BaseException:
         return traceback.format_exc()
     finally:
-        logging.root.handlers.clear()  # of a program that looks at what is logged: standard error is for the next one
+        # of a program that looks at what is logged: standard error is for the next one
+        logging.root.handlers.clear()
         logging.root.setLevel(logging.WARNING)
-        gc.freeze()  # what has outlived it, modules for example, which the next collections need not go through
+        # what has outlived it, modules for example, which the next collections need not go through
+        gc.freeze()
     return None
 
 
@@ -61,7 +63,9 @@ def make_permanent_resources() -> None:
     with tempfile.TemporaryDirectory() as folder:  # the background loop, and obstore's threads
         pathlib.Path(folder, "0").touch()
         hr.ObjectDataset(pathlib.Path(folder).as_uri())
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # a descriptor of uvloop's, from its first connection on
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as listening:  # a descriptor of uvloop's, from its first connection on
         background_loop().run(_connect(listening.getsockname()[1]))
     for placement in ("thread", "process"):  # the zygote and native threads
         with hr.DataLoader(Numbers(2), num_workers=1, placement=placement) as loader:

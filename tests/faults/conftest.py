@@ -1,11 +1,11 @@
 """Fixtures that run programs in child processes, watched from inside and from outside.
 
-From inside: descriptors, threads, child processes and named shared memory are counted before and after (`watching`).
-From outside: the exit status, a clock, and the phrases of leaks on standard error.
+From inside: descriptors, threads, child processes and named shared memory are counted before and
+after (`watching`). From outside: the exit status, a clock, and the phrases of leaks on standard
+error.
 
-`script` runs a program in a child of its own. `case` runs it in a child that serves all tests, with its zygote and
-whatever else is made once: that takes longer than most programs do.
-"""
+`script` runs a program in a child of its own. `case` runs it in a child that serves all tests, with
+its zygote and whatever else is made once: that takes longer than most programs do."""
 
 from __future__ import annotations
 
@@ -55,15 +55,21 @@ def forks() -> Iterator[Forks]:
 def script(forks: Forks) -> Script:
     """Run a program in a child of its own.
 
-    It must exit with `status` and, unless `quiet` is false, print none of the phrases of leaks to standard error.
-    """
+    It must exit with `status` and, unless `quiet` is false, print none of the phrases of leaks to
+    standard error."""
 
     def run(
-        program: Callable[[], object], *, status: int = 0, quiet: bool = True, engine_loop: str = "uvloop"
+        program: Callable[[], object],
+        *,
+        status: int = 0,
+        quiet: bool = True,
+        engine_loop: str = "uvloop",
     ) -> subprocess.CompletedProcess[str]:
         run_alone = functools.partial(child.run_alone, program)
         done = forks.run(run_alone, HEADRACE_EVENT_LOOP=engine_loop)
-        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, (
+            f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         if quiet:
             _assert_no_leak_phrase(done.stderr)
         return done
@@ -143,7 +149,10 @@ def session_of(leader: int) -> list[int]:
     """The living processes of the session of process `leader`."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{name}/stat") as file,
+        ):
             state, _, _, session = file.read().rpartition(")")[2].split()[:4]
             if int(session) == leader and state != "Z":
                 found.append(int(name))
@@ -162,8 +171,8 @@ def resident(forks: Forks) -> Iterator[Resident]:
 def case(resident: Resident) -> Case:
     """Run a program in the one child: it must not fail, leave anything behind, or print the phrases of leaks.
 
-    `within`: seconds until nothing may be left, for programs that kill processes. Returns standard error.
-    """
+    `within`: seconds until nothing may be left, for programs that kill processes. Returns standard
+    error."""
 
     def run(program: Callable[[], object], *, within: float = 0.0) -> str:
         failure = resident.run(program, within)

@@ -51,17 +51,26 @@ class Ledger:
         return hr.ObjectDataset(self.store(**more), keys=self.keys)
 
     def loader(self, dataset, **more):
-        arguments = {"batch_size": 1, "transform": checked_number, "placement": self.placement, **more}
+        arguments = {
+            "batch_size": 1,
+            "transform": checked_number,
+            "placement": self.placement,
+            **more,
+        }
         return hr.DataLoader(dataset, num_workers=int(self.placement == "process"), **arguments)
 
     def epoch(self, dataset, **more):
         """The delivered samples, counted, and the errors by index; together they must be all samples, once."""
         with self.loader(dataset, **more) as loader:
             delivered, errors = drain(loader)
-        failures = {int(re.search(r", index (\d+)", error.__notes__[-1])[1]): error for error in errors}
+        failures = {
+            int(re.search(r", index (\d+)", error.__notes__[-1])[1]): error for error in errors
+        }
         assert len(failures) == len(errors), "a sample was reported twice"
         planned = collections.Counter(range(len(dataset)))
-        assert delivered + collections.Counter(failures.keys()) == planned, "planned is not delivered + reported"
+        assert delivered + collections.Counter(failures.keys()) == planned, (
+            "planned is not delivered + reported"
+        )
         return delivered, failures
 
     def failure(self, dataset, index=7, **more):

@@ -31,7 +31,9 @@ class Peer:
         self._wire, theirs = multiprocessing.Pipe()
         with theirs:
             run = functools.partial(_run, program, arguments)
-            self._process = forks.fork(run, stdout=1, stderr=2, descriptors=[theirs.fileno()], OWN_ZYGOTE="1")
+            self._process = forks.fork(
+                run, stdout=1, stderr=2, descriptors=[theirs.fileno()], OWN_ZYGOTE="1"
+            )
         self.receive = self._wire.recv
         self.wait = self._process.wait
 
@@ -50,7 +52,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def started_together(forks: Forks, program: Callable[..., None], count: int, *arguments: Any) -> Iterator[list[Peer]]:
+def started_together(
+    forks: Forks, program: Callable[..., None], count: int, *arguments: Any
+) -> Iterator[list[Peer]]:
     """Several processes that are all ready before each continues."""
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(forks, program, *arguments)) for _ in range(count)]

@@ -18,8 +18,8 @@ import pytest
 
 AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
-# Every function by which headrace opens descriptors from Python. Those of native code (an event loop's, obstore's)
-# are refused by `free_descriptors`.
+# Every function by which headrace opens descriptors from Python. Those of native code (an event
+# loop's, obstore's) are refused by `free_descriptors`.
 OPENERS: tuple[tuple[Any, str], ...] = (
     (socket, "socketpair"),
     (socket.socket, "recvmsg"),
@@ -72,7 +72,9 @@ class NthOpenFails:
 
     def __enter__(self) -> NthOpenFails:
         for owner, name in OPENERS:
-            self._patches.enter_context(mock.patch.object(owner, name, self._wrapped(getattr(owner, name))))
+            self._patches.enter_context(
+                mock.patch.object(owner, name, self._wrapped(getattr(owner, name)))
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -98,7 +100,10 @@ def mounted(where: Path, options: str) -> Iterator[Path]:
         pytest.skip("mounting a file system needs root")
     where.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "headrace-test", where], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "headrace-test", where],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"mounting a file system is not allowed here: {done.stderr.strip()}")

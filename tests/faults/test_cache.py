@@ -1,7 +1,7 @@
 """Faults of the disk cache: no sample is lost, none has wrong bytes, nothing hangs; also where ranges are joined.
 
-Processes are real and killed by SIGKILL; disks are real file systems, mounted small or read-only where the tests run as
-root. The server counts what was fetched.
+Processes are real and killed by SIGKILL; disks are real file systems, mounted small or read-only
+where the tests run as root. The server counts what was fetched.
 """
 
 import asyncio
@@ -45,7 +45,9 @@ def started():
 
 
 def objects(server, prefix="train", timeout=30.0, **more):
-    store = hr.Store(f"{server.url}/{prefix}", options=server.store_options, timeout=timeout, retry=QUICK)
+    store = hr.Store(
+        f"{server.url}/{prefix}", options=server.store_options, timeout=timeout, retry=QUICK
+    )
     return hr.ObjectDataset(store, **more)
 
 
@@ -115,7 +117,9 @@ def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
 
 def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
     with ObjectServer({"0.tar": tars.shard(range(3), bin=body_of)}) as server:
-        tar = hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
+        tar = hr.TarDataset.index(
+            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
+        )
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         for dataset in (tar, cached):  # both read it a second time
@@ -127,7 +131,9 @@ def test_tar_member_with_a_wrong_checksum_is_never_cached(folder):
         server.misbehave()
         before = server.requests()["GET"]
         for _ in range(2):
-            assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [body_of(n) for n in range(3)]
+            assert [sample["bin"] for sample in map(cached.__getitem__, range(3))] == [
+                body_of(n) for n in range(3)
+            ]
         assert server.requests()["GET"] == before + 3
 
 
@@ -144,7 +150,9 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(forks, tmp_pa
         cache = DiskCache(tmp_path / str(last), max_bytes)
         for name in names:
             get(cache, name, DATA[:1000])
-        assert not get(cache, names[2], DATA[:1000]), f"killed before call {last}, and nothing is cached afterwards"
+        assert not get(cache, names[2], DATA[:1000]), (
+            f"killed before call {last}, and nothing is cached afterwards"
+        )
         assert room_of(tmp_path / str(last)) <= max_bytes, f"killed before call {last}"
 
 
@@ -164,7 +172,9 @@ def test_full_disk_loses_no_sample_and_warns_once(tmp_path):
             expect(again, hits=kept, misses=60 - kept, count=60)
         with warnings.catch_warnings():  # as errors: no sample is lost either
             warnings.simplefilter("error")
-            expect(objects(server).cache(disk / "cache", version="other"), hits=0, misses=60, count=60)
+            expect(
+                objects(server).cache(disk / "cache", version="other"), hits=0, misses=60, count=60
+            )
 
 
 def test_max_bytes_holds_and_the_oldest_entries_go_first(folder):
@@ -215,9 +225,15 @@ DAMAGES = {  # of the data and the index of eight entries: what is done, and how
     "index deleted": (lambda data, index: index.unlink(), 8),
     "index a pipe": (lambda data, index: (index.unlink(), os.mkfifo(index)), 8),
     "index a folder": (lambda data, index: (index.unlink(), index.mkdir()), 8),
-    "index with garbage": (lambda data, index: index.write_bytes(index.read_bytes() + os.urandom(500)), 0),
+    "index with garbage": (
+        lambda data, index: index.write_bytes(index.read_bytes() + os.urandom(500)),
+        0,
+    ),
     "index of another version": (lambda data, index: flipped(index, 15), 8),
-    "a bit of each field of a record": (lambda data, index: flipped_in_records(index, 0, 15, 17, 23, 24, 31, 33), 7),
+    "a bit of each field of a record": (
+        lambda data, index: flipped_in_records(index, 0, 15, 17, 23, 24, 31, 33),
+        7,
+    ),
     "a bit without meaning": (lambda data, index: flipped(index, RECORD.itemsize + 37), 0),
 }
 
@@ -282,7 +298,9 @@ def readers(forks, server, folder, *, count, objects, epochs=1, **cache_options)
     """Processes that read the same objects through the same folder."""
     expected = {key.rpartition("/")[2]: data for key, data in contents(objects).items()}
     store = hr.Store(f"{server.url}/train", options=server.store_options)
-    return started_together(forks, caches.read_objects, count, store, str(folder), expected, epochs, cache_options)
+    return started_together(
+        forks, caches.read_objects, count, store, str(folder), expected, epochs, cache_options
+    )
 
 
 def test_each_process_reads_what_others_have_fetched(forks, server, folder):
@@ -346,7 +364,9 @@ def test_urls_with_the_same_basename_have_different_entries(folder):
     both = {**contents(4, "a/train"), **contents(4, "b/train", salt=1)}
     with ObjectServer(both) as one, ObjectServer(contents(4, "a/train", salt=2)) as other:
         datasets = [
-            hr.ObjectDataset(hr.Store(f"{server.url}/{prefix}", options=server.store_options)).cache(folder)
+            hr.ObjectDataset(
+                hr.Store(f"{server.url}/{prefix}", options=server.store_options)
+            ).cache(folder)
             for server, prefix in ((one, "a/train"), (one, "b/train"), (other, "a/train"))
         ]
         for _ in range(2):
@@ -361,7 +381,9 @@ def test_stores_with_other_default_headers_have_different_entries(folder):
 
     with answering(answer) as url:
         for tenant in ("a", "b") * 2:
-            store = hr.Store(url, options={"default_headers": {"x-tenant": tenant, "authorization": tenant}})
+            store = hr.Store(
+                url, options={"default_headers": {"x-tenant": tenant, "authorization": tenant}}
+            )
             assert hr.ObjectDataset(store, keys=["k"]).cache(folder)[0].data == tenant.encode()
     assert entries_in(folder) == 2
 
@@ -412,7 +434,10 @@ def test_folder_of_another_user_is_refused(server, folder, tmp_path):
         objects(server).cache(link)
     travelled = pickle.dumps(objects(server).cache(folder))
     os.chown(folder, 12345, 12345)
-    for use in (lambda: objects(server).cache(folder), lambda: asyncio.run(pickle.loads(travelled).aget(0))):
+    for use in (
+        lambda: objects(server).cache(folder),
+        lambda: asyncio.run(pickle.loads(travelled).aget(0)),
+    ):
         with pytest.raises(hr.errors.CacheFolderError, match="user 12345"):
             use()
     assert list(folder.iterdir()) == []
@@ -454,7 +479,9 @@ def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path):
         assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached"
         return ended
 
-    assert any(asyncio.run(cancelled_at(step, tmp_path / str(step))) for step in range(200)), "it never ended"
+    assert any(asyncio.run(cancelled_at(step, tmp_path / str(step))) for step in range(200)), (
+        "it never ended"
+    )
 
 
 def test_stalled_sample_is_hedged_through_the_cache(folder):
@@ -497,7 +524,9 @@ def test_loaders_of_a_cached_dataset_leave_nothing(case, tmp_path):
         def program() -> None:
             dataset = hr.ObjectDataset(store).cache(folder)
             for placement in ("thread", "process"):
-                with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1) as loader:
+                with hr.DataLoader(
+                    dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1
+                ) as loader:
                     assert sum(loader) == 30
             with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement="thread") as loader:
                 next(iter(loader))

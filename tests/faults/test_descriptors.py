@@ -33,8 +33,15 @@ class Large(Numbers):
 
 def new_loader(where):
     if where == "torch dataset":
-        return hr.DataLoader([torch.full((4096,), index) for index in range(24)], 4, num_workers=WORKERS, transform=abs)
-    return hr.DataLoader(Large(24), 4, placement=where, concurrency=8, num_workers=WORKERS, transform=abs)
+        return hr.DataLoader(
+            [torch.full((4096,), index) for index in range(24)],
+            4,
+            num_workers=WORKERS,
+            transform=abs,
+        )
+    return hr.DataLoader(
+        Large(24), 4, placement=where, concurrency=8, num_workers=WORKERS, transform=abs
+    )
 
 
 def epoch(loader):
@@ -100,7 +107,9 @@ def test_shortage_in_the_zygote_is_reported_and_ends_nothing() -> None:
 @WHERE
 @run_by("case")
 def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(where: str) -> None:
-    with hr.DataLoader(Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=where) as loader:
+    with hr.DataLoader(
+        Large(24), 4, num_workers=1, prefetch_factor=1, transform=abs, placement=where
+    ) as loader:
         iterator = iter(loader)
         assert next(iterator)[0, 0] == 0
         own = where == "thread"

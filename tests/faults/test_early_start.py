@@ -46,7 +46,9 @@ def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(r
     listed = f"import {launch.IMPORTED}; [getattr(headrace, name) for name in headrace.__all__]"
     listed += "; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", listed]
-    in_helper = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    in_helper = set(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
 
     def headraces():
         return {name for name in list(sys.modules) if name.startswith("headrace")}
@@ -58,7 +60,10 @@ def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(r
     def program():
         options = {"num_workers": 1, "collate_fn": list}
         made = hr.DataLoader(
-            Imported(4), 4, transform=lambda engine: (*engine, headraces(), os.environ["A_VARIABLE"]), **options
+            Imported(4),
+            4,
+            transform=lambda engine: (*engine, headraces(), os.environ["A_VARIABLE"]),
+            **options,
         )
         started = helper()
         assert started is not None
@@ -133,7 +138,11 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         else:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        for options in ({"placement": "thread"}, {"placement": "process"}, {"multiprocessing_context": "fork"}):
+        for options in (
+            {"placement": "thread"},
+            {"placement": "process"},
+            {"multiprocessing_context": "fork"},
+        ):
             with loader(**options, transform=float) as numbers:
                 print(len(list(numbers)))
 
@@ -145,10 +154,15 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
     [
         ({"executable": ""}, None),
         ({"executable": None}, None),
-        ({"executable": "/bin/false", "frozen": True}, r"frozen.*freeze_support.*multiprocessing_context='spawn'"),
+        (
+            {"executable": "/bin/false", "frozen": True},
+            r"frozen.*freeze_support.*multiprocessing_context='spawn'",
+        ),
     ],
 )
-def test_program_without_a_path_of_an_interpreter_is_an_error_or_uses_that_of_multiprocessing(attributes, error, run):
+def test_program_without_a_path_of_an_interpreter_is_an_error_or_uses_that_of_multiprocessing(
+    attributes, error, run
+):
     def program():
         executable = sys.executable
         vars(sys).update(attributes)

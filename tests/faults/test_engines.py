@@ -19,7 +19,17 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.faults.watching import Numbers, Slow, drain, engines_of, first_call, kill, once_each, run_on, text_of
+from tests.faults.watching import (
+    Numbers,
+    Slow,
+    drain,
+    engines_of,
+    first_call,
+    kill,
+    once_each,
+    run_on,
+    text_of,
+)
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -63,7 +73,9 @@ def killing(loader: hr.DataLoader, kills: dict[int, list[int]]) -> Iterator[Any]
 def folder(tmp_path: pathlib.Path) -> str:
     number = 0
     for shard, size in enumerate((90, 4, 160, 30, 1, 75)):
-        (tmp_path / f"{shard}.txt").write_text("".join(f"{number + line}\n" for line in range(size)))
+        (tmp_path / f"{shard}.txt").write_text(
+            "".join(f"{number + line}\n" for line in range(size))
+        )
         number += size
     return str(tmp_path)
 
@@ -85,7 +97,9 @@ def stream(folder: str, **options: Any) -> hr.DataLoader:
 @run_by("case")
 def test_batches_are_the_same_bytes_for_any_number_of_engines(folder: str, new: Any) -> None:
     found = []
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # of torch: few cores here
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create", UserWarning
+    )  # of torch: few cores here
     for engines, workers in ((1, 2), (4, 0), (3, 2 if new is stream else 3)):
         with new(folder, engines=engines, num_workers=workers) as loader:
             found.append([digest(loader), digest(loader)])
@@ -120,9 +134,14 @@ def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -
 def test_order_and_bytes_survive_random_kills(folder: str, memory_budget: int | None) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
     draw = random.Random(KILLS)
-    # A small look-ahead: what is ready when an engine dies would else be consumed before it has been replaced.
+    # A small look-ahead: what is ready when an engine dies would else be consumed before it has
+    # been replaced.
     options: dict[str, Any] = {"concurrency": 24, "memory_budget": memory_budget}
-    with by_index(folder, **options) as expected, by_index(folder, engines=3, **options) as loader, ignored_deaths():
+    with (
+        by_index(folder, **options) as expected,
+        by_index(folder, engines=3, **options) as loader,
+        ignored_deaths(),
+    ):
         for _ in range(KILLS // 2):
             moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
             assert digest(killing(loader, moments)) == digest(expected)
@@ -206,7 +225,11 @@ def test_sample_that_ends_one_engine_or_every_engine(tmp_path: Any) -> None:
 def test_trace_has_the_fetches_of_every_engine(tmp_path: Any) -> None:
     path = str(tmp_path / "trace.json.gz")
     pids = set()
-    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2, concurrency=16) as loader, hr.trace(path):
+    with (
+        ignored_deaths(),
+        hr.DataLoader(Slow(240), 4, engines=2, concurrency=16) as loader,
+        hr.trace(path),
+    ):
         for _ in killing(loader, {0: [0]}):
             pids.update(engines_of(loader))
     with gzip.open(path) as file:
@@ -291,7 +314,12 @@ def number_of_worker(sample: int) -> int:
 def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     with hr.DataLoader(
-        Slow(240), 2, engines=2, num_workers=3, worker_init_fn=keep_number, transform=number_of_worker
+        Slow(240),
+        2,
+        engines=2,
+        num_workers=3,
+        worker_init_fn=keep_number,
+        transform=number_of_worker,
     ) as loader:
         assert set(samples_of(loader)) == {0, 1, 2}
 
@@ -299,12 +327,26 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [
-        (Numbers(32), {"engines": 2, "placement": "thread"}, "engines=2 and placement='thread' exclude each other"),
-        (Numbers(32), {"engines": 3, "num_workers": 2}, "num_workers must be 0 or at least 3, but got 2"),
+        (
+            Numbers(32),
+            {"engines": 2, "placement": "thread"},
+            "engines=2 and placement='thread' exclude each other",
+        ),
+        (
+            Numbers(32),
+            {"engines": 3, "num_workers": 2},
+            "num_workers must be 0 or at least 3, but got 2",
+        ),
         (Numbers(32), {"engines": 0}, "engines=0 must be at least 1"),
-        ([0, 1], {"engines": 2}, "engines=2 needs an async dataset: a torch dataset is read by num_workers"),
+        (
+            [0, 1],
+            {"engines": 2},
+            "engines=2 needs an async dataset: a torch dataset is read by num_workers",
+        ),
     ],
 )
-def test_arguments_that_exclude_each_other(dataset: Any, arguments: dict[str, Any], match: str) -> None:
+def test_arguments_that_exclude_each_other(
+    dataset: Any, arguments: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         hr.DataLoader(dataset, **arguments)

@@ -20,7 +20,9 @@ from tests.faults.watching import drain, text_of
 from tests.programs import run_by
 from tests.unit.shards import tars
 
-CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
+# seconds; obstore closes idle connections on threads of its own, some time after their store is
+# gone
+CLOSING = 5.0
 HUGE = 128 << 20  # bytes of zeros; gzip makes 130 KB of them
 PEAK_LIMIT = 48 << 20  # bytes that unpacking may allocate; one piece is 4 MiB
 
@@ -67,7 +69,9 @@ def read(dataset):
     """Read a dataset; the number of its samples, the errors, and the peak of allocated bytes."""
     tracemalloc.start()
     try:
-        with hr.DataLoader(dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)) as loader:
+        with hr.DataLoader(
+            dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)
+        ) as loader:
             delivered, errors = drain(loader)
             return delivered.total(), errors, tracemalloc.get_traced_memory()[1]
     finally:
@@ -86,7 +90,9 @@ def claiming(size):
 @pytest.fixture(scope="module")
 def bombs():
     stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": (1 << 60,)})
+    np.lib.format.write_array_header_1_0(
+        stream, {"descr": "<u2", "fortran_order": False, "shape": (1 << 60,)}
+    )
     objects = {
         "0.npy": stream.getvalue() + bytes(8),  # a shape beyond its file
         "1.npy": b"\x93NUMPY\x02\x00" + struct.pack("<I", 0xFFFFFFF0) + b"{" * 100,
@@ -94,7 +100,9 @@ def bombs():
         "member.tar.gz": gzip.compress(archive(("a.txt", 3), ("b.txt", HUGE)), 1),
         "unused.tar.gz": gzip.compress(archive(("a.txt", 3), ("a.bin", HUGE), ("b.txt", 3)), 1),
         "nested.jsonl": b"1\n" + b"[" * 1_000_000 + b"\n",
-        "claims.tar": claiming(900 << 20),  # less than the limit of a member, more than the shard has
+        "claims.tar": claiming(
+            900 << 20
+        ),  # less than the limit of a member, more than the shard has
     }
     with ObjectServer(objects) as server:
         yield server.http_url
@@ -113,7 +121,10 @@ def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(bombs)
     assert peak < PEAK_LIMIT
 
     delivered, errors, peak = read(hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"]))
-    assert (delivered, errors) == (2, [])  # the member between them is skipped, and not held in memory
+    assert (delivered, errors) == (
+        2,
+        [],
+    )  # the member between them is skipped, and not held in memory
     assert peak < PEAK_LIMIT
 
     delivered, (error,), _ = read(hr.LinesDataset(f"{bombs}/nested.jsonl"))
@@ -133,7 +144,16 @@ def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(bombs)
 # Keys
 
 
-KEYS = ("../secret", "a/../../secret", "%2e%2e/secret", "/etc/hostname", "..\\secret", "./../secret", "a\0b", "")
+KEYS = (
+    "../secret",
+    "a/../../secret",
+    "%2e%2e/secret",
+    "/etc/hostname",
+    "..\\secret",
+    "./../secret",
+    "a\0b",
+    "",
+)
 
 
 def test_key_never_leads_out_of_its_prefix(case, tmp_path):
@@ -188,11 +208,22 @@ def shown_by(dataset):
         shown = [*map(repr, (dataset, loader, loader.stats(), failure)), str(failure)]
     if isinstance(dataset, hr.ObjectDataset):
         assert (error.__cause__, error.__context__) == (None, None)
-    return [*shown, repr(vars(error)), repr(pickle.dumps(error)), *traceback.format_exception(error)]
+    return [
+        *shown,
+        repr(vars(error)),
+        repr(pickle.dumps(error)),
+        *traceback.format_exception(error),
+    ]
 
 
 def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
-    objects = {"0.tar": b"damaged", "0.jsonl": b"{\n", "0.bin": b"odd", "good.tar": archive(("a.txt", 1)), "a": b"a"}
+    objects = {
+        "0.tar": b"damaged",
+        "0.jsonl": b"{\n",
+        "0.bin": b"odd",
+        "good.tar": archive(("a.txt", 1)),
+        "a": b"a",
+    }
     with ObjectServer({**objects, "denied": b""}) as server:
         server.misbehave(Fault("status", key="denied", status=403, body="<Code>Denied</Code>"))
         url, s3, options = server.http_url, server.url, server.store_options
@@ -202,8 +233,15 @@ def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
             logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
             secret = url.replace("http://", "http://canary-user:canary-password@")
             headers = {"default_headers": {"x-api-key": "canary-header"}}
-            signed = {"access_key_id": "canary-id", "secret_access_key": "canary-secret", "token": "canary-token"}
-            signed |= {"skip_signature": False, "client_options": {**options["client_options"], **headers}}
+            signed = {
+                "access_key_id": "canary-id",
+                "secret_access_key": "canary-secret",
+                "token": "canary-token",
+            }
+            signed |= {
+                "skip_signature": False,
+                "client_options": {**options["client_options"], **headers},
+            }
             plain = hr.Store(secret, options={"client_options": headers})
             queried = hr.Store(f"{secret}?sig=canary-query", options={"client_options": headers})
             shown = []

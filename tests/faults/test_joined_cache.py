@@ -31,11 +31,15 @@ def started():
 
 def windows(server, *shards):
     urls = [f"{server.url}/{shard}.bin" for shard in shards or (0,)]
-    return hr.TokenDataset(urls, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options))
+    return hr.TokenDataset(
+        urls, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options)
+    )
 
 
 def tar(server):
-    return hr.TarDataset.index(f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options))
+    return hr.TarDataset.index(
+        f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
+    )
 
 
 def loader_of(dataset, *, batch_size=20, **more):
@@ -67,7 +71,9 @@ def spans(server):
 # As few requests, and each byte once
 
 
-def test_first_epoch_makes_no_more_requests_than_without_a_cache_and_the_second_none(server, folder):
+def test_first_epoch_makes_no_more_requests_than_without_a_cache_and_the_second_none(
+    server, folder
+):
     expected = rows_of(range(COUNT))
     _, plain = epoch(windows(server))
     cached = windows(server).cache(folder)
@@ -160,7 +166,9 @@ def test_damaged_member_is_read_again_without_its_neighbours(server, folder):
     server.misbehave(Fault("flip", key="0.tar", at=header + 3, times=1))
     with loader_of(cached, batch_size=64, collate_fn=list) as loader:
         samples = next(iter(loader))
-    assert [sample["bin"][:4] for sample in samples] == [body_of(number)[:4] for number in range(64)]
+    assert [sample["bin"][:4] for sample in samples] == [
+        body_of(number)[:4] for number in range(64)
+    ]
     assert len(server.seen()) == 2
     server.misbehave()
     with loader_of(pickle.loads(pickle.dumps(cached)), batch_size=64, collate_fn=list) as loader:

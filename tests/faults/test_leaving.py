@@ -1,8 +1,8 @@
 """Leaving an epoch in every way: no thread, process, descriptor or task is left behind.
 
-The `finally` of a stream's generators runs on the loop that read it, every end of a program closes the resources of
-a loop, and workers end as torch's do: they finish the sample that they read, and what they have
-printed is written.
+The `finally` of a stream's generators runs on the loop that read it, every end of a program closes
+the resources of a loop, and workers end as torch's do: they finish the sample that they read, and
+what they have printed is written.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
         import __main__
 
         os.environ["PYTHONWARNINGS"] = "default"  # for the processes that it starts
-        loader = hr.DataLoader(Slow(100_000), 4, num_workers=num_workers, transform=negate, placement=placement)
+        loader = hr.DataLoader(
+            Slow(100_000), 4, num_workers=num_workers, transform=negate, placement=placement
+        )
         __main__.loader = loader
         first_batch = threading.Event()
 
@@ -111,7 +113,11 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
     done = script(program, quiet=False)
     assert "ResourceWarning" not in done.stderr, done.stderr
     assert "LostBatchError" not in done.stderr, done.stderr
-    errors = [line for line in done.stderr.splitlines() if "Error" in line and not line.startswith("headrace: ")]
+    errors = [
+        line
+        for line in done.stderr.splitlines()
+        if "Error" in line and not line.startswith("headrace: ")
+    ]
     assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), done.stderr
 
 
@@ -127,7 +133,9 @@ def test_loader_whose_last_reference_is_dropped_on_its_own_event_loop_leaves_not
             gc.collect()
 
         def leave():
-            loader = hr.DataLoader(list(range(64)), batch_size=4, num_workers=2, persistent_workers=True)
+            loader = hr.DataLoader(
+                list(range(64)), batch_size=4, num_workers=2, persistent_workers=True
+            )
             held = [loader, iter(loader)]
             next(held[1])
             loop = loader._control.placements._current._loop
@@ -195,7 +203,9 @@ def notes(folder, ending):
     return sorted(name.removesuffix(ending) for name in os.listdir(folder) if name.endswith(ending))
 
 
-@pytest.mark.parametrize(("kind", "placement"), [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")])
+@pytest.mark.parametrize(
+    ("kind", "placement"), [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")]
+)
 @run_by("case")
 def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader(
     placement: str, kind: type[Stream], tmp_path: Path
@@ -267,7 +277,9 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_interpreter_exit_closes_resources_of_an_indexed_dataset(script: Callable[..., Any]) -> None:
+def test_interpreter_exit_closes_resources_of_an_indexed_dataset(
+    script: Callable[..., Any],
+) -> None:
     assert _events(script(lambda: Connected()[3])) == ["open", "close"]
 
 
@@ -303,7 +315,9 @@ def show(index):
 def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
     def program():
         os.environ.pop("PYTHONUNBUFFERED", None)
-        dataset, options = (list(range(4)), {}) if kind == "torch dataset" else (Numbers(4), {"placement": kind})
+        dataset, options = (
+            (list(range(4)), {}) if kind == "torch dataset" else (Numbers(4), {"placement": kind})
+        )
         loader = hr.DataLoader(dataset, 2, num_workers=1, transform=show, **options)
         with loader:
             assert len(list(loader)) == 2

@@ -62,7 +62,9 @@ def requests(server, key="train/0007"):
 
 # One epoch, in which each fault has an object of its own
 
-EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+EXPIRED = (
+    "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+)
 TRANSIENT = [
     *(Fault("status", times=1, status=status) for status in (408, 425, 429, 500, 502, 504, 520)),
     Fault("status", times=2, status=503),
@@ -112,7 +114,9 @@ def test_transient_faults_are_retried(local, server, if_match):
 
 def test_permanent_faults_are_reported(remote, restored):
     restored.misbehave(*keyed(fault for fault, *_ in PERMANENT))
-    expected = [ending for _, *ending in PERMANENT]  # without faults, whose module other processes do not find
+    expected = [
+        ending for _, *ending in PERMANENT
+    ]  # without faults, whose module other processes do not find
 
     def program(ledger) -> None:
         policy = hr.RetryPolicy(max_attempts=3, initial_backoff=0.01)
@@ -148,7 +152,10 @@ def test_permanent_503_is_reported_after_max_attempts(remote, server):
     assert len(requests(server)) == 4 + 1 + 2
 
 
-@run_by("local", faults=[Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3)])
+@run_by(
+    "local",
+    faults=[Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3)],
+)
 def test_flipped_bit_is_found_by_a_given_checksum(ledger):
     def checksum(number):
         if number < 10:
@@ -177,7 +184,10 @@ def test_claimed_length_of_an_error_body_ends_the_process_of_the_loader_only(rem
 
         def program(ledger) -> None:
             dataset = hr.ObjectDataset(hr.Store(f"{url}/d", retry=QUICK), keys=["0000"])
-            with ledger.loader(dataset) as loader, pytest.raises(hr.errors.EngineDiedError, match="SIGABRT"):
+            with (
+                ledger.loader(dataset) as loader,
+                pytest.raises(hr.errors.EngineDiedError, match="SIGABRT"),
+            ):
                 list(loader)
             assert len(list(ledger.loader(ledger.objects()))) == SAMPLES
 
@@ -248,7 +258,9 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(ledger):
 def test_silent_request_is_retried_and_a_slow_body_is_waited_for(local, server):
     server.misbehave(
         Fault("silence", key="train/0003", times=1),
-        Fault("trickle", key="train/0007", seconds=0.15),  # ten pieces: in all longer than the time-out
+        Fault(
+            "trickle", key="train/0007", seconds=0.15
+        ),  # ten pieces: in all longer than the time-out
     )
 
     def program(ledger) -> None:
@@ -276,7 +288,9 @@ def test_refused_port_and_host_without_an_address_are_reported_after_three_attem
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     for nowhere in (f"http://127.0.0.1:{port}/d", "http://no-such-host.invalid/d"):
-        error = ledger.failure(hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0)
+        error = ledger.failure(
+            hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0
+        )
         assert type(error) is hr.errors.StoreUnreachableError, error
         assert error.attempts == 3, error
 
@@ -308,13 +322,18 @@ def test_server_restart_in_mid_epoch_loses_no_sample(ledger):
 def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
     for fault in (Fault("hang up", seconds=0.0), Fault("bandwidth", rate=100_000)):
         server.misbehave(fault)
-        local(lambda ledger: ledger.assert_all_delivered(ledger.objects(timeout=0.5), concurrency=4))
+        local(
+            lambda ledger: ledger.assert_all_delivered(ledger.objects(timeout=0.5), concurrency=4)
+        )
 
 
 # Credentials
 
 
-@run_by("local", faults=[Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new"))])
+@run_by(
+    "local",
+    faults=[Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new"))],
+)
 def test_expired_credentials_are_renewed_once(ledger):
     given = []
 
@@ -322,7 +341,12 @@ def test_expired_credentials_are_renewed_once(ledger):
         given.append(len(given))
         token = "old" if len(given) == 1 else "new"
         later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
-        return {"access_key_id": "id", "secret_access_key": "hush", "token": token, "expires_at": later}
+        return {
+            "access_key_id": "id",
+            "secret_access_key": "hush",
+            "token": token,
+            "expires_at": later,
+        }
 
     signed = {**ledger.options, "skip_signature": False, "credential_provider": provider}
     dataset = hr.ObjectDataset(ledger.store(options=signed))
@@ -338,9 +362,13 @@ def test_empty_and_large_objects_are_read_whole(remote, server):
 
     def program(ledger) -> None:
         dataset = hr.ObjectDataset(ledger.store("odd"))
-        with ledger.loader(dataset, batch_size=None, transform=lambda s: (s.key, bytes(s.data))) as loader:
+        with ledger.loader(
+            dataset, batch_size=None, transform=lambda s: (s.key, bytes(s.data))
+        ) as loader:
             read = dict(loader)
-        assert read == {"empty": b"", "large": bytes(range(256)) * 4 * 20_000}, {k: len(v) for k, v in read.items()}
+        assert read == {"empty": b"", "large": bytes(range(256)) * 4 * 20_000}, {
+            k: len(v) for k, v in read.items()
+        }
 
     remote(program)
     parts = [seen for seen in server.seen() if seen.key == "odd/large"]
@@ -354,9 +382,13 @@ def test_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, ser
             hr.ObjectDataset(ledger.store("odd"))[1]
         assert (caught.value.key, caught.value.index) == ("large", 1)
 
-    # After two parts the object has another entity tag: the answer of a store that checks `If-Match`, of one that
-    # ignores it, and an object that really was overwritten.
-    for kind, more in (("status", {"status": 412}), ("retag", {}), ("overwrite", {"times": 1, "body": "another"})):
+    # After two parts the object has another entity tag: the answer of a store that checks
+    # `If-Match`, of one that ignores it, and an object that really was overwritten.
+    for kind, more in (
+        ("status", {"status": 412}),
+        ("retag", {}),
+        ("overwrite", {"times": 1, "body": "another"}),
+    ):
         server.misbehave(Fault(kind, key="odd/large", skip=2, **more))
         local(program)
     server.put("odd/large", LARGE)
@@ -381,7 +413,8 @@ def test_listing_continues_after_its_last_page_and_gives_no_sample_twice(local, 
 
 
 def test_retries_of_all_fetchers_share_one_budget(local, server):
-    # 24 objects that always fail, ten attempts each, would be 240 requests; the budget allows 5 retries in this time.
+    # 24 objects that always fail, ten attempts each, would be 240 requests; the budget allows 5
+    # retries in this time.
     server.misbehave(Fault("status", status=500))
 
     def program(ledger) -> None:
@@ -396,7 +429,9 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
 def test_throttling_store_lowers_auto_concurrency_and_costs_few_extra_requests(case):
     many = {f"train/{i:04}": body_of(i) for i in range(2000)}
     with ObjectServer(many, latency=0.02) as store:
-        store.misbehave(Fault("throttle", rate=800.0, at=20))  # 64 in flight would be 3,200 a second
+        store.misbehave(
+            Fault("throttle", rate=800.0, at=20)
+        )  # 64 in flight would be 3,200 a second
         run_with_ledger(case, store, "thread", read_throttled)
         asked = store.seen()
     assert any(seen.fault == "throttle" for seen in asked), "the store has throttled"
@@ -406,8 +441,8 @@ def test_throttling_store_lowers_auto_concurrency_and_costs_few_extra_requests(c
 class CountsFetches(hr.AsyncDataset):
     """Samples with the number of fetches in flight when their own started.
 
-    The first wait until `at_first` of them are in flight: the store may refuse one before the last has begun.
-    """
+    The first wait until `at_first` of them are in flight: the store may refuse one before the last
+    has begun."""
 
     def __init__(self, objects, at_first):
         self.objects, self.running, self.at_first = objects, 0, at_first
@@ -436,10 +471,17 @@ def checked_with_count(fetched):
 def read_throttled(ledger):
     dataset = CountsFetches(ledger.objects(retry=hr.RetryPolicy()), at_first=64)
     # Without a budget: otherwise one batch is fetched alone until the size of a sample is known.
-    with ledger.loader(dataset, batch_size=25, transform=checked_with_count, memory_budget=None) as loader:
-        delivered = [pair for batch in loader for pair in zip(*(column.tolist() for column in batch), strict=True)]
+    with ledger.loader(
+        dataset, batch_size=25, transform=checked_with_count, memory_budget=None
+    ) as loader:
+        delivered = [
+            pair
+            for batch in loader
+            for pair in zip(*(column.tolist() for column in batch), strict=True)
+        ]
     assert collections.Counter(number for number, _ in delivered) == once_each(range(2000))
-    # The initial limit, or twice that if the machine was too slow for the store to throttle at once.
+    # The initial limit, or twice that if the machine was too slow for the store to throttle at
+    # once.
     assert max(in_flight for _, in_flight in delivered[:500]) >= 64
     assert max(in_flight for _, in_flight in delivered[-500:]) < 64, delivered[-500:]
 
@@ -514,7 +556,9 @@ ATTEMPTS = [first_never_ends, both_answer, first_ignores_cancellation, second_fa
 def test_hedged_sample_is_delivered_once_whatever_its_attempts_do():
     for attempt in ATTEMPTS:
         dataset = Controlled(attempt)
-        with hr.DataLoader(dataset, 16, hedge="auto", placement="thread", concurrency=8, on_error="skip") as loader:
+        with hr.DataLoader(
+            dataset, 16, hedge="auto", placement="thread", concurrency=8, on_error="skip"
+        ) as loader:
             delivered, errors = drain(loader)
             counts, skipped = loader.stats().requests, loader.stats().skipped
         assert not errors, (attempt, errors)
@@ -523,7 +567,9 @@ def test_hedged_sample_is_delivered_once_whatever_its_attempts_do():
         if attempt is first_fails:
             assert [(failure.index, failure.message) for failure in skipped] == [(200, "the first")]
             assert delivered + collections.Counter([200]) == once_each(range(256))
-            assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), "one was not cancelled"
+            assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), (
+                "one was not cancelled"
+            )
         else:
             assert delivered == once_each(range(256)), attempt
         if attempt is first_never_ends:

@@ -46,12 +46,21 @@ MAKE = {"tar": row, "parquet": row, "tokens": document}
 def pack(folder, format, last, after):
     data = SlowDataset(SAMPLES, 0, make=MAKE[format])
     store = Killed(str(folder), last, after)
-    hr.pack(data, store, format=format, shard_size={"tar": 100_000, "parquet": 3_000, "tokens": 9_000}[format])
+    hr.pack(
+        data,
+        store,
+        format=format,
+        shard_size={"tar": 100_000, "parquet": 3_000, "tokens": 9_000}[format],
+    )
 
 
 def digests(folder):
     """Of the shards and the indices of tokens; a local store leaves half-written files as ``name#1``."""
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".tar", ".parquet", ".bin", ".idx")]
+    paths = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".tar", ".parquet", ".bin", ".idx")
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
@@ -73,7 +82,9 @@ def test_killed_packing_continues_to_the_same_shards(format, forks, tmp_path):
     assert digests(killed) == digests(whole)
     record = json.loads((killed / "_pack.json").read_text())
     assert record["complete"]
-    assert {shard["name"]: shard["sha256"] for shard in record["shards"]}.items() <= digests(killed).items()
+    assert {shard["name"]: shard["sha256"] for shard in record["shards"]}.items() <= digests(
+        killed
+    ).items()
     if format == "tar":
         samples = hr.TarDataset.index(killed)
         assert [int(samples[index]["cls"]) for index in range(SAMPLES)] == list(range(SAMPLES))

@@ -18,7 +18,10 @@ SECRET = "secret-of-a-header"
 
 @pytest.fixture(scope="module")
 def servers():
-    with ObjectServer({**contents(), "alias/0007": body_of(7)}) as near, ObjectServer(contents()) as far:
+    with (
+        ObjectServer({**contents(), "alias/0007": body_of(7)}) as near,
+        ObjectServer(contents()) as far,
+    ):
         yield near, far
 
 
@@ -45,7 +48,10 @@ def local(request, case, near):
     """Run a program with a `Ledger` over each type of store that has one host, and a secret in its headers."""
 
     def run(program, headers, **more):
-        url, options = near.http_url, {"client_options": {"allow_http": True, "default_headers": headers}, **more}
+        url, options = (
+            near.http_url,
+            {"client_options": {"allow_http": True, "default_headers": headers}, **more},
+        )
         if request.param == "s3":
             url, options = near.url, {**near.store_options, **options}
         ledger = Ledger(url, options, keys=[key.removeprefix("train/") for key in contents()])
@@ -95,7 +101,10 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
         asked.append((request.headers.get(KEY), request.headers.get("Authorization")))
         request.send_object(b"far")
 
-    with answering(answer_far) as far, answering(lambda one: one.send(status, b"", {"Location": f"{far}/a"})) as url:
+    with (
+        answering(answer_far) as far,
+        answering(lambda one: one.send(status, b"", {"Location": f"{far}/a"})) as url,
+    ):
         read = [
             lambda dataset: dataset[0],
             lambda dataset: asyncio.run(dataset._store.head("a")),
@@ -104,10 +113,14 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
         for place in (f"{url}/d", f"{url}/d/?version=1"):
             store = hr.Store(place, options={"default_headers": {KEY: SECRET}}, retry=1)
             for request in read:
-                with pytest.raises(hr.StoreError, match=r"redirects.*another host or port.*allow_redirects"):
+                with pytest.raises(
+                    hr.StoreError, match=r"redirects.*another host or port.*allow_redirects"
+                ):
                     request(hr.ObjectDataset(store, keys=["a"]))
         assert asked == []
-        store = hr.Store(f"{url}/d", options={"default_headers": {"authorization": f"Bearer {SECRET}"}})
+        store = hr.Store(
+            f"{url}/d", options={"default_headers": {"authorization": f"Bearer {SECRET}"}}
+        )
         assert bytes(hr.ObjectDataset(store, keys=["a"])[0].data) == b"far"
         assert asked == [(None, None)]
 
@@ -129,7 +142,10 @@ def test_redirected_shards_are_refused(case, near, far):
     url = near.http_url
 
     def program() -> None:
-        for dataset in (hr.LinesDataset(f"{url}/train/0007.txt"), hr.TarDataset(f"{url}/train/0007.tar")):
+        for dataset in (
+            hr.LinesDataset(f"{url}/train/0007.txt"),
+            hr.TarDataset(f"{url}/train/0007.tar"),
+        ):
             with hr.DataLoader(dataset, batch_size=1) as loader:
                 delivered, errors = drain(loader)
             (error,) = errors
@@ -149,8 +165,12 @@ def test_redirect_from_tls_to_plain_http_is_refused_on_the_same_host(case, near,
     with answering(lambda request: request.send(302, b"", location), tls) as url:
 
         def program() -> None:
-            store = hr.Store(f"{url}/train", options=options, retry=hr.RetryPolicy(initial_backoff=0.01))
-            with hr.DataLoader(hr.ObjectDataset(store, keys=["0007"]), batch_size=1, collate_fn=len) as loader:
+            store = hr.Store(
+                f"{url}/train", options=options, retry=hr.RetryPolicy(initial_backoff=0.01)
+            )
+            with hr.DataLoader(
+                hr.ObjectDataset(store, keys=["0007"]), batch_size=1, collate_fn=len
+            ) as loader:
                 delivered, (error,) = drain(loader)
             assert not delivered, error
             assert isinstance(error, hr.StoreError), error

@@ -52,7 +52,9 @@ def test_killed_jobs_continue_with_each_sample_once(
         with contextlib.ExitStack() as stack:
             programs = []
             for rank, path in enumerate(paths):
-                program = functools.partial(epochs.rank, name, shards, path, state, options, killed_after)
+                program = functools.partial(
+                    epochs.rank, name, shards, path, state, options, killed_after
+                )
                 variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
                 programs.append(stack.enter_context(forks.start(program, **variables)))
             for program in programs:

@@ -1,7 +1,7 @@
 """Damaged shards: samples before the damage are delivered, the damage is reported, other shards are read whole.
 
-The ledger: of every shard, what was delivered is counted against what was written; a shard that is short of samples is
-named by exactly one error, with member and offset.
+The ledger: of every shard, what was delivered is counted against what was written; a shard that is
+short of samples is named by exactly one error, with member and offset.
 """
 
 import io
@@ -17,7 +17,9 @@ from tests.faults.watching import drain, once_each, text_of
 from tests.unit.shards import tars
 
 SAMPLES = 20
-CLOSING = 5.0  # seconds; obstore closes idle connections on threads of its own, some time after their store is gone
+# seconds; obstore closes idle connections on threads of its own, some time after their store is
+# gone
+CLOSING = 5.0
 BLOCK = 512
 MEMBER = 2 * BLOCK  # a header, and a content that fills one block
 SAMPLE = 2 * MEMBER
@@ -38,20 +40,45 @@ def flipped(data, at):
 
 
 AT = 7 * SAMPLE  # where sample 7 begins
-# What is done to the shard in the middle, how many of its samples come whole, and what the error says. A sample is
-# complete when the next one starts: nothing shows that sample 6, before a cut, has no further member.
+# What is done to the shard in the middle, how many of its samples come whole, and what the error
+# says. A sample is complete when the next one starts: nothing shows that sample 6, before a cut,
+# has no further member.
 CUT, DAMAGED = "TruncatedShardError", "ShardError"
 DAMAGE = {
     "cut at a sample's border": (lambda tar: tar[:AT], 6, CUT, "1-06.cls", AT),
     "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, CUT, "1-07.txt", AT + MEMBER),
-    "end blocks missing": (lambda tar: tar[: SAMPLES * SAMPLE], 19, CUT, "1-19.cls", SAMPLES * SAMPLE),
+    "end blocks missing": (
+        lambda tar: tar[: SAMPLES * SAMPLE],
+        19,
+        CUT,
+        "1-19.cls",
+        SAMPLES * SAMPLE,
+    ),
     "cut inside a header": (lambda tar: tar[: AT + 100], 6, CUT, "1-06.cls", AT + 100),
     "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, DAMAGED, "1-06.cls", AT),
     "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, CUT, "1-07.txt", AT + BLOCK + 10),
     "empty": (lambda tar: b"", 0, CUT, None, 0),
-    "a member missing": (lambda tar: tar[: AT + MEMBER] + tar[AT + SAMPLE :], 7, DAMAGED, "1-07.txt", AT),
-    "a member twice": (lambda tar: tar[: AT + MEMBER] + tar[AT:], 7, DAMAGED, "1-07.txt", AT + MEMBER),
-    "a sample twice": (lambda tar: tar[: AT + SAMPLE] + tar[AT - SAMPLE :], 7, DAMAGED, "1-06.txt", AT + SAMPLE),
+    "a member missing": (
+        lambda tar: tar[: AT + MEMBER] + tar[AT + SAMPLE :],
+        7,
+        DAMAGED,
+        "1-07.txt",
+        AT,
+    ),
+    "a member twice": (
+        lambda tar: tar[: AT + MEMBER] + tar[AT:],
+        7,
+        DAMAGED,
+        "1-07.txt",
+        AT + MEMBER,
+    ),
+    "a sample twice": (
+        lambda tar: tar[: AT + SAMPLE] + tar[AT - SAMPLE :],
+        7,
+        DAMAGED,
+        "1-06.txt",
+        AT + SAMPLE,
+    ),
 }
 
 
@@ -93,7 +120,10 @@ def check(dataset, delivered, kind, shard, member, offset=None, lost=1, **option
 
 
 def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
-    shards = {name: [f"{damaged.http_url}/{urllib.parse.quote(name)}/{key}" for key in OBJECTS] for name in DAMAGE}
+    shards = {
+        name: [f"{damaged.http_url}/{urllib.parse.quote(name)}/{key}" for key in OBJECTS]
+        for name in DAMAGE
+    }
     expected = {name: (whole, *failure) for name, (_, whole, *failure) in DAMAGE.items()}
 
     def program() -> None:
@@ -105,10 +135,18 @@ def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
             delivered = once_each(range(20 + whole), after, range(40, 60))
             check(dataset, delivered, kind, shards[name][1], member, offset, **options)
 
-        for name in shards:  # a raised error costs its batch; with batches of one it costs one sample
+        for (
+            name
+        ) in shards:  # a raised error costs its batch; with batches of one it costs one sample
             check_tar(name, on_error="raise", batch_size=1)
         check_tar("a member missing", on_error="skip", batch_size=4)
-        check_tar("cut at a sample's border", on_error="skip", batch_size=4, num_workers=1, placement="process")
+        check_tar(
+            "cut at a sample's border",
+            on_error="skip",
+            batch_size=4,
+            num_workers=1,
+            placement="process",
+        )
 
     case(program, within=CLOSING)
 
@@ -123,13 +161,17 @@ def test_flipped_bits_in_headers_are_errors_of_an_indexed_sample(case, always):
 
         def program() -> None:
             dataset = hr.TarDataset.index(list(OBJECTS), store=store)
-            with hr.DataLoader(dataset, batch_size=4, transform=number_of, on_error="skip") as loader:
+            with hr.DataLoader(
+                dataset, batch_size=4, transform=number_of, on_error="skip"
+            ) as loader:
                 delivered, errors = drain(loader)
                 skipped = loader.stats().skipped
             assert not errors
             # The samples of a shard are read together, and the bit is in the first of them.
             assert delivered == once_each(range(20), range(21 if always else 20, 60))
-            assert [(failure.index, failure.key) for failure in skipped] == [(20, "1.tar[0:2048]")] * always
+            assert [(failure.index, failure.key) for failure in skipped] == [
+                (20, "1.tar[0:2048]")
+            ] * always
             for failure in skipped:
                 assert "header" in failure.message, failure
 
@@ -163,14 +205,27 @@ FILE_DAMAGE = {  # within one column of one row group of the file in the middle
 
 def test_damaged_row_group_is_an_error_of_its_rows_alone(case):
     objects = {f"{name}/{key}": data for name in FILE_DAMAGE for key, data in FILES.items()}
-    with ObjectServer(objects | {f"{name}/1.parquet": data for name, data in FILE_DAMAGE.items()}) as server:
-        stores = {name: hr.Store(f"{server.url}/{name}", options=server.store_options) for name in FILE_DAMAGE}
+    with ObjectServer(
+        objects | {f"{name}/1.parquet": data for name, data in FILE_DAMAGE.items()}
+    ) as server:
+        stores = {
+            name: hr.Store(f"{server.url}/{name}", options=server.store_options)
+            for name in FILE_DAMAGE
+        }
 
         def program() -> None:
             def check_file(name, **options):
                 store, delivered = stores[name], once_each(range(160), range(180, 300))
                 dataset = hr.ParquetDataset(list(FILES), store=store)
-                check(dataset, delivered, "ShardError", f"{store.url}/1.parquet", "row group 3", lost=20, **options)
+                check(
+                    dataset,
+                    delivered,
+                    "ShardError",
+                    f"{store.url}/1.parquet",
+                    "row group 3",
+                    lost=20,
+                    **options,
+                )
 
             for name in stores:
                 check_file(name, on_error="raise", batch_size=1)

@@ -75,7 +75,9 @@ WAYS_TO_READ: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("options", "loops"), WAYS_TO_READ, ids=str)
 @run_by("case")
-def test_every_way_to_leave_an_epoch_leaves_nothing(options: dict[str, Any], loops: tuple[str, ...]) -> None:
+def test_every_way_to_leave_an_epoch_leaves_nothing(
+    options: dict[str, Any], loops: tuple[str, ...]
+) -> None:
     def new():
         return hr.DataLoader(Slow(), batch_size=4, transform=negate, **options)
 
@@ -166,7 +168,11 @@ class Stepwise:
 
     async def next(self):
         try:
-            batch = next(self.iterator) if hasattr(self.iterator, "__next__") else await anext(self.iterator)
+            batch = (
+                next(self.iterator)
+                if hasattr(self.iterator, "__next__")
+                else await anext(self.iterator)
+            )
         except (StopIteration, StopAsyncIteration):
             return None
         return batch.tolist()
@@ -186,26 +192,37 @@ class Stepwise:
 
 @pytest.mark.parametrize("consumer", ["for", "asyncio", "trio"])
 @run_by("case", within=10)
-def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(consumer: str, tmp_path: Path) -> None:
+def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(
+    consumer: str, tmp_path: Path
+) -> None:
     fifo = str(tmp_path / "fifo")
 
     async def killed_while_the_consumer_waits():
-        with hr.DataLoader(Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process") as loader:
+        with hr.DataLoader(
+            Hangs(fifo, 4), batch_size=4, num_workers=2, placement="process"
+        ) as loader:
             steps = Stepwise(loader, consumer)
             pid = sidecar(loader)
             assert await steps.next() == [0, 1, 2, 3]
-            killer = threading.Thread(target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL)))
+            killer = threading.Thread(
+                target=lambda: (lines.readline(), os.kill(pid, signal.SIGKILL))
+            )
             killer.start()
             assert await steps.died(1, pid) == 1
             killer.join()
             loader.dataset.hangs_at = 64
             again = Stepwise(loader, consumer)
             assert sidecar(loader) != pid
-            assert [await again.next() for _ in range(17)] == [*torch.arange(64).view(16, 4).tolist(), None]
+            assert [await again.next() for _ in range(17)] == [
+                *torch.arange(64).view(16, 4).tolist(),
+                None,
+            ]
 
     async def killed_between_batches():
         """Batches received before are delivered, then the error."""
-        with hr.DataLoader(Numbers(800), 4, num_workers=2, transform=abs, placement="process") as loader:
+        with hr.DataLoader(
+            Numbers(800), 4, num_workers=2, transform=abs, placement="process"
+        ) as loader:
             steps, other = Stepwise(loader, consumer), Stepwise(loader, consumer)
             assert await steps.next() == [0, 1, 2, 3]
             pid = sidecar(loader)
@@ -224,7 +241,9 @@ def test_sigkill_of_the_sidecar_is_one_error_and_a_new_iteration_works(consumer:
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
 @run_by("case", within=10)
-def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(placement: str, tmp_path: Path) -> None:
+def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(
+    placement: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path)
     go = str(tmp_path.parent / f"{tmp_path.name}.go")
 
@@ -235,7 +254,9 @@ def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(placement
                 pass
         return index
 
-    with hr.DataLoader(Numbers(128), 4, num_workers=2, transform=transform, placement=placement) as loader:
+    with hr.DataLoader(
+        Numbers(128), 4, num_workers=2, transform=transform, placement=placement
+    ) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1, 2, 3]
         wait_until(lambda: len(os.listdir(folder)) == 2)
@@ -253,7 +274,9 @@ def test_sigkill_of_the_zygote_is_at_most_one_error_and_leaves_nothing(placement
             with pytest.raises(hr.errors.EngineDiedError, match="its process"):
                 delivered += itertools.chain.from_iterable(batch.tolist() for batch in iterator)
             assert delivered == list(range(len(delivered))), delivered
-        for descriptor in descriptors:  # the processes from before have ended, though they were busy
+        for (
+            descriptor
+        ) in descriptors:  # the processes from before have ended, though they were busy
             wait_for_exit(descriptor)
         first_call(go)
         assert drain(loader) == (once_each(range(128)), [])
@@ -300,7 +323,10 @@ def test_array_changed_after_collate_does_not_change_the_batch() -> None:
 
     with hr.DataLoader(Numbers(128), 4, collate_fn=collate, placement="process") as loader:
         for number, batch in enumerate(list(loader)):
-            assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (number, batch)
+            assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (
+                number,
+                batch,
+            )
 
 
 def test_script_without_main_guard_runs_and_its_own_classes_travel(forks: Forks) -> None:
@@ -332,7 +358,10 @@ class SaysWhenClosed(hr.AsyncIterableDataset):
 @run_by("case")
 def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
-    with open_fifo(fifo) as lines, hr.DataLoader(SaysWhenClosed(fifo), 4, placement="process") as loader:
+    with (
+        open_fifo(fifo) as lines,
+        hr.DataLoader(SaysWhenClosed(fifo), 4, placement="process") as loader,
+    ):
         iterator = iter(loader)
         next(iterator)
         ended, end = os.pipe()
@@ -372,7 +401,9 @@ def read_line(path):
     ids=str,
 )
 @run_by("case", within=5.0)  # for the thread that the dataset reads the line in
-def test_fork_cannot_take_batches_of_its_parent(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+def test_fork_cannot_take_batches_of_its_parent(
+    tmp_path: Path, size: int, options: dict[str, Any]
+) -> None:
     fifo = str(tmp_path / "fifo")
     with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
         iterator = iter(loader)

@@ -29,10 +29,15 @@ class NeverAnswers(Numbers):
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("runner", [None, asyncio.run, uvloop.run], ids=["for", "asyncio", "uvloop"])
-def test_ctrl_c_interrupts_the_wait_for_a_batch(forks: Forks, runner: Callable[..., object] | None) -> None:
+@pytest.mark.parametrize(
+    "runner", [None, asyncio.run, uvloop.run], ids=["for", "asyncio", "uvloop"]
+)
+def test_ctrl_c_interrupts_the_wait_for_a_batch(
+    forks: Forks, runner: Callable[..., object] | None
+) -> None:
     def program() -> None:
-        # The first wait of a process makes a socket pair; interrupted there, Python would report it as not closed.
+        # The first wait of a process makes a socket pair; interrupted there, Python would report it
+        # as not closed.
         wait_readable(timeout=0.0)
         loader = hr.DataLoader(NeverAnswers(8), batch_size=4, num_workers=1)
 
@@ -71,7 +76,9 @@ class NeverEnds(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(forks: Forks, num_workers: int) -> None:
     def program() -> None:
-        iterator = iter(hr.DataLoader(NeverEnds(4), num_workers=num_workers, concurrency=2, transform=int))
+        iterator = iter(
+            hr.DataLoader(NeverEnds(4), num_workers=num_workers, concurrency=2, transform=int)
+        )
         next(iterator)
         print("reading", flush=True)
         signal.pause()
@@ -85,8 +92,12 @@ def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(forks: Forks, num_worker
     assert err.count("Traceback") == 1, err  # that of the first one
 
 
-@pytest.mark.parametrize(("placement", "consumer"), [("thread", "training"), ("process", "waiting")])
-def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placement: str, consumer: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "consumer"), [("thread", "training"), ("process", "waiting")]
+)
+def test_workers_and_zygote_end_when_the_trainer_is_killed(
+    forks: Forks, placement: str, consumer: str
+) -> None:
     def program() -> None:
         def busy(index):
             if index < 8:
@@ -95,7 +106,9 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placeme
             while True:
                 pass
 
-        loader = hr.DataLoader(Numbers(64), batch_size=4, num_workers=2, transform=busy, placement=placement)
+        loader = hr.DataLoader(
+            Numbers(64), batch_size=4, num_workers=2, transform=busy, placement=placement
+        )
         iterator = iter(loader)
         next(iterator)
         engine = sidecar(loader) if placement == "process" else launch._zygote.process.pid
@@ -116,11 +129,16 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(forks: Forks, placeme
         assert "Traceback" not in stderr, stderr
 
 
-# Forks of the trainer, of which the second has the sockets of the first; children of another process.
+# Forks of the trainer, of which the second has the sockets of the first; children of another
+# process.
 @pytest.mark.parametrize(("start", "num_workers"), [("fork", 2), ("forkserver", 1)])
-def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(forks: Forks, start: str, num_workers: int) -> None:
+def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(
+    forks: Forks, start: str, num_workers: int
+) -> None:
     def program() -> None:
-        loader = hr.DataLoader(range(64), batch_size=4, num_workers=num_workers, multiprocessing_context=start)
+        loader = hr.DataLoader(
+            range(64), batch_size=4, num_workers=num_workers, multiprocessing_context=start
+        )
         iterator = iter(loader)
         next(iterator)
         print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
@@ -149,10 +167,14 @@ def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("headrace").addHandler(handler)
-    commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
+    commands = (
+        f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
+    )
     with hr.DataLoader(Computing(600), batch_size=10, placement="thread") as loader:
         stopping = None
-        while stopping is None or stopping.poll() is None:  # user code computes on the loop when it is stopped
+        while (
+            stopping is None or stopping.poll() is None
+        ):  # user code computes on the loop when it is stopped
             for _ in loader:
                 stopping = stopping or subprocess.Popen(["sh", "-c", commands])
     assert (stopping.returncode, messages) == (0, [])

@@ -66,13 +66,20 @@ def test_shortage_of_shared_memory_falls_back_to_sockets() -> None:
         "no memory": lambda worker: fail("posix_fallocate", 0),
         "no more memory in mid-epoch": lambda worker: fail("posix_fallocate", 1),
         "small files only": small_files_only,
-        "no descriptors": lambda worker: numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
+        "no descriptors": lambda worker: (
+            numpy.random and resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        ),
         "in the fetching process": None,
     }
     for name, initialise in shortages.items():
         dataset, transform = (Numbers(40), row) if initialise else (Limits(40), abs)
         with hr.DataLoader(
-            dataset, 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
+            dataset,
+            4,
+            num_workers=2,
+            transform=transform,
+            worker_init_fn=initialise,
+            placement="process",
         ) as loader:
             for number, batch in enumerate(loader):
                 check(number, batch)
@@ -88,7 +95,9 @@ def test_batches_of_changing_sizes_are_whole() -> None:
             return row(index, sizes[index // 2])
 
     kept = []
-    loader = hr.DataLoader(Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement="process")
+    loader = hr.DataLoader(
+        Grows(2 * len(sizes)), 2, num_workers=2, transform=torch.neg, placement="process"
+    )
     with loader:
         for number, batch in itertools.chain(enumerate(loader), enumerate(loader)):
             assert batch.shape == (2, sizes[number])
@@ -180,7 +189,11 @@ def same(ours, theirs):
     if dataclasses.is_dataclass(ours):
         return same(vars(ours), vars(theirs))
     if isinstance(ours, torch.Tensor):
-        if (ours.dtype, ours.layout, ours.requires_grad) != (theirs.dtype, theirs.layout, theirs.requires_grad):
+        if (ours.dtype, ours.layout, ours.requires_grad) != (
+            theirs.dtype,
+            theirs.layout,
+            theirs.requires_grad,
+        ):
             return False
         if ours.is_nested:
             return same(list(ours.unbind()), list(theirs.unbind()))
@@ -190,7 +203,11 @@ def same(ours, theirs):
             return torch.equal(ours.to_dense(), theirs.to_dense())
         return ours.shape == theirs.shape and bits(ours) == bits(theirs)
     if isinstance(ours, np.ndarray):
-        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tolist() == theirs.tolist()
+        return (
+            ours.dtype == theirs.dtype
+            and ours.shape == theirs.shape
+            and ours.tolist() == theirs.tolist()
+        )
     if isinstance(ours, (list, tuple)):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     if isinstance(ours, dict):
@@ -220,7 +237,9 @@ def itself(samples):
 def test_every_type_of_payload_arrives_unchanged(placement: str, collate: str) -> None:
     def arrive(make, where, **arguments):
         transform = make if where == "transform" else None
-        with hr.DataLoader(Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments) as loader:
+        with hr.DataLoader(
+            Makes(make, where), 2, transform=transform, collate_fn=collate_fn, **arguments
+        ) as loader:
             return list(loader)
 
     warnings.simplefilter("ignore")  # torch's, of beta features
@@ -233,11 +252,15 @@ def test_every_type_of_payload_arrives_unchanged(placement: str, collate: str) -
 
     expected = arrive(everything, "transform", num_workers=0, placement="thread")
     for where in ("transform", "aget"):
-        for batch, wanted in zip(arrive(everything, where, num_workers=2, placement=placement), expected, strict=True):
+        for batch, wanted in zip(
+            arrive(everything, where, num_workers=2, placement=placement), expected, strict=True
+        ):
             if collate_fn is itself:
                 batch, wanted = batch[0], wanted[0]
             broken += [
-                (where, name, batch[name], wanted[name]) for name in kinds if not same(batch[name], wanted[name])
+                (where, name, batch[name], wanted[name])
+                for name in kinds
+                if not same(batch[name], wanted[name])
             ]
     assert not broken, broken
 
@@ -271,7 +294,9 @@ def test_memory_is_not_reused_while_any_view_of_it_lives(placement: str) -> None
         "a memoryview": lambda batch: memoryview(batch.numpy()),
         "bytes of another dtype": lambda batch: batch.view(torch.uint8).view(-1)[100:],
         "a transposed view": lambda batch: batch.t()[10],
-        "what autograd saved": lambda batch: (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn,
+        "what autograd saved": lambda batch: (
+            (torch.ones(4, 1, requires_grad=True) * batch.double()).grad_fn
+        ),
         "what unbind gave": lambda batch: batch.unbind()[3],
         "an iterator": lambda batch: iter(batch.numpy().ravel()[:100]),
     }
@@ -284,7 +309,9 @@ def test_memory_is_not_reused_while_any_view_of_it_lives(placement: str) -> None
         return np.asarray(view).tobytes()
 
     kept = []
-    with hr.DataLoader(Numbers(240), 4, num_workers=2, transform=row, placement=placement) as loader:
+    with hr.DataLoader(
+        Numbers(240), 4, num_workers=2, transform=row, placement=placement
+    ) as loader:
         for epoch in range(2):
             for number, batch in enumerate(loader):
                 check(number, batch)
@@ -325,7 +352,9 @@ def test_no_shared_memory_is_left_after_all_processes_of_a_program_are_killed(fo
             async def aget(self, index):
                 return torch.full((20_000,), index)
 
-        loader = hr.DataLoader(Rows(400), 4, num_workers=2, transform=torch.neg, placement="process")
+        loader = hr.DataLoader(
+            Rows(400), 4, num_workers=2, transform=torch.neg, placement="process"
+        )
         iterator = iter(loader)
         kept = [next(iterator) for _ in range(8)]
         wait_until(lambda: len(workers()) == 3)
@@ -339,5 +368,9 @@ def test_no_shared_memory_is_left_after_all_processes_of_a_program_are_killed(fo
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 5, pids  # the trainer, the zygote, the sidecar and two workers
         kill(*pids)
-    left = {name for name in set(os.listdir("/dev/shm")) - names_before if any(str(pid) in name for pid in pids)}
+    left = {
+        name
+        for name in set(os.listdir("/dev/shm")) - names_before
+        if any(str(pid) in name for pid in pids)
+    }
     assert not left

@@ -17,7 +17,17 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.faults.watching import Numbers, drain, first_call, kill, once_each, sidecar, text_of, wait_until, workers
+from tests.faults.watching import (
+    Numbers,
+    drain,
+    first_call,
+    kill,
+    once_each,
+    sidecar,
+    text_of,
+    wait_until,
+    workers,
+)
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -43,7 +53,9 @@ DYING = dict(zip((5, 13, 21), DEATHS, strict=True))  # by index
 
 
 @PLACEMENTS
-def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, placement: str, tmp_path: Path) -> None:
+def test_batch_whose_worker_dies_is_retried_once_and_then_reported(
+    case: Any, placement: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path)
 
     def program() -> None:
@@ -54,7 +66,12 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
 
         def epoch(on_error):
             with hr.DataLoader(
-                Numbers(32), 4, num_workers=2, transform=transform, placement=placement, on_error=on_error
+                Numbers(32),
+                4,
+                num_workers=2,
+                transform=transform,
+                placement=placement,
+                on_error=on_error,
             ) as loader:
                 return *drain(loader), loader.stats().skipped
 
@@ -63,7 +80,9 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
         assert len(os.listdir(folder)) == 3
         always = True
         delivered, errors, _ = epoch("raise")
-        assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), delivered
+        assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), (
+            delivered
+        )
         _, none, skipped = epoch("skip")
         assert not none, none
         for error, record, (index, death) in zip(errors, skipped, DYING.items(), strict=True):
@@ -84,7 +103,12 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(case: Any, pl
                 assert words in str(error), error
 
     stderr = case(program)
-    for index, death in DYING.items():  # once for each of the three epochs, and where it is reported it is not logged
+    for (
+        index,
+        death,
+    ) in (
+        DYING.items()
+    ):  # once for each of the three epochs, and where it is reported it is not logged
         first = rf"worker \d \(pid \d+\) .*{death} on batch {index // 4}, indices .*, attempt 1\..* has taken its place"
         assert len(re.findall(first, stderr)) == 3, stderr
     assert not re.search(r"indices .*, attempt 2\..* has taken its place", stderr)
@@ -107,14 +131,20 @@ class ReadBy(torch.utils.data.Dataset[Any]):
         return index, info.id
 
 
-def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(case: Any, tmp_path: Path) -> None:
+def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(
+    case: Any, tmp_path: Path
+) -> None:
     folder = str(tmp_path)
 
     def program() -> None:
-        with hr.DataLoader(ReadBy(folder, 201), num_workers=2, prefetch_factor=16, persistent_workers=True) as loader:
+        with hr.DataLoader(
+            ReadBy(folder, 201), num_workers=2, prefetch_factor=16, persistent_workers=True
+        ) as loader:
             read = [(int(index), int(worker)) for index, worker in loader]
             assert [index for index, _ in read] == list(range(300))
-            assert [(index, worker) for index, worker in read if worker != index % 2 and index != 201] == []
+            assert [
+                (index, worker) for index, worker in read if worker != index % 2 and index != 201
+            ] == []
 
     assert "on batch 201, indices [201], attempt 1. " in case(program)
 
@@ -122,12 +152,16 @@ def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(case: Any, tmp
 @PLACEMENTS
 def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> None:
     def program() -> None:
-        with hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement=placement) as loader:
+        with hr.DataLoader(
+            Numbers(32), 4, num_workers=2, transform=abs, placement=placement
+        ) as loader:
             for _ in range(3):
                 delivered, errors = drain(loader)
                 assert not errors, errors
                 assert delivered == once_each(range(32)), delivered
-                wait_until(lambda: len(workers()) == 2 + (placement == "process"))  # the replacements of the last round
+                wait_until(
+                    lambda: len(workers()) == 2 + (placement == "process")
+                )  # the replacements of the last round
                 idle = [pid for pid in workers() if placement == "thread" or pid != sidecar(loader)]
                 assert len(idle) == 2, idle
                 kill(*idle)
@@ -160,7 +194,9 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(tmp_path: Path)
         return torch.full((64, 1024), index)
 
     def two_fields(index):
-        return filled(index), (torch.ones(8).as_subclass(DiesStacked) if index == 5 else torch.ones(8))
+        return filled(index), (
+            torch.ones(8).as_subclass(DiesStacked) if index == 5 else torch.ones(8)
+        )
 
     def with_pickled_object(samples):
         other = DiesPickled() if 5 in samples else None
@@ -182,11 +218,16 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(tmp_path: Path)
     writes = {
         "a field into shared memory": {"transform": two_fields},
         "the pickle of a batch": {"collate_fn": with_pickled_object},
-        "half of a frame": {"transform": filled, "worker_init_fn": without_shared_memory_dies_in_mid_frame},
+        "half of a frame": {
+            "transform": filled,
+            "worker_init_fn": without_shared_memory_dies_in_mid_frame,
+        },
     }
     for write, arguments in writes.items():
         marker = os.path.join(folder, write)
-        with hr.DataLoader(Numbers(32), 4, num_workers=2, placement="process", **arguments) as loader:
+        with hr.DataLoader(
+            Numbers(32), 4, num_workers=2, placement="process", **arguments
+        ) as loader:
             delivered = collections.Counter()
             for batch in loader:
                 tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
@@ -217,7 +258,12 @@ def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> N
         stop_at(samples[1], 9)
         return torch.tensor(samples)
 
-    arguments = {"num_workers": 2, "transform": transform, "collate_fn": collate, "placement": "process"}
+    arguments = {
+        "num_workers": 2,
+        "transform": transform,
+        "collate_fn": collate,
+        "placement": "process",
+    }
     with hr.DataLoader(Stops(failing + 20), 4, **arguments) as loader:
         delivered, errors = drain(loader)
         assert delivered == once_each(range(failing, failing + 20)), delivered
@@ -225,11 +271,15 @@ def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> N
         delivered, again = drain(loader)
         assert delivered == once_each(range(failing, failing + 20)), delivered
         assert workers() == before, "a worker was replaced"
-    expected = [(name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")]
+    expected = [
+        (name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")
+    ]
     for error, (name, stage) in zip(errors + again, expected * 2, strict=True):
         # Python itself makes a RuntimeError of a coroutine's StopIteration.
         by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-        assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), error
+        assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), (
+            error
+        )
         assert f"stage {stage}" in text_of(error), text_of(error)
 
     for stop in CONTROL_FLOW.values():
@@ -257,7 +307,9 @@ def test_unpicklable_result_is_reported_and_costs_only_its_batch() -> None:
         return threading.Lock() if sample == 5 else Refuses() if sample == 9 else sample
 
     def collate(samples):
-        return torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
+        return (
+            torch.tensor(samples) if all(isinstance(sample, int) for sample in samples) else samples
+        )
 
     with hr.DataLoader(
         Locks(32), 4, num_workers=2, transform=transform, collate_fn=collate, placement="process"
@@ -316,7 +368,9 @@ def test_exception_keeps_every_part_that_can_be_pickled() -> None:
             return fail(index)
 
     for dataset, transform in (Numbers(32), fail), (Fails(32), abs):
-        with hr.DataLoader(dataset, 4, num_workers=2, transform=transform, placement="process") as loader:
+        with hr.DataLoader(
+            dataset, 4, num_workers=2, transform=transform, placement="process"
+        ) as loader:
             delivered, errors = drain(loader)
         assert delivered == once_each(range(20, 32)), delivered
         two, lock, tensor, dies, speechless = errors
@@ -331,7 +385,9 @@ def test_exception_keeps_every_part_that_can_be_pickled() -> None:
         assert tensor.held.shape == (1_000_000,)
         assert (tensor.held == 7).all()
         for number, error in enumerate(errors):
-            assert f"batch {number}, index {number * 4 + 1}" in "".join(error.__notes__), error.__notes__
+            assert f"batch {number}, index {number * 4 + 1}" in "".join(error.__notes__), (
+                error.__notes__
+            )
 
 
 @run_by("case")
@@ -354,7 +410,9 @@ def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(tmp_path: Path) 
 
     loaders = []
     for placement, worker_ignores in (("thread", True), ("process", False)):
-        loader = hr.DataLoader(Numbers(32), 4, num_workers=1, transform=transform, placement=placement)
+        loader = hr.DataLoader(
+            Numbers(32), 4, num_workers=1, transform=transform, placement=placement
+        )
         assert next(iter(loader)).tolist() == [0, 1, 2, 3]
         wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
         loaders.append(loader)
@@ -392,7 +450,12 @@ def test_worker_out_of_memory_raises_memory_error_and_continues() -> None:
         return index
 
     with hr.DataLoader(
-        Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=limit, placement="process"
+        Numbers(32),
+        4,
+        num_workers=2,
+        transform=transform,
+        worker_init_fn=limit,
+        placement="process",
     ) as loader:
         delivered, (python, torch_) = drain(loader)
     assert type(python) is MemoryError, python
@@ -422,7 +485,12 @@ def test_process_that_outlives_its_worker_delays_nothing(tmp_path: Path) -> None
     os.mkfifo(fifo)
     with open(os.open(fifo, os.O_RDWR)) as pids:
         with hr.DataLoader(
-            Numbers(32), 4, num_workers=2, transform=transform, worker_init_fn=initialise, placement="process"
+            Numbers(32),
+            4,
+            num_workers=2,
+            transform=transform,
+            worker_init_fn=initialise,
+            placement="process",
         ) as loader:
             assert drain(loader) == (once_each(range(32)), [])
         grandchild = int(pids.readline())

@@ -57,7 +57,9 @@ def engines_of(loader: hr.DataLoader) -> list[int]:
     """The ids of the processes of a loader's engines."""
     started = loader._control.placements._current._engines
     engines = [started[number] for number in sorted(started)]
-    wait_until(lambda: all(engine.process.ended() or engine.process.pid is not None for engine in engines))
+    wait_until(
+        lambda: all(engine.process.ended() or engine.process.pid is not None for engine in engines)
+    )
     return [engine.process.pid for engine in engines]
 
 
@@ -95,16 +97,25 @@ def first_call(path: Any) -> bool:
 
 def threads() -> list[str]:
     """The names of this process's threads, without the idle ones that trio keeps for a while."""
-    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("Trio thread"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if not thread.name.startswith("Trio thread")
+    )
 
 
 def resources() -> dict[str, Any]:
     """The number of this process's descriptors, and its threads, child processes and workers."""
     gc.collect()
     for thread in threading.enumerate():
-        if getattr(thread, "stopping", False):  # AnyIO's: asked to end when its loop ends, but not joined
+        if getattr(
+            thread, "stopping", False
+        ):  # AnyIO's: asked to end when its loop ends, but not joined
             thread.join()
-    return {"descriptors": len(descriptors()), "threads": threads(), "children": children(), "workers": workers()}
+    return {
+        "descriptors": len(descriptors()),
+        "threads": threads(),
+        "children": children(),
+        "workers": workers(),
+    }
 
 
 def descriptors() -> dict[int, str]:
@@ -116,7 +127,9 @@ def descriptors() -> dict[int, str]:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # closed by another thread meanwhile
                 found[int(entry.name)] = os.readlink(entry.path)
-    return {number: name for number, name in found.items() if number != zygote and name != momentary}
+    return {
+        number: name for number, name in found.items() if number != zygote and name != momentary
+    }
 
 
 def shared_memory() -> dict[int, str]:
@@ -134,7 +147,9 @@ def new_shared_memory(before: dict[int, str]) -> set[str]:
             if os.getsid(int(pid)) != os.getsid(0):
                 with open(f"/proc/{pid}/maps") as maps:
                     for line in maps:
-                        if "/dev/shm/" in line:  # a semaphore's name there is the one it had before it was linked
+                        if (
+                            "/dev/shm/" in line
+                        ):  # a semaphore's name there is the one it had before it was linked
                             inodes.pop(int(line.split()[4]), None)
     names = (name for name in inodes.values() if not _is_of_another_program(name))
     return {name for name in names if os.path.exists(f"/dev/shm/{name}")}
@@ -160,7 +175,9 @@ def watch(within: float = 0.0) -> Iterator[None]:
     yield
     deadline = time.monotonic() + within
     while (after := resources()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # between two looks at other processes, which signal nothing when they have ended
+        time.sleep(
+            0.01
+        )  # between two looks at other processes, which signal nothing when they have ended
     assert not (left := new_shared_memory(names_before)), f"left in /dev/shm: {left}"
     assert after == before, f"left behind:\n  before {before}\n  after  {after}"
 

@@ -14,10 +14,18 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
 )
 BYTES = 16 * 1024  # of each dtype: a batch of one is 192 KiB, and travels in a slab
-KEPT = 50  # batches whose bytes are looked at together: a copy back to the host stops the device each time
+# batches whose bytes are looked at together: a copy back to the host stops the device each time
+KEPT = 50
 
 
 def sample(index):
@@ -51,7 +59,8 @@ def digest(batch):
 def check_every_byte(batches, before_use=lambda batch: batch):
     """Compares every batch of one sample with what was sent.
 
-    Each is cloned on the caller's stream and dropped at once, as a training step does that has only enqueued its work.
+    Each is cloned on the caller's stream and dropped at once, as a training step does that has only
+    enqueued its work.
 
     Args:
         batches: of `Rows`, from the first on.
@@ -73,7 +82,9 @@ def check_every_byte(batches, before_use=lambda batch: batch):
 
 def _compare(kept):
     for number, batch in kept:
-        assert digest(batch) == digest(default_collate([sample(number)])), f"batch {number} is not what was sent"
+        assert digest(batch) == digest(default_collate([sample(number)])), (
+            f"batch {number} is not what was sent"
+        )
     kept.clear()
 
 

@@ -11,12 +11,22 @@ import torch
 
 import headrace as hr
 from headrace._core.device.streams import CudaStreams, streams_of
-from tests.gpu.rows import BYTES, DTYPES, Rows, check_every_byte, check_layouts, digest, layouts, sample
+from tests.gpu.rows import (
+    BYTES,
+    DTYPES,
+    Rows,
+    check_every_byte,
+    check_layouts,
+    digest,
+    layouts,
+    sample,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SECOND = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-CYCLES = 1_000_000  # for a GPU to count: about half a millisecond, in which a copy of a batch has long ended
+# for a GPU to count: about half a millisecond, in which a copy of a batch has long ended
+CYCLES = 1_000_000
 MIB = 2**20
 BATCH = (len(DTYPES) + 1) * BYTES
 
@@ -89,7 +99,9 @@ def test_batches_may_be_received_under_the_users_streams():
             with torch.cuda.stream(streams[number % 3]):
                 torch.cuda._sleep(CYCLES)
                 digests.append(digest(next(batches)))
-    assert digests == [digest({name: part[None] for name, part in sample(number).items()}) for number in range(60)]
+    assert digests == [
+        digest({name: part[None] for name, part in sample(number).items()}) for number in range(60)
+    ]
 
 
 def test_batch_may_be_used_on_another_stream_than_it_was_received_on():
@@ -101,10 +113,14 @@ def test_batch_may_be_used_on_another_stream_than_it_was_received_on():
             with torch.cuda.stream(other):
                 torch.cuda._sleep(CYCLES)
                 results.append(tensor.sum(dtype=torch.int64))
-            tensor.record_stream(other)  # as torch asks of everybody; one tensor stands for the batch's memory
+            tensor.record_stream(
+                other
+            )  # as torch asks of everybody; one tensor stands for the batch's memory
             del batch, tensor
     other.synchronize()
-    expected = [sample(number)["torch.uint8"].sum(dtype=torch.int64).item() for number in range(100)]
+    expected = [
+        sample(number)["torch.uint8"].sum(dtype=torch.int64).item() for number in range(100)
+    ]
     assert [result.item() for result in results] == expected
 
 
@@ -146,8 +162,8 @@ def test_neither_pinned_nor_device_memory_grows_over_two_thousand_batches(monkey
             for _ in loader:
                 pass
             seen.append(memory())
-    # The allocators take memory in pieces of 2 and of 20 MiB, and how many batches are under way varies. One batch in
-    # ten that was never given back would be more than this.
+    # The allocators take memory in pieces of 2 and of 20 MiB, and how many batches are under way
+    # varies. One batch in ten that was never given back would be more than this.
     allowed = 32 * MIB
     assert allowed < 2000 * BATCH / 10
     for first, last in zip(seen[0], seen[-1], strict=True):
@@ -186,10 +202,15 @@ def test_failed_page_locking_does_not_affect_the_next_kernel():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_layouts_and_containers_are_copied_as_by_torch(workers):
     sent = layouts()
-    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="cuda") as loader:
+    with hr.DataLoader(
+        Rows(1), collate_fn=lambda samples: sent, num_workers=workers, device="cuda"
+    ) as loader:
         (got,) = loader
     check_layouts(got, sent, lambda tensor: tensor.to("cuda"))
-    assert (got["packed"].data.device.type, got["packed"].batch_sizes.device.type) == ("cuda", "cpu")
+    assert (got["packed"].data.device.type, got["packed"].batch_sizes.device.type) == (
+        "cuda",
+        "cpu",
+    )
 
 
 class Immovable:
@@ -236,7 +257,9 @@ def test_copy_error_has_its_batch_number(options):
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_batch_too_large_for_the_device_is_an_error_and_the_next_is_delivered(options):
-    check_that_batch_three_fails(too_large_at_three, torch.OutOfMemoryError, "out of memory", options)
+    check_that_batch_three_fails(
+        too_large_at_three, torch.OutOfMemoryError, "out of memory", options
+    )
 
 
 FAILING = """
@@ -260,7 +283,9 @@ print("closed", flush=True)
 
 def test_failed_kernel_is_raised_and_the_loader_closes():
     # In a process of its own: no CUDA call of this one would work any more.
-    ended = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=80, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=80, check=False
+    )
     assert ended.stdout.split() == ["raised", "closed"], ended.stderr
 
 
@@ -275,13 +300,18 @@ def test_next_during_graph_capture_is_an_error_and_loses_no_batch():
                 next(batches)
         graph.replay()
         rest = [digest(batch) for batch in batches]
-    assert rest == [digest({name: part[None] for name, part in sample(number).items()}) for number in range(1, 8)]
+    assert rest == [
+        digest({name: part[None] for name, part in sample(number).items()})
+        for number in range(1, 8)
+    ]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", 0, torch.device("cuda", 0)], ids=repr)
 def test_device_accepts_every_form_that_torch_accepts(device):
     with hr.DataLoader(Rows(4), num_workers=1, device=device) as loader:
-        assert {tensor.device for batch in loader for tensor in batch.values()} == {torch.device("cuda", 0)}
+        assert {tensor.device for batch in loader for tensor in batch.values()} == {
+            torch.device("cuda", 0)
+        }
 
 
 def test_async_consumers_get_whole_batches(consumer_loop):
@@ -320,6 +350,10 @@ print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 @SECOND
 def test_process_on_the_second_device_allocates_nothing_on_the_first():
     ended = subprocess.run(
-        [sys.executable, "-c", ON_THE_SECOND], capture_output=True, text=True, timeout=80, check=True
+        [sys.executable, "-c", ON_THE_SECOND],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=True,
     )
     assert ended.stdout.split() == ["False", "True"]

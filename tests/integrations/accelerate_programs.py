@@ -39,7 +39,9 @@ def with_noise(sample, generator):
 def accelerator_with(**configuration):
     steps = configuration.pop("gradient_accumulation_steps", 1)
     return Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(**configuration)
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        dataloader_config=DataLoaderConfiguration(**configuration),
     )
 
 
@@ -70,7 +72,9 @@ def divisions():
             theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
             batches, gathered, *_ = found = observed(accelerator, ours)
             assert found == observed(accelerator, theirs), (even, split, samples, drop_last)
-            assert len(ours) == len(batches)  # theirs is one too many where no sample is left for the rank
+            assert len(ours) == len(
+                batches
+            )  # theirs is one too many where no sample is left for the rank
             assert not even or drop_last or gathered == list(range(samples))
 
 
@@ -154,7 +158,9 @@ class Training:
 
     def step(self, samples, noise):
         with self.accelerator.accumulate(self.model):
-            self.accelerator.backward((self.model(samples[:, None].double()) - noise[:, None]).square().mean())
+            self.accelerator.backward(
+                (self.model(samples[:, None].double()) - noise[:, None]).square().mean()
+            )
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -207,13 +213,17 @@ def skipping(folder, pattern):
     accelerator = accelerator_with()
 
     def fresh():
-        return prepare(accelerator, hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, seed=5, transform=tenfold))
+        return prepare(
+            accelerator, hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, seed=5, transform=tenfold)
+        )
 
     loader = fresh()
     first, second = batches_of(loader), batches_of(loader)
     loader = fresh()
     assert batches_of(accelerator.skip_first_batches(loader, 3)) == first[3:]
-    assert sorted(loader.dataset.fetched) == sorted(sample // 10 for sample in itertools.chain(*first[3:]))
+    assert sorted(loader.dataset.fetched) == sorted(
+        sample // 10 for sample in itertools.chain(*first[3:])
+    )
     assert batches_of(loader) == second
     accelerator._dataloaders.clear()
     iterator = iter(loader := fresh())
@@ -227,7 +237,11 @@ def skipping(folder, pattern):
         skip_first_batches(restored, 2)
     assert batches_of(skip_first_batches(restored, 3)) == first[3:]
     stream = prepare(accelerator, hr.DataLoader(lines(pattern, split=True), 2, transform=tenfold))
-    assert [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))] == [12, 10, 12]
+    assert [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))] == [
+        12,
+        10,
+        12,
+    ]
     with pytest.raises(RuntimeError, match=r"accelerator.skip_first_batches\(loader, n\)"):
         list(accelerate.skip_first_batches(loader, 3))
     plain = accelerator.prepare(TorchDataLoader(range(8), batch_size=2))
@@ -274,7 +288,9 @@ def states():
         first, second = batches_of(loader), batches_of(loader)
         loader.set_epoch(0)
         saved = [(loader.state_dict(), [first, second])]
-        saved += [(loader.state_dict(), [first[number + 1 :], second]) for number, _ in enumerate(loader)]
+        saved += [
+            (loader.state_dict(), [first[number + 1 :], second]) for number, _ in enumerate(loader)
+        ]
         saved.append((loader.state_dict(), [second]))
     assert len(saved) == len(first) + 2
     for state, expected in saved:
@@ -316,7 +332,9 @@ def closing():
         list(first)  # starts the process from which workers are forked, which is kept
     for how in ("closed", "dropped"):
         before = watching.workers(), watching.children(), watching.threads()
-        loader = prepare(accelerator, hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold))
+        loader = prepare(
+            accelerator, hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold)
+        )
         batches = iter(loader)
         next(batches)
         assert watching.workers() != before[0]
@@ -339,7 +357,12 @@ def errors():
     refused(ValueError, r"split\(\)", Stream(SAMPLES))
     other = DistributedSampler(range(9), num_replicas=4, rank=3)
     refused(ValueError, "rank 3 of 4", numbers, sampler=other)
-    refused(TypeError, "DataLoaderShard", numbers, prepared=lambda own, loader: prepare(own, own.prepare(loader)))
+    refused(
+        TypeError,
+        "DataLoaderShard",
+        numbers,
+        prepared=lambda own, loader: prepare(own, own.prepare(loader)),
+    )
     refused(TypeError, "", numbers, prepared=lambda own, loader: aiter(prepare(own, loader)))
     with pytest.raises(TypeError, match=r"accelerator.prepare\(\)"):
         prepare(accelerator_with(), TorchDataLoader(range(3)))
@@ -366,7 +389,9 @@ def subclasses():
     batches = iter(prepared)
     first = next(batches).tolist()
     restored.load_state_dict(prepared.state_dict())
-    assert [first, *batches_of(restored)] == [[0, 2], [4, 6], [8, 10], [12, 14]][accelerator.process_index :: 2]
+    assert [first, *batches_of(restored)] == [[0, 2], [4, 6], [8, 10], [12, 14]][
+        accelerator.process_index :: 2
+    ]
 
 
 # Loaders that accelerate rebuilds.
@@ -419,14 +444,20 @@ def rebuilt(pattern):
         for name, make in streams.items():
             loader = accelerator.prepare(hr.DataLoader(make(), batch_size=3, transform=tenfold))
             assert sorted(everything(loader)) == ALL, name
-        loader = hr.DataLoader(OwnSplit(), 2, num_workers=2, multiprocessing_context="fork", transform=tenfold)
+        loader = hr.DataLoader(
+            OwnSplit(), 2, num_workers=2, multiprocessing_context="fork", transform=tenfold
+        )
         assert sorted(set(everything(accelerator.prepare(loader)))) == ALL  # accelerate pads
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    with pytest.raises(ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"):
+    with pytest.raises(
+        ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"
+    ):
         list(accelerator.prepare(hr.DataLoader(lines(pattern, **ranks), batch_size=3)))
 
     def made(workers=0):
-        loader = hr.DataLoader(Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold)
+        loader = hr.DataLoader(
+            Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold
+        )
         return accelerator.prepare(loader)
 
     loader = made()

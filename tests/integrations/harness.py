@@ -25,7 +25,8 @@ class Launcher:
 
     def __init__(self, *imports: str) -> None:
         self._forks = Forks(
-            FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)), OMP_NUM_THREADS="1"
+            FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)),
+            OMP_NUM_THREADS="1",
         )
 
     def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1) -> list[Any]:
@@ -47,7 +48,9 @@ class Launcher:
             meeting = Rendezvous(ranks)
             variables = launchers_variables(meeting, ranks)
             programs = [
-                stack.enter_context(self._forks.start(functools.partial(_report, file, program, arguments), **each))
+                stack.enter_context(
+                    self._forks.start(functools.partial(_report, file, program, arguments), **each)
+                )
                 for file, each in zip(files, variables, strict=True)
             ]
             outputs = ["".join(each.communicate()) for each in programs]
@@ -72,6 +75,8 @@ def launchers_variables(meeting: Rendezvous, ranks: int) -> list[dict[str, str]]
 
 
 def _report(file: Path, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    portable_collate._warned = mmap.mmap(-1, 1)  # a byte that forks share: here with the programs before this one
+    portable_collate._warned = mmap.mmap(
+        -1, 1
+    )  # a byte that forks share: here with the programs before this one
     result = program(*arguments)
     file.write_bytes(pickle.dumps(result))

@@ -110,12 +110,26 @@ USUAL = {
     **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True},
     "ddp_backend": "gloo" if "WORLD_SIZE" in os.environ else None,
     **{"num_train_epochs": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    **{"learning_rate": 0.01, "data_seed": 7, "save_strategy": "no", "per_device_eval_batch_size": 4},
+    **{
+        "learning_rate": 0.01,
+        "data_seed": 7,
+        "save_strategy": "no",
+        "per_device_eval_batch_size": 4,
+    },
 }
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def trainer_of(folder, dataset=None, *, kind=Trainer, ends_after=None, killed=False, of_trainer=None, **arguments):
+def trainer_of(
+    folder,
+    dataset=None,
+    *,
+    kind=Trainer,
+    ends_after=None,
+    killed=False,
+    of_trainer=None,
+    **arguments,
+):
     torch.manual_seed(0)
     model = Recorder()
     follower = Follower(model, ends_after, killed)
@@ -131,15 +145,21 @@ def train(folder, dataset=None, *, resume=None, **arguments):
         warnings.simplefilter("always")
         trainer, follower = trainer_of(folder, dataset, **arguments)
         with contextlib.suppress(InterruptedError):
-            trainer.train(resume_from_checkpoint=resume if resume is None else checkpoint(folder, resume))
+            trainer.train(
+                resume_from_checkpoint=resume if resume is None else checkpoint(folder, resume)
+            )
     return Report(
         epochs=follower.model.epochs,
         weights=follower.model.weight.tolist(),
         progress=follower.progress,
         most=getattr(trainer.train_dataset, "most", None),
-        left=[thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        left=[
+            thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+        ]
         + multiprocessing.active_children(),
-        warnings=[str(each.message) for each in caught if each.category in (UserWarning, RuntimeWarning)],
+        warnings=[
+            str(each.message) for each in caught if each.category in (UserWarning, RuntimeWarning)
+        ],
         metrics=[entry for entry in trainer.state.log_history if "eval_loss" in entry],
     )
 
@@ -182,7 +202,9 @@ class OwnLoader(Trainer):
     """Makes its loader itself."""
 
     def get_train_dataloader(self):
-        return hr.DataLoader(self.train_dataset, 4, shuffle=True, seed=5, transform=tenfold, collate_fn=collate)
+        return hr.DataLoader(
+            self.train_dataset, 4, shuffle=True, seed=5, transform=tenfold, collate_fn=collate
+        )
 
 
 class StockWithOwnLoader(transformers.Trainer):
@@ -217,8 +239,14 @@ def continued_otherwise(folder):
     """Continued with other batches, without a state, or from the beginning of the epoch."""
     whole = train(Path(folder, "whole"))
     train(folder, **SAVING, ends_after=9)
-    for batch_size, accumulation, steps in ((7, 1, 4 + 7), (4, 3, 3 + 4)):  # 7 batches of 4 are left, and then 11
-        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    for batch_size, accumulation, steps in (
+        (7, 1, 4 + 7),
+        (4, 3, 3 + 4),
+    ):  # 7 batches of 4 are left, and then 11
+        options = {
+            "per_device_train_batch_size": batch_size,
+            "gradient_accumulation_steps": accumulation,
+        }
         other = train(folder, resume=8, **options)
         assert other.samples == whole.samples[44 + 16 :]
         assert [len(other.progress), other.progress[-1][1]] == [steps, 3.0]
@@ -269,7 +297,9 @@ def with_samplers(folder):
         check_continued(whole, train(path, Texts(), kind=kind, **options, resume=4), 4)
         if name == "by length":
             lengths = [number // 10 % 5 for number in whole.epochs[0]]
-            steps = [lengths[start : start + 8] for start in range(8, 40, 8)]  # the longest sample is in the first
+            steps = [
+                lengths[start : start + 8] for start in range(8, 40, 8)
+            ]  # the longest sample is in the first
             assert steps == [sorted(step, reverse=True) for step in steps]
     with pytest.raises(hr.StateError, match="WeightedRandomSampler"):
         train(Path(folder, "own"), Texts(), resume=4)
@@ -330,7 +360,14 @@ def refused(folder):
 def alone(folder):
     """The jobs of one process, since starting it takes longer than they do; returns those of `interrupted`."""
     report = interrupted(folder)
-    for job in (with_workers, continued_otherwise, of_a_stream, with_samplers, of_own_loaders, refused):
+    for job in (
+        with_workers,
+        continued_otherwise,
+        of_a_stream,
+        with_samplers,
+        of_own_loaders,
+        refused,
+    ):
         job(Path(folder, job.__name__))
     return report
 
@@ -347,10 +384,14 @@ def evaluated(folder):
         ("torch's stream", Trainer, TorchStream(21)),
         ("stock", transformers.Trainer, TorchNumbers(21)),
     ):
-        trainer, _ = trainer_of(folder, kind=kind, of_trainer={"compute_metrics": counted, "eval_dataset": dataset})
+        trainer, _ = trainer_of(
+            folder, kind=kind, of_trainer={"compute_metrics": counted, "eval_dataset": dataset}
+        )
         metrics = trainer.evaluate()
         assert (metrics["eval_count"], metrics["eval_sum"]) == (21, 10 * sum(range(21)))
-        assert trainer.predict(dataset).predictions[:, 0].tolist() == [10 * number for number in range(21)]
+        assert trainer.predict(dataset).predictions[:, 0].tolist() == [
+            10 * number for number in range(21)
+        ]
         losses[name] = metrics["eval_loss"]
     assert losses["headrace"] == losses["stock"]
     assert threading.enumerate() == [threading.main_thread()]

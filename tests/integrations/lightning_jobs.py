@@ -95,7 +95,12 @@ def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
     """A Trainer for the ranks that the launcher has started."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = {"devices": world_size, "num_nodes": 1, "strategy": "ddp" if world_size > 1 else "auto"}
-    known = {"accelerator": "cpu", "max_epochs": epochs, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    known = {
+        "accelerator": "cpu",
+        "max_epochs": epochs,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+    }
     return lightning.Trainer(**{**known, **ranks, **QUIET, **options})
 
 
@@ -141,7 +146,9 @@ def of_lines(pattern: str, batch_size: int = 4, **options: Any) -> hr.DataLoader
 
 def both(pattern: str, mode: str) -> CombinedLoader:
     """A dataset and a shorter stream of unknown length, in one mode."""
-    return CombinedLoader({"map": KINDS["seeded"](""), "stream": of_lines(pattern, 12, shuffle=True)}, mode)
+    return CombinedLoader(
+        {"map": KINDS["seeded"](""), "stream": of_lines(pattern, 12, shuffle=True)}, mode
+    )
 
 
 # By kind, a function that makes a loader; its argument is the pattern of shards.
@@ -155,14 +162,18 @@ KINDS: dict[str, Callable[[str], Any]] = {  # for one process
     "seeded": lambda _: map_style(8, shuffle=True, seed=5),
     "generator": lambda _: map_style(8, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "torch's stream": lambda _: hr.DataLoader(TorchStream(SAMPLES), 8, transform=tenfold),
-    "unknown length": lambda pattern: hr.DataLoader(lines(pattern, shuffle=True).shuffle(8, seed=1), 8),
+    "unknown length": lambda pattern: hr.DataLoader(
+        lines(pattern, shuffle=True).shuffle(8, seed=1), 8
+    ),
     "max_size_cycle": lambda pattern: both(pattern, "max_size_cycle"),
     "max_size": lambda pattern: both(pattern, "max_size"),
     "min_size": lambda pattern: both(pattern, "min_size"),
 }
 
 
-def whole_and_resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]) -> dict[str, Any]:
+def whole_and_resumed(
+    folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]
+) -> dict[str, Any]:
     """By kind, a run that saves a checkpoint after each step, and runs that continue after some."""
     report = {}
     for kind in kinds:
@@ -171,20 +182,31 @@ def whole_and_resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: 
     return report
 
 
-def resumed(folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]) -> dict[str, Any]:
+def resumed(
+    folder: str, pattern: str, kinds: tuple[str, ...], steps: tuple[int, ...]
+) -> dict[str, Any]:
     """By kind and step, runs that continue after the step; of one that fails the error."""
     report: dict[str, Any] = {kind: {} for kind in kinds}
     for kind, step in itertools.product(kinds, steps):
         try:
-            report[kind][step] = train(ON_RANKS[kind](pattern), resume=f"{folder}/{kind}/step={step}.ckpt")
-        except (hr.StateError, RuntimeError) as error:  # Lightning's own clean-up fails after one of its `iter()`
-            report[kind][step] = str(error if isinstance(error, hr.StateError) else error.__context__)
+            report[kind][step] = train(
+                ON_RANKS[kind](pattern), resume=f"{folder}/{kind}/step={step}.ckpt"
+            )
+        except (
+            hr.StateError,
+            RuntimeError,
+        ) as error:  # Lightning's own clean-up fails after one of its `iter()`
+            report[kind][step] = str(
+                error if isinstance(error, hr.StateError) else error.__context__
+            )
     return report
 
 
 def kill(folder: str, step: int) -> None:
     """A run that is killed before a step."""
-    train(ON_RANKS["seeded"](""), saves=(each_step(folder),), stop=functools.partial(killed_at, step))
+    train(
+        ON_RANKS["seeded"](""), saves=(each_step(folder),), stop=functools.partial(killed_at, step)
+    )
 
 
 def over_two(number):
@@ -215,7 +237,9 @@ class Weight(torch.nn.Module):
 def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[str, Any]:
     """Three epochs by Fabric, with a checkpoint in the second ("middle") and after it ("end"); or the rest of them."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto"
+    )
     fabric.launch()
     # A stream of shards that two ranks read is not continued by one.
     kinds = ("seeded",) if resume and world_size == 1 else ("seeded", "shards")
@@ -242,16 +266,29 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
                 optimizer.step()
                 optimizer.zero_grad()
             if (epoch, number, resume) == (1, 1, None):
-                fabric.save(f"{folder}/middle.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
+                fabric.save(
+                    f"{folder}/middle.ckpt", {**parts, "shards": hr.gather_state(made["shards"])}
+                )
         if (epoch, resume) == (1, None):
             fabric.save(f"{folder}/end.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
-    counted = fabric.setup_dataloaders(hr.DataLoader(lines(pattern, split=True).filter(over_two), 4))
+    counted = fabric.setup_dataloaders(
+        hr.DataLoader(lines(pattern, split=True).filter(over_two), 4)
+    )
     steps = len(list(counted))
     del loaders, prepared, made, parts, batches, counted
     gc.collect()
-    left = [each.name for each in threading.enumerate() if each.name != "headrace-background-loop"]  # of the process
-    return {"seen": seen, "most": dataset.most, "sampler": sampler, "weight": weight, "steps": steps, "left": left}
+    left = [
+        each.name for each in threading.enumerate() if each.name != "headrace-background-loop"
+    ]  # of the process
+    return {
+        "seen": seen,
+        "most": dataset.most,
+        "sampler": sampler,
+        "weight": weight,
+        "steps": steps,
+        "left": left,
+    }
 
 
 def launch(folder: str, pattern: str) -> None:
@@ -264,8 +301,8 @@ def launch(folder: str, pattern: str) -> None:
 def launched(folder: str, pattern: str) -> None:
     """A job of two ranks, each of which writes what it was trained on.
 
-    Datasets and loaders are made before `fit()`, when Lightning has not yet said how many processes there are.
-    """
+    Datasets and loaders are made before `fit()`, when Lightning has not yet said how many processes
+    there are."""
     sampler = hr.BlockShuffleSampler(Numbers(SAMPLES), block_size=4, blocks_at_once=2, seed=1)
     loaders = {
         "lines, workers": hr.DataLoader(lines(pattern, shuffle=True), 4, num_workers=2),

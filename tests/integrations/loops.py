@@ -1,8 +1,7 @@
 """Jobs of trainers that iterate the loader they are given: ignite, skorch, fastai, and a loop like torchtitan's.
 
-Each is run on the same model and samples, and can be killed and continued. A job writes the batches that its model saw,
-after each batch, to `steps.json`, and checkpoints to its folder.
-"""
+Each is run on the same model and samples, and can be killed and continued. A job writes the batches
+that its model saw, after each batch, to `steps.json`, and checkpoints to its folder."""
 
 import contextlib
 import functools
@@ -83,11 +82,15 @@ class Interruption:
 
 
 def training_loader():
-    return hr.DataLoader(Numbers(SAMPLES), BATCH, sampler=hr.ElasticSampler(SAMPLES, seed=SEED), transform=pair)
+    return hr.DataLoader(
+        Numbers(SAMPLES), BATCH, sampler=hr.ElasticSampler(SAMPLES, seed=SEED), transform=pair
+    )
 
 
 def stream_loader():
-    return hr.DataLoader(Stream(41).split(), BATCH, transform=pair)  # which two ranks cannot share evenly
+    return hr.DataLoader(
+        Stream(41).split(), BATCH, transform=pair
+    )  # which two ranks cannot share evenly
 
 
 def evaluation_loader():
@@ -191,7 +194,11 @@ def fastai_job(folder, loader, evaluation=None, *, resume=None, kill=False):
 
     line = Line()
     interruption = Interruption(folder, kill)
-    model = torch.nn.parallel.DistributedDataParallel(line) if torch.distributed.is_initialized() else line
+    model = (
+        torch.nn.parallel.DistributedDataParallel(line)
+        if torch.distributed.is_initialized()
+        else line
+    )
 
     class Save(Callback):
         def after_batch(self):
@@ -202,7 +209,11 @@ def fastai_job(folder, loader, evaluation=None, *, resume=None, kill=False):
                 interruption(line)
 
     learn = Learner(
-        DataLoaders(loader, evaluation_loader() if evaluation is None else evaluation, device=torch.device("cpu")),
+        DataLoaders(
+            loader,
+            evaluation_loader() if evaluation is None else evaluation,
+            device=torch.device("cpu"),
+        ),
         model,
         loss_func=torch.nn.functional.mse_loss,
         opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD),
@@ -229,13 +240,21 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
             epochs: int
 
         def __init__(self, config, *, dp_rank, dp_world_size, loader):
-            super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size, epochs=config.epochs)
+            super().__init__(
+                loader, dp_rank=dp_rank, dp_world_size=dp_world_size, epochs=config.epochs
+            )
 
     ranks = hr.get_rank_info()
-    build = functools.partial(Component.Config.build, dp_rank=ranks.rank, dp_world_size=ranks.world_size)
+    build = functools.partial(
+        Component.Config.build, dp_rank=ranks.rank, dp_world_size=ranks.world_size
+    )
     dataloader = build(Component.Config(epochs=EPOCHS), loader=loader)
     line = Line()
-    model = torch.nn.parallel.DistributedDataParallel(line) if torch.distributed.is_initialized() else line
+    model = (
+        torch.nn.parallel.DistributedDataParallel(line)
+        if torch.distributed.is_initialized()
+        else line
+    )
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     parts = {"dataloader": dataloader, "model": line}
     interruption = Interruption(folder, kill)
@@ -262,7 +281,12 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
     return line
 
 
-JOBS = {"ignite": ignite_job, "skorch": skorch_job, "fastai": fastai_job, "torchtitan": torchtitan_job}
+JOBS = {
+    "ignite": ignite_job,
+    "skorch": skorch_job,
+    "fastai": fastai_job,
+    "torchtitan": torchtitan_job,
+}
 STREAMED = ("ignite", "torchtitan")  # take streams of unknown length, on several ranks
 
 
@@ -325,6 +349,14 @@ def continue_alone(trainer, folder):
         if thread.name == ENGINE:
             thread.join(ENDING)
     frames = sys._current_frames()
-    left = [traceback.format_stack(frames[each.ident]) for each in threading.enumerate() if each.name == ENGINE]
-    holders = [type(each).__name__ for each in gc.get_referrers(dropped())] if dropped() is not None else None
+    left = [
+        traceback.format_stack(frames[each.ident])
+        for each in threading.enumerate()
+        if each.name == ENGINE
+    ]
+    holders = (
+        [type(each).__name__ for each in gc.get_referrers(dropped())]
+        if dropped() is not None
+        else None
+    )
     return {**report, "engines left": left, "holders of the loader": holders}

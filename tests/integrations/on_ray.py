@@ -99,7 +99,9 @@ def interrupted(loader, interrupt):
             batches.append(batch)
             if len(batches) == LOST_AT:
                 interrupt()
-    return digest(batches), [str(each.message) for each in caught if each.category is RuntimeWarning]
+    return digest(batches), [
+        str(each.message) for each in caught if each.category is RuntimeWarning
+    ]
 
 
 def lost_and_continued(stream):
@@ -114,7 +116,9 @@ def lost_and_continued(stream):
                 assert len(engine_actors()) == 1
                 kill_actor()
 
-    with pytest.raises(hr.errors.EngineDiedError, match="the only engine that reads the stream has ended"):
+    with pytest.raises(
+        hr.errors.EngineDiedError, match="the only engine that reads the stream has ended"
+    ):
         read()
     stream.load_state_dict(states[-1])
     return digest([*batches, *stream])
@@ -194,16 +198,23 @@ def engines(address, folder, pattern):
     with pytest.raises(hr.errors.EngineStartError) as caught:
         next(iter(made_loader(placement=large)))
     assert str(caught.value).startswith("0 of 2 engines run 0.5 seconds after they were asked for")
-    assert "free for RayPlacement(engines=2, cpus_per_engine=5, min_engines=None" in str(caught.value)
+    assert "free for RayPlacement(engines=2, cpus_per_engine=5, min_engines=None" in str(
+        caught.value
+    )
     report = {}
     made = functools.partial(made_loader, placement=hr.RayPlacement(engines=2))
     check_collected_by_ray(folder, made, functools.partial(of_dataset, report))
     with made_stream_loader(pattern, placement=hr.RayPlacement(engines=2)) as stream:
         report["stream"] = lost_and_continued(stream)
         assert stream.stats().placement == "ray"
-    # Begins with the two of three engines that there is room for. Five times the store goes through it.
+    # Begins with the two of three engines that there is room for. Five times the store goes through
+    # it.
     few = hr.RayPlacement(engines=3, cpus_per_engine=2, min_engines=1)
-    options = {"transform": enlarged, "concurrency": 4, "placement": few}  # some 30 MB of batches at once
+    options = {
+        "transform": enlarged,
+        "concurrency": 4,
+        "placement": few,
+    }  # some 30 MB of batches at once
     with hr.DataLoader(Slow(BROKEN + 5), BATCH, **options) as loader:
         check_large(loader)
         ray.shutdown()
@@ -230,7 +241,11 @@ class Training:
     def __init__(self, loader, model):
         self.loader, self.model = loader, model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9)
-        self.parts = {"loader": loader, "model": getattr(model, "module", model), "optimizer": self.optimizer}
+        self.parts = {
+            "loader": loader,
+            "model": getattr(model, "module", model),
+            "optimizer": self.optimizer,
+        }
         self.steps = []
 
     def epoch(self, epoch, after_step=lambda step: None):
@@ -273,8 +288,12 @@ def uninterrupted(ranks=2):
     The ranks are counted out in one process, with the arithmetic of DistributedDataParallel.
     """
     samples = [*map(tenfold, range(SAMPLES))]
-    samplers = [hr.ElasticSampler(samples, seed=SEED, rank=rank, world_size=ranks) for rank in range(ranks)]
-    loaders = [torch.utils.data.DataLoader(samples, TRAIN_BATCH, sampler=sampler) for sampler in samplers]
+    samplers = [
+        hr.ElasticSampler(samples, seed=SEED, rank=rank, world_size=ranks) for rank in range(ranks)
+    ]
+    loaders = [
+        torch.utils.data.DataLoader(samples, TRAIN_BATCH, sampler=sampler) for sampler in samplers
+    ]
     trainings = [Training(loader, layer()) for loader in loaders]
     for epoch in range(EPOCHS):
         for sampler in samplers:
@@ -282,7 +301,9 @@ def uninterrupted(ranks=2):
         for batches in zip(*loaders, strict=True):
             for training, batch in zip(trainings, batches, strict=True):
                 training.backward(epoch, batch)
-            for parameters in zip(*(training.model.parameters() for training in trainings), strict=True):
+            for parameters in zip(
+                *(training.model.parameters() for training in trainings), strict=True
+            ):
                 mean = sum(parameter.grad / ranks for parameter in parameters)
                 for parameter in parameters:
                     parameter.grad = mean.clone()
@@ -306,8 +327,8 @@ def reported_processes(folder):
 def train(address, folder, pattern):
     """A program: in a job of two workers one is killed in mid-epoch, and Ray restarts both from the last checkpoint.
 
-    A second job is one process (Ray's local mode, which starts quickly), and goes on from two checkpoints of the first.
-    What they did is written to files in `folder`.
+    A second job is one process (Ray's local mode, which starts quickly), and goes on from two
+    checkpoints of the first. What they did is written to files in `folder`.
     """
     import ray
     import ray.train
@@ -337,14 +358,24 @@ def train(address, folder, pattern):
         rank = ray.train.get_context().get_world_rank()
         checkpoint = ray.train.get_checkpoint()
         killed = rank == 1 and not checkpoint
-        loader = train_loader(num_workers=1 if killed else 0)  # a process, which must not outlive its parent
+        loader = train_loader(
+            num_workers=1 if killed else 0
+        )  # a process, which must not outlive its parent
         training = Training(prepare_data_loader(loader), ray.train.torch.prepare_model(layer()))
         begun = training.restore(load(checkpoint)) if checkpoint else 0
-        attempt = sum(Path(folder, f"attempt{number} rank{rank}.json").exists() for number in range(9))
+        attempt = sum(
+            Path(folder, f"attempt{number} rank{rank}.json").exists() for number in range(9)
+        )
 
         def after_step(step):
-            processes = [(each.pid, each.create_time()) for each in psutil.Process().children(recursive=True)]
-            report = {"steps": training.steps, "weights": training.weights(), "processes": processes}
+            processes = [
+                (each.pid, each.create_time()) for each in psutil.Process().children(recursive=True)
+            ]
+            report = {
+                "steps": training.steps,
+                "weights": training.weights(),
+                "processes": processes,
+            }
             write(f"attempt{attempt} rank{rank}.json", **report, most=training.loader.dataset.most)
             if epoch == 0 and not attempt:
                 if step == SAVED_AT:
@@ -364,22 +395,36 @@ def train(address, folder, pattern):
         for name, dataset, options in (
             ("evaluation", Numbers(SAMPLES), {}),
             ("lines", hr.LinesDataset(pattern).split().map(int), {}),
-            ("by engines on Ray", Numbers(SAMPLES), {"placement": hr.RayPlacement(cpus_per_engine=0.5)}),
+            (
+                "by engines on Ray",
+                Numbers(SAMPLES),
+                {"placement": hr.RayPlacement(cpus_per_engine=0.5)},
+            ),
         ):
-            with prepare_data_loader(hr.DataLoader(dataset, TRAIN_BATCH, transform=tenfold, **options)) as loader:
+            with prepare_data_loader(
+                hr.DataLoader(dataset, TRAIN_BATCH, transform=tenfold, **options)
+            ) as loader:
                 report[name] = flat(loader)
                 report["placement"] = loader.stats().placement
-        with prepare_data_loader(hr.DataLoader(Stream(41).split(), TRAIN_BATCH)) as loader:  # not to be shared evenly
+        with prepare_data_loader(
+            hr.DataLoader(Stream(41).split(), TRAIN_BATCH)
+        ) as loader:  # not to be shared evenly
             report["steps of the stream"] = [len(list(loader)) for _ in range(EPOCHS)]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            rebuilt = ray.train.torch.prepare_data_loader(hr.DataLoader(Numbers(SAMPLES), transform=tenfold))
+            rebuilt = ray.train.torch.prepare_data_loader(
+                hr.DataLoader(Numbers(SAMPLES), transform=tenfold)
+            )
             report["prepared by Ray"] = flat(rebuilt)
-        report["warnings"] = [str(each.message) for each in caught if each.category is RuntimeWarning]
+        report["warnings"] = [
+            str(each.message) for each in caught if each.category is RuntimeWarning
+        ]
         own = hr.DataLoader(Numbers(SAMPLES), sampler=hr.ElasticSampler(SAMPLES, seed=SEED))
         assert prepare_data_loader(own) is own
         order = hr.DataLoader(Numbers(SAMPLES), sampler=[3, 1, 2])
-        with pytest.raises(ValueError, match=r"list cannot be divided among them\. Give the loader a sampler"):
+        with pytest.raises(
+            ValueError, match=r"list cannot be divided among them\. Give the loader a sampler"
+        ):
             prepare_data_loader(order)
         assert prepare_data_loader(order, add_dist_sampler=False) is order
         write(f"others rank{rank}.json", **report)

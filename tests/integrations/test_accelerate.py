@@ -16,7 +16,12 @@ LINES = programs.SAMPLES
 SAMPLES = programs.SAMPLES
 
 
-STATEFUL = {"seed": False, "generator": True, "samples": False, "shards": True}  # use_stateful_dataloader
+STATEFUL = {
+    "seed": False,
+    "generator": True,
+    "samples": False,
+    "shards": True,
+}  # use_stateful_dataloader
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,9 @@ def trained(launcher, pattern):
     """Runs of `train` in a folder, by kind of loader and number of ranks."""
 
     def run(folder, kind, ranks):
-        return launcher.run(programs.train, str(folder), pattern, kind, None, STATEFUL[kind], ranks=ranks)
+        return launcher.run(
+            programs.train, str(folder), pattern, kind, None, STATEFUL[kind], ranks=ranks
+        )
 
     return run
 
@@ -32,7 +39,9 @@ def trained(launcher, pattern):
 @pytest.fixture(scope="module")
 def whole(trained, tmp_path_factory):
     """Runs without an interruption."""
-    return functools.cache(lambda kind, ranks: trained(tmp_path_factory.mktemp("whole"), kind, ranks))
+    return functools.cache(
+        lambda kind, ranks: trained(tmp_path_factory.mktemp("whole"), kind, ranks)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +60,9 @@ def killed(launcher, pattern, tmp_path_factory):
 
 
 @pytest.mark.proves("accelerate", "evaluation", "nothing left behind")
-def test_one_process_evaluates_skips_fails_and_ends_as_with_torchs_loader(launcher, pattern, tmp_path):
+def test_one_process_evaluates_skips_fails_and_ends_as_with_torchs_loader(
+    launcher, pattern, tmp_path
+):
     launcher.run(programs.on_one_rank, str(tmp_path), pattern)  # which has the assertions
 
 
@@ -64,12 +75,16 @@ def test_one_process_evaluates_skips_fails_and_ends_as_with_torchs_loader(launch
     "another order in each epoch",
     "equal steps for streams of unknown length",
 )
-def test_ranks_share_the_samples_of_every_kind_of_loader_in_another_order_each_epoch(launcher, pattern):
+def test_ranks_share_the_samples_of_every_kind_of_loader_in_another_order_each_epoch(
+    launcher, pattern
+):
     reports = launcher.run(programs.on_two_ranks, pattern, ranks=2)
     assert all(report.pop("most in flight") >= 8 for report in reports), "four batches at once"
     assert len({report.pop("steps of an unequal stream") for report in reports}) == 1
     for name in reports[0]:
-        epochs = [[sample for report in reports for sample in report[name][epoch]] for epoch in range(2)]
+        epochs = [
+            [sample for report in reports for sample in report[name][epoch]] for epoch in range(2)
+        ]
         if name == "weighted":
             assert [len(set(epoch)) for epoch in epochs] == [16, 16], "without replacement"
             assert {sample % 10 for epoch in epochs for sample in epoch} == {0}
@@ -81,13 +96,18 @@ def test_ranks_share_the_samples_of_every_kind_of_loader_in_another_order_each_e
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "steps"), [("generator", 2, 5), ("shards", 2, 5), ("samples", 2, 5), ("seed", 2, 6)]
+    ("kind", "ranks", "steps"),
+    [("generator", 2, 5), ("shards", 2, 5), ("samples", 2, 5), ("seed", 2, 6)],
 )
 @pytest.mark.proves("accelerate", "exact resume in mid-epoch", "resume at the end of an epoch")
 @pytest.mark.proves("accelerate", "equal weights after an interruption")
-def test_killed_training_continues_with_the_same_batches_and_weights(trained, whole, killed, kind, ranks, steps):
+def test_killed_training_continues_with_the_same_batches_and_weights(
+    trained, whole, killed, kind, ranks, steps
+):
     folder = killed(kind, ranks, steps)  # an epoch is of 6 steps
-    for rank, (resumed, expected) in enumerate(zip(trained(folder, kind, ranks), whole(kind, ranks), strict=True)):
+    for rank, (resumed, expected) in enumerate(
+        zip(trained(folder, kind, ranks), whole(kind, ranks), strict=True)
+    ):
         begun = steps_of(folder, rank)
         assert len(begun) == steps
         assert (begun + resumed[0], resumed[1]) == expected
@@ -106,12 +126,16 @@ def test_another_number_of_ranks_continues_the_epoch(trained, whole, killed, kin
     steps = [step for rank in range(before) for step in steps_of(folder, rank)]
     steps += [step for seen, _ in resumed for step in seen]
     for epoch in range(programs.EPOCHS):
-        seen = collections.Counter(number for step in steps if step[0] == epoch for number in step[1])
+        seen = collections.Counter(
+            number for step in steps if step[0] == epoch for number in step[1]
+        )
         assert seen.keys() == set(range(SAMPLES))
         assert sum(seen.values()) - SAMPLES <= 2, "what pads a last step"
     if kind == "seed":
         ((reference, _),) = whole(kind, 1)
-        assert noise_of(reference).items() <= noise_of(steps).items(), "each with the noise that it would have had"
+        assert noise_of(reference).items() <= noise_of(steps).items(), (
+            "each with the noise that it would have had"
+        )
 
 
 def noise_of(steps):
@@ -126,7 +150,12 @@ def noise_of(steps):
 def test_gradients_are_accumulated_as_with_torchs_loader(launcher, whole):
     ((alone, _),) = whole("seed", 1)
     epochs = [
-        [pair for number, samples, noise, _ in alone if number == epoch for pair in zip(samples, noise, strict=True)]
+        [
+            pair
+            for number, samples, noise, _ in alone
+            if number == epoch
+            for pair in zip(samples, noise, strict=True)
+        ]
         for epoch in range(programs.EPOCHS)
     ]
     theirs = launcher.run(programs.train_with_torch, epochs, ranks=2)

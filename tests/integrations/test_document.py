@@ -77,7 +77,10 @@ def augment(sample):
 
 model = Model()
 """
-    change = "devices=8", "accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_progress_bar=False"
+    change = (
+        "devices=8",
+        "accelerator='cpu', devices=1, max_epochs=1, logger=False, enable_progress_bar=False",
+    )
     assert run(before, LIGHTNING, "loader.close()", change) == list(range(64))
 
 
@@ -117,7 +120,10 @@ model = Model()
     changes = [
         ("s3://bucket/images/", f"{tmp_path}/images/"),
         ("s3://bucket/validation/", f"{tmp_path}/validation/"),
-        ("dataloader_num_workers=4", "num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True"),
+        (
+            "dataloader_num_workers=4",
+            "num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True",
+        ),
         ("resume_from_checkpoint=True", "resume_from_checkpoint=None"),  # there is none yet
     ]
     assert run(before, TRANSFORMERS, "", *changes) == list(range(8))

@@ -21,7 +21,9 @@ BATCH = 4
 
 
 def rows():
-    return datasets.Dataset.from_dict({"x": list(range(SAMPLES)), "name": [str(number) for number in range(SAMPLES)]})
+    return datasets.Dataset.from_dict(
+        {"x": list(range(SAMPLES)), "name": [str(number) for number in range(SAMPLES)]}
+    )
 
 
 def squared(batch):
@@ -36,10 +38,18 @@ MAPS = {
 }
 STREAMS = {
     "of a table": lambda: rows().to_iterable_dataset(num_shards=4),
-    "of a generator": lambda: datasets.IterableDataset.from_generator(generated, gen_kwargs={"shards": [0, 1, 2, 3]}),
-    "shuffled shards": lambda: rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
+    "of a generator": lambda: datasets.IterableDataset.from_generator(
+        generated, gen_kwargs={"shards": [0, 1, 2, 3]}
+    ),
+    "shuffled shards": lambda: (
+        rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1)
+    ),
     "shuffled, filtered and mapped": lambda: (
-        rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=6).filter(is_odd).map(with_sum)
+        rows()
+        .to_iterable_dataset(num_shards=4)
+        .shuffle(seed=3, buffer_size=6)
+        .filter(is_odd)
+        .map(with_sum)
     ),
 }
 
@@ -60,7 +70,10 @@ def with_sum(sample):
 
 def plain(batches):
     return [
-        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
         for batch in batches
     ]
 
@@ -102,12 +115,17 @@ def check_continued(made, count):
 
 @pytest.mark.proves(MAP, "exact resume in mid-epoch")
 def test_map_style_dataset_is_continued():
-    check_continued(lambda: hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0), SAMPLES)
+    check_continued(
+        lambda: hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0), SAMPLES
+    )
 
 
 @pytest.mark.proves(STREAM, "exact resume in mid-epoch")
 @pytest.mark.parametrize(
-    ("name", "workers"),  # with workers, datasets 5.2 raises an IndexError for the state of shuffled shards
+    (
+        "name",
+        "workers",
+    ),  # with workers, datasets 5.2 raises an IndexError for the state of shuffled shards
     [("shuffled shards", 0), ("of a table", 2), ("of a generator", 0), ("of a generator", 2)],
 )
 def test_stream_is_continued_in_its_second_epoch(name, workers):
@@ -139,7 +157,9 @@ def of_rank():
     """This rank's samples, by kind of dataset."""
     rank = hr.get_rank_info().rank
     dataset = MAPS["torch format"]()
-    loaders = {"map-style": hr.DataLoader(dataset, BATCH, sampler=hr.ElasticSampler(dataset, seed=0))}
+    loaders = {
+        "map-style": hr.DataLoader(dataset, BATCH, sampler=hr.ElasticSampler(dataset, seed=0))
+    }
     for workers in (0, 2):
         stream = split_dataset_by_node(STREAMS["shuffled shards"](), rank, 2)
         loaders[f"stream, {workers} workers"] = hr.DataLoader(stream, BATCH, num_workers=workers)

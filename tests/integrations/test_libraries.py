@@ -53,7 +53,9 @@ def epochs(make, count=2, modules=(), **arguments):
             inner = getattr(loader, "loader", loader)  # timm's PrefetchLoader holds it
             assert isinstance(inner, kind)
             if kind is hr.DataLoader:
-                assert inner.stats().batches >= sum(map(len, results[-1])), "torch's iterator was used"
+                assert inner.stats().batches >= sum(map(len, results[-1])), (
+                    "torch's iterator was used"
+                )
                 hr.DataLoader.close(inner)
     return results
 
@@ -113,7 +115,11 @@ class Samples(torch.utils.data.Dataset):
         return 10
 
     def __getitem__(self, index):
-        return {"img": torch.full((3, 4, 4), index), "cls": torch.tensor([random.random()]), "index": index}
+        return {
+            "img": torch.full((3, 4, 4), index),
+            "cls": torch.tensor([random.random()]),
+            "index": index,
+        }
 
     @staticmethod
     def collate_fn(samples):
@@ -132,7 +138,9 @@ def test_ultralytics(workers):
 
     torchs, ours = epochs(make, count=3, modules=["ultralytics.data.build"])
     assert torchs == ours
-    assert [sorted(index for batch in epoch for index in batch["index"]) for epoch in ours] == [[*range(10)]] * 3
+    assert [sorted(index for batch in epoch for index in batch["index"]) for epoch in ours] == [
+        [*range(10)]
+    ] * 3
 
 
 @workers_or_none
@@ -141,10 +149,15 @@ def test_pytorch_geometric(workers):
     from torch_geometric.data import Data
 
     edges = [torch.tensor([[0], [number]]) for number in range(10)]
-    graphs = [Data(x=torch.full((number + 1, 2), float(number)), edge_index=edges[number]) for number in range(10)]
+    graphs = [
+        Data(x=torch.full((number + 1, 2), float(number)), edge_index=edges[number])
+        for number in range(10)
+    ]
 
     def make(module):
-        return module.DataLoader(graphs, batch_size=3, shuffle=True, num_workers=workers, follow_batch=["x"])
+        return module.DataLoader(
+            graphs, batch_size=3, shuffle=True, num_workers=workers, follow_batch=["x"]
+        )
 
     torchs, ours = epochs(make, modules=["torch_geometric.loader.dataloader"])
     assert torchs == ours
@@ -157,12 +170,22 @@ def test_monai(workers):
     from monai.data import Dataset
     from monai.transforms import Compose, RandFlipd, RandGaussianNoised, ScaleIntensityd, ToTensord
 
-    items = [{"image": np.arange(16.0, dtype=np.float32).reshape(1, 4, 4) + number} for number in range(8)]
+    items = [
+        {"image": np.arange(16.0, dtype=np.float32).reshape(1, 4, 4) + number}
+        for number in range(8)
+    ]
     keys = ["image"]
-    steps = [ScaleIntensityd(keys), RandFlipd(keys, prob=0.5), RandGaussianNoised(keys, prob=0.5), ToTensord(keys)]
+    steps = [
+        ScaleIntensityd(keys),
+        RandFlipd(keys, prob=0.5),
+        RandGaussianNoised(keys, prob=0.5),
+        ToTensord(keys),
+    ]
 
     def make(module):
-        return module.DataLoader(Dataset(items, Compose(steps)), batch_size=3, shuffle=True, num_workers=workers)
+        return module.DataLoader(
+            Dataset(items, Compose(steps)), batch_size=3, shuffle=True, num_workers=workers
+        )
 
     torchs, ours = epochs(make, modules=["monai.data.dataloader"])
     assert torchs == ours

@@ -22,7 +22,9 @@ from tests.integrations import lightning_jobs as jobs
 from tests.integrations.common import Numbers, TorchNumbers, flat, tenfold
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:lightning", "ignore::FutureWarning:lightning", "ignore:TorchStream has no state_dict"
+    "ignore::UserWarning:lightning",
+    "ignore::FutureWarning:lightning",
+    "ignore:TorchStream has no state_dict",
 )
 LINES = jobs.SAMPLES
 TRAINER = "Lightning Trainer"
@@ -67,11 +69,16 @@ def check_resumed(whole, resumed, step):
 
 
 @pytest.mark.proves(
-    TRAINER, "exact resume in mid-epoch", "resume at the end of an epoch", "another order in each epoch"
+    TRAINER,
+    "exact resume in mid-epoch",
+    "resume at the end of an epoch",
+    "another order in each epoch",
 )
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
 @pytest.mark.parametrize("kind", jobs.KINDS)
-def test_job_resumed_after_any_batch_or_an_epoch_goes_on_as_if_it_had_not_stopped(kind, tmp_path, pattern):
+def test_job_resumed_after_any_batch_or_an_epoch_goes_on_as_if_it_had_not_stopped(
+    kind, tmp_path, pattern
+):
     make = jobs.KINDS[kind]
     saves = jobs.each_step(tmp_path), {"dirpath": tmp_path, "filename": "{epoch}"}
     whole = jobs.train(make(pattern), saves=saves)
@@ -79,12 +86,16 @@ def test_job_resumed_after_any_batch_or_an_epoch_goes_on_as_if_it_had_not_stoppe
     if kind != "torch's stream":
         orders = [batches for _, batches in whole["seen"][::of_epoch]]
         assert orders[0] != orders[1] != orders[2] != orders[0]
-    points = {f"step={step}": step for step in (1, of_epoch - 1, of_epoch, 2 * of_epoch - 2, 2 * of_epoch)}
+    points = {
+        f"step={step}": step for step in (1, of_epoch - 1, of_epoch, 2 * of_epoch - 2, 2 * of_epoch)
+    }
     points |= {f"epoch={epoch}": (epoch + 1) * of_epoch for epoch in (0, 1)}
     for name, step in points.items():
         check_resumed(whole, jobs.train(make(pattern), resume=tmp_path / f"{name}.ckpt"), step)
     longer = jobs.train(make(pattern), epochs=4)
-    check_resumed(longer, jobs.train(make(pattern), epochs=4, resume=tmp_path / "epoch=2.ckpt"), 3 * of_epoch)
+    check_resumed(
+        longer, jobs.train(make(pattern), epochs=4, resume=tmp_path / "epoch=2.ckpt"), 3 * of_epoch
+    )
 
 
 class Estimating(jobs.Model):
@@ -114,7 +125,10 @@ def test_resumed_job_is_exact_with_options_of_the_trainer(kind, options, tmp_pat
     else:
         saves = [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}]
     folders = [tmp_path / f"checkpoints{number}" for number in range(len(saves))]
-    saves = [{**save, "dirpath": folder, "filename": "{step}"} for save, folder in zip(saves, folders, strict=True)]
+    saves = [
+        {**save, "dirpath": folder, "filename": "{step}"}
+        for save, folder in zip(saves, folders, strict=True)
+    ]
     whole = jobs.train(make(pattern), saves=saves, model=model(), **options)
     for path in (path for folder in folders for path in sorted(folder.iterdir())[::3]):
         resumed = jobs.train(make(pattern), resume=path, model=model(), **options)
@@ -126,7 +140,9 @@ def test_gradients_accumulate_over_the_same_batches_after_a_resume(tmp_path, pat
     make = jobs.KINDS["seeded"]
     whole = jobs.train(make(pattern), saves=[jobs.each_step(tmp_path)], accumulate_grad_batches=2)
     for step, batch in ((2, 4), (3, 5), (4, 7)):  # of 5 batches the last is a step by itself
-        resumed = jobs.train(make(pattern), resume=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2)
+        resumed = jobs.train(
+            make(pattern), resume=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2
+        )
         check_resumed(whole, resumed, batch)
 
 
@@ -136,7 +152,9 @@ def test_resumed_job_can_be_resumed(tmp_path, pattern):
     again = [jobs.each_step(tmp_path / "second")]
     jobs.train(make(pattern), resume=tmp_path / "first" / "step=2.ckpt", saves=again)
     for step in (4, 8):
-        check_resumed(whole, jobs.train(make(pattern), resume=tmp_path / "second" / f"step={step}.ckpt"), step)
+        check_resumed(
+            whole, jobs.train(make(pattern), resume=tmp_path / "second" / f"step={step}.ckpt"), step
+        )
 
 
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
@@ -158,20 +176,31 @@ class TwoBatches(jobs.Model):
 
 STEPS_OF_TWO = {
     "unknown length": lambda pattern: jobs.of_lines(pattern, shuffle=True),
-    "several": lambda _: jobs.CombinedLoader([jobs.map_style(size) for size in (4, 8)], "max_size_cycle"),
+    "several": lambda _: jobs.CombinedLoader(
+        [jobs.map_style(size) for size in (4, 8)], "max_size_cycle"
+    ),
 }
 
 
 @pytest.mark.parametrize("make", STEPS_OF_TWO.values(), ids=STEPS_OF_TWO)
-def test_job_whose_steps_take_several_batches_goes_on_after_those_of_whole_steps(make, tmp_path, pattern):
-    saves = jobs.each_step(tmp_path), {"dirpath": tmp_path, "filename": "{epoch}", "save_on_train_epoch_end": True}
+def test_job_whose_steps_take_several_batches_goes_on_after_those_of_whole_steps(
+    make, tmp_path, pattern
+):
+    saves = (
+        jobs.each_step(tmp_path),
+        {"dirpath": tmp_path, "filename": "{epoch}", "save_on_train_epoch_end": True},
+    )
     train = functools.partial(jobs.train, epochs=2, validation=hr.DataLoader(Numbers(16), 8))
     whole = train(make(pattern), model=TwoBatches(), saves=saves)
     saving = [callbacks.OnExceptionCheckpoint(tmp_path, "failed")]
     failing = TwoBatches(functools.partial(jobs.raises_at, 7))  # when it has taken its batches
     with pytest.raises(RuntimeError, match="stopped by the test"):
         train(make(pattern), model=failing, callbacks=saving, enable_checkpointing=True)
-    for name, step in {**{f"step={step}": step for step in range(1, 10)}, "epoch=0": 5, "failed": 7}.items():
+    for name, step in {
+        **{f"step={step}": step for step in range(1, 10)},
+        "epoch=0": 5,
+        "failed": 7,
+    }.items():
         resumed = train(make(pattern), model=TwoBatches(), resume=tmp_path / f"{name}.ckpt")
         check_resumed(whole, resumed, step)
         assert resumed["validated"] == whole["validated"][2 * (step >= 5) :]
@@ -179,22 +208,31 @@ def test_job_whose_steps_take_several_batches_goes_on_after_those_of_whole_steps
 
 def test_checkpoint_without_a_state_of_the_loader_is_a_warning(tmp_path):
     jobs.train(DataLoader(TorchNumbers(40), 8), saves=[jobs.each_step(tmp_path)], epochs=1)
-    with pytest.warns(UserWarning, match="saved after batch 2 of an epoch, and has no state of this loader"):
+    with pytest.warns(
+        UserWarning, match="saved after batch 2 of an epoch, and has no state of this loader"
+    ):
         jobs.train(hr.DataLoader(TorchNumbers(40), 8), resume=tmp_path / "step=2.ckpt", epochs=1)
 
 
 @pytest.mark.proves(TRAINER, "headrace fetches", "nothing left behind")
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
 def test_nothing_is_left_after_fit(options):
-    with hr.DataLoader(Numbers(8), num_workers=1) as other:  # starts the process that workers are forked from
+    with hr.DataLoader(
+        Numbers(8), num_workers=1
+    ) as other:  # starts the process that workers are forked from
         list(other)
     gc.collect()
     before = set(threading.enumerate())
     children = set(children_of_this())
     dataset = Numbers(jobs.SAMPLES)
-    loader = hr.DataLoader(dataset, 8, shuffle=True, seed=5, concurrency=3, transform=tenfold, **options)
+    loader = hr.DataLoader(
+        dataset, 8, shuffle=True, seed=5, concurrency=3, transform=tenfold, **options
+    )
     result = jobs.train(loader, validation=hr.DataLoader(Numbers(jobs.SAMPLES), 8), epochs=2)
-    assert sorted(sample for epoch, batch in result["seen"] if epoch == 1 for sample in batch) == TENFOLD
+    assert (
+        sorted(sample for epoch, batch in result["seen"] if epoch == 1 for sample in batch)
+        == TENFOLD
+    )
     assert options or dataset.most == 3
     assert [thread.name for thread in set(threading.enumerate()) - before] == []
     assert set(children_of_this()) <= children
@@ -212,12 +250,17 @@ def test_evaluation_reads_each_sample_once():
     model, trainer = Several(), jobs.trainer_of(num_sanity_val_steps=2, val_check_interval=2)
     trainer.fit(model, jobs.KINDS["seeded"](""), jobs.map_style(8))
     for epoch in range(jobs.EPOCHS):
-        validated = [sample for number, batch in model.validated if number == epoch for sample in batch]
+        validated = [
+            sample for number, batch in model.validated if number == epoch for sample in batch
+        ]
         assert sorted(validated) == sorted(2 * TENFOLD)
     trainer.callbacks.append(Indices("batch"))
     trainer.predict(model, evaluation[0], return_predictions=False)
     assert trainer.callbacks.pop().indices == list(range(jobs.SAMPLES))
-    assert [flat(part) for part in trainer.predict(model, evaluation)] == [TENFOLD, list(range(jobs.SAMPLES))]
+    assert [flat(part) for part in trainer.predict(model, evaluation)] == [
+        TENFOLD,
+        list(range(jobs.SAMPLES)),
+    ]
     trainer.test(model, evaluation, verbose=False)
     assert model.tested == TENFOLD + list(range(jobs.SAMPLES))
 
@@ -242,7 +285,12 @@ class Several(jobs.Model):
 def test_shuffled_validation_has_the_order_of_the_epoch_also_after_a_resume(tmp_path):
     def trained(**how):
         validation = jobs.map_style(8, shuffle=True, seed=3)
-        options = {"limit_val_batches": 2, "num_sanity_val_steps": 1, "validation": validation, **how}
+        options = {
+            "limit_val_batches": 2,
+            "num_sanity_val_steps": 1,
+            "validation": validation,
+            **how,
+        }
         return jobs.train(jobs.KINDS["seeded"](""), **options)["validated"]
 
     with warnings.catch_warnings(action="ignore"):  # Lightning's: it is shuffled
@@ -263,7 +311,9 @@ def test_job_that_stops_early_leaves_a_loader_that_can_be_read_again():
             return super().training_step(batch, number)
 
     loader, stopping = jobs.KINDS["seeded"](""), callbacks.EarlyStopping("loss", patience=1)
-    assert len(jobs.train(loader, model=Early(), callbacks=[stopping], epochs=9)["seen"]) < 9 * EPOCH
+    assert (
+        len(jobs.train(loader, model=Early(), callbacks=[stopping], epochs=9)["seen"]) < 9 * EPOCH
+    )
     with loader:
         assert sorted(flat(loader)) == TENFOLD
 

@@ -66,7 +66,10 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
             continue
         first = step // EPOCH
         given = [
-            sample for run in on_two for _, batch in run["whole"]["seen"][first * EPOCH : step] for sample in batch
+            sample
+            for run in on_two
+            for _, batch in run["whole"]["seen"][first * EPOCH : step]
+            for sample in batch
         ]
         for epoch in range(first, jobs.EPOCHS):
             assert sorted(samples(resumed, epoch) + (given if epoch == first else [])) == TENFOLD
@@ -76,9 +79,9 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
 def test_killed_job_is_resumed_with_equal_weights_and_by_two_ranks(launcher, tmp_path, pattern):
     folder = str(tmp_path / "seeded")
-    whole = launcher.run(jobs.whole_and_resumed, str(tmp_path / "whole"), pattern, ("seeded",), ())[0]["seeded"][
-        "whole"
-    ]
+    whole = launcher.run(jobs.whole_and_resumed, str(tmp_path / "whole"), pattern, ("seeded",), ())[
+        0
+    ]["seeded"]["whole"]
     ended, _ = launcher.run_to_end(jobs.kill, folder, 7)
     assert ended[0][0] == -9
     (resumed,) = launcher.run(jobs.resumed, str(tmp_path), pattern, ("seeded",), (7,))
@@ -92,11 +95,19 @@ def test_killed_job_is_resumed_with_equal_weights_and_by_two_ranks(launcher, tmp
 
 
 @pytest.mark.proves(TRAINER, "evaluation", "equal steps for streams of unknown length")
-def test_ranks_evaluate_each_sample_once_and_make_equally_many_steps_with_a_stream(launcher, pattern):
+def test_ranks_evaluate_each_sample_once_and_make_equally_many_steps_with_a_stream(
+    launcher, pattern
+):
     runs = launcher.run(jobs.evaluated, pattern, ranks=2)
     assert sorted(sample for run in runs for sample in run["predicted"]) == TENFOLD
     for epoch in range(2):
-        seen = [sample for run in runs for number, batch in run["validated"] if number == epoch for sample in batch]
+        seen = [
+            sample
+            for run in runs
+            for number, batch in run["validated"]
+            if number == epoch
+            for sample in batch
+        ]
         assert sorted(seen) == TENFOLD
     assert [run["steps"] for run in runs] == [5, 5]  # 37 samples in batches of 4
 
@@ -115,13 +126,17 @@ FABRIC = "Lightning Fabric"
 NOT_PROVEN = {(FABRIC, "evaluation"): "your loop"}
 
 
-@pytest.mark.proves(FABRIC, "headrace fetches", "transform is applied once", "each sample once, on two ranks")
+@pytest.mark.proves(
+    FABRIC, "headrace fetches", "transform is applied once", "each sample once, on two ranks"
+)
 @pytest.mark.proves(FABRIC, "another order in each epoch")
 def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
     whole = by_fabric["whole"]
     for kind in ("seeded", "shards"):
         epochs = zip(*(run["seen"][kind] for run in whole), strict=True)
-        orders = [[sample for part in parts for batch in part for sample in batch] for parts in epochs]
+        orders = [
+            [sample for part in parts for batch in part for sample in batch] for parts in epochs
+        ]
         assert all(sorted(order) == TENFOLD for order in orders)
         assert orders[0] != orders[1] != orders[2]
     assert all(run["most"] == 3 for run in whole)
@@ -131,7 +146,9 @@ def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
 @pytest.mark.proves(FABRIC, "exact resume in mid-epoch", "resume at the end of an epoch")
 @pytest.mark.proves(FABRIC, "equal weights after an interruption")
 @pytest.mark.parametrize("point", ["middle", "end"])
-def test_loader_restored_by_fabric_continues_and_has_the_orders_that_would_have_followed(by_fabric, point):
+def test_loader_restored_by_fabric_continues_and_has_the_orders_that_would_have_followed(
+    by_fabric, point
+):
     for whole, resumed in zip(by_fabric["whole"], by_fabric[point], strict=True):
         for kind, (_, second, third) in whole["seen"].items():
             assert resumed["seen"][kind] == ([second[2:], third] if point == "middle" else [third])
@@ -141,7 +158,12 @@ def test_loader_restored_by_fabric_continues_and_has_the_orders_that_would_have_
 @pytest.mark.proves(FABRIC, "resume on another number of ranks")
 def test_loader_restored_by_fabric_on_one_rank_gives_the_rest_of_two(by_fabric):
     (resumed,) = by_fabric["two by one"]
-    given = [sample for run in by_fabric["whole"] for batch in run["seen"]["seeded"][1][:2] for sample in batch]
+    given = [
+        sample
+        for run in by_fabric["whole"]
+        for batch in run["seen"]["seeded"][1][:2]
+        for sample in batch
+    ]
     rest = [sample for batch in resumed["seen"]["seeded"][0] for sample in batch]
     assert sorted(given + rest) == TENFOLD
 
@@ -158,7 +180,10 @@ def test_ranks_of_lightnings_launcher_share_all_samples_in_each_epoch(launcher, 
     both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for name, expected in (("lines, workers", list(range(jobs.SAMPLES))), ("blocks", TENFOLD)):
         orders = [
-            [[sample for number, batch in seen if number == epoch for sample in batch[name]] for seen in both]
+            [
+                [sample for number, batch in seen if number == epoch for sample in batch[name]]
+                for seen in both
+            ]
             for epoch in range(2)
         ]
         for ours, theirs in orders:

@@ -9,7 +9,13 @@ import pytest
 
 from tests.integrations import loops
 
-IMPORTS = ("ignite.distributed", "ignite.handlers", "skorch", "fastai.learner", "torchtitan.components.dataloader")
+IMPORTS = (
+    "ignite.distributed",
+    "ignite.handlers",
+    "skorch",
+    "fastai.learner",
+    "torchtitan.components.dataloader",
+)
 pytestmark = [  # without importing them here, which takes long
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
     for name in ("ignite", "skorch", "fastai", "torchtitan")
@@ -28,7 +34,11 @@ NOT_PROVEN = {
 
 def of_each(*rows, without=()):
     """Runs a test for each trainer, and fills these rows of its column."""
-    marked = [pytest.param(name, marks=pytest.mark.proves(name, *rows)) for name in COLUMNS if name not in without]
+    marked = [
+        pytest.param(name, marks=pytest.mark.proves(name, *rows))
+        for name in COLUMNS
+        if name not in without
+    ]
     return pytest.mark.parametrize("reports", marked, indirect=True)
 
 
@@ -39,7 +49,9 @@ class Reports:
         ranks = RANKS[trainer]
         ended, _ = launcher.run_to_end(loops.be_killed, trainer, folder, ranks=ranks)
         assert ended[-1][0] == -9, ended[-1][1]
-        self.killed = [json.loads(Path(folder, f"steps{rank}.json").read_text()) for rank in range(ranks)]
+        self.killed = [
+            json.loads(Path(folder, f"steps{rank}.json").read_text()) for rank in range(ranks)
+        ]
         self.of_ranks = launcher.run(loops.run_and_continue, trainer, folder, ranks=ranks)
         (self.alone,) = launcher.run(loops.continue_alone, trainer, folder)
 
@@ -57,7 +69,9 @@ def together(steps):
 @of_each("headrace fetches", "transform is applied once", "another order in each epoch")
 def test_model_sees_each_sample_once_in_another_order_in_each_epoch(reports):
     assert all(report["most in flight"] > 2 * loops.BATCH for report in reports.of_ranks)
-    epochs = [[report["epochs"][number] for report in reports.of_ranks] for number in range(loops.EPOCHS)]
+    epochs = [
+        [report["epochs"][number] for report in reports.of_ranks] for number in range(loops.EPOCHS)
+    ]
     assert together(epochs[0]) == together(epochs[1]) == list(range(loops.SAMPLES))
     assert epochs[0] != epochs[1]
 
@@ -80,7 +94,11 @@ def test_evaluation_sees_every_sample_in_each_epoch(reports):
     assert sorted(itertools.chain(*evaluated)) == sorted([*range(loops.SAMPLES)] * loops.EPOCHS)
 
 
-@of_each("exact resume in mid-epoch", "resume at the end of an epoch", "equal weights after an interruption")
+@of_each(
+    "exact resume in mid-epoch",
+    "resume at the end of an epoch",
+    "equal weights after an interruption",
+)
 def test_job_killed_in_an_epoch_continues_after_its_checkpoint_with_equal_weights(reports):
     for killed, report in zip(reports.killed, reports.of_ranks, strict=True):
         whole = [*report["epochs"][0], *report["epochs"][1]]

@@ -30,10 +30,10 @@ SAME, WORKERS, RANKS, RESUME = (
     "each sample once, on two ranks",
     "exact resume in mid-epoch",
 )
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset's shards
-NOT_PROVEN = {
-    ("torchdata.nodes", WORKERS): "nodes have workers of their own",
-}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # webdataset's shards
+NOT_PROVEN = {("torchdata.nodes", WORKERS): "nodes have workers of their own"}
 
 
 class Shards(webdataset.WebDataset):
@@ -47,7 +47,11 @@ class Shards(webdataset.WebDataset):
 
 def shards(folder, **options):
     dataset = Shards(
-        [f"{folder}/{shard}.tar" for shard in range(4)], shardshuffle=4, detshuffle=True, seed=1, **options
+        [f"{folder}/{shard}.tar" for shard in range(4)],
+        shardshuffle=4,
+        detshuffle=True,
+        seed=1,
+        **options,
     )
     return dataset.compose(webdataset.detshuffle(5, seed=2)).decode().to_tuple("cls").map(first)
 
@@ -66,7 +70,9 @@ class Nodes(nodes.Loader):
 
     def __init__(self):
         info = hr.get_rank_info()
-        self.sampler = DistributedSampler(range(SAMPLES), num_replicas=info.world_size, rank=info.rank, seed=3)
+        self.sampler = DistributedSampler(
+            range(SAMPLES), num_replicas=info.world_size, rank=info.rank, seed=3
+        )
         root = nodes.SamplerWrapper(self.sampler)
         super().__init__(nodes.Prefetcher(nodes.Mapper(root, int), prefetch_factor=3))
 
@@ -119,9 +125,13 @@ def places(folder, url):
 
 def makers(folder, url):
     return {
-        "webdataset": functools.partial(shards, f"{folder}/tar", nodesplitter=webdataset.split_by_node),
+        "webdataset": functools.partial(
+            shards, f"{folder}/tar", nodesplitter=webdataset.split_by_node
+        ),
         "litdata": functools.partial(Numbers, f"{folder}/chunks", shuffle=True, seed=3),
-        "s3torchconnector, map-style": functools.partial(objects, s3torchconnector.S3MapDataset, url),
+        "s3torchconnector, map-style": functools.partial(
+            objects, s3torchconnector.S3MapDataset, url
+        ),
         "s3torchconnector, stream": functools.partial(
             objects, s3torchconnector.S3IterableDataset, url, enable_sharding=True
         ),
@@ -129,7 +139,13 @@ def makers(folder, url):
     }
 
 
-COLUMNS = ("webdataset", "litdata", "s3torchconnector, map-style", "s3torchconnector, stream", "torchdata.nodes")
+COLUMNS = (
+    "webdataset",
+    "litdata",
+    "s3torchconnector, map-style",
+    "s3torchconnector, stream",
+    "torchdata.nodes",
+)
 
 
 def numbers(loader):
@@ -151,7 +167,9 @@ def for_torch(dataset):
 
 
 def proving(row, *more):
-    return [pytest.param(column, *more, marks=pytest.mark.proves(column, row)) for column in COLUMNS]
+    return [
+        pytest.param(column, *more, marks=pytest.mark.proves(column, row)) for column in COLUMNS
+    ]
 
 
 @pytest.mark.parametrize(("column", "workers"), [*proving(SAME, 0), *proving(WORKERS, 2)[:-1]])
@@ -167,7 +185,11 @@ def restored(make, epoch):
 
     def loader():
         dataset = make()
-        options = {"shuffle": True, "seed": 5} if isinstance(dataset, s3torchconnector.S3MapDataset) else {}
+        options = (
+            {"shuffle": True, "seed": 5}
+            if isinstance(dataset, s3torchconnector.S3MapDataset)
+            else {}
+        )
         return hr.DataLoader(dataset, 4, **options)
 
     with loader() as uninterrupted, loader() as stopped, loader() as continued:
@@ -186,7 +208,9 @@ def restored(make, epoch):
 
 
 @pytest.mark.parametrize("column", proving(RESUME))
-def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_read_again(places, column):
+def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_read_again(
+    places, column
+):
     warning = "it is read again from its start, .* must be the same, in the same order"
     stateless = column in ("webdataset", "litdata", "s3torchconnector, stream")
     with pytest.warns(UserWarning, match=warning) if stateless else contextlib.nullcontext():
@@ -203,22 +227,36 @@ def read_in_ranks(folder, url):
     report = {}
     undivided = {
         "webdataset without a split": functools.partial(shards, f"{folder}/tar", nodesplitter=None),
-        "s3torchconnector without a split": functools.partial(objects, s3torchconnector.S3IterableDataset, url),
+        "s3torchconnector without a split": functools.partial(
+            objects, s3torchconnector.S3IterableDataset, url
+        ),
     }
     for name, make in {**makers(folder, url), **undivided}.items():
-        for workers in (0, 2) if name in ("webdataset", "litdata", "s3torchconnector, stream") else (0,):
+        for workers in (
+            (0, 2) if name in ("webdataset", "litdata", "s3torchconnector, stream") else (0,)
+        ):
             for kind in (TorchDataLoader, hr.DataLoader):
                 dataset = for_torch(make()) if kind is TorchDataLoader else make()
-                sampler = DistributedSampler(dataset) if isinstance(dataset, s3torchconnector.S3MapDataset) else None
+                sampler = (
+                    DistributedSampler(dataset)
+                    if isinstance(dataset, s3torchconnector.S3MapDataset)
+                    else None
+                )
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     loader = kind(dataset, 4, num_workers=workers, sampler=sampler)
                     given = [number for batch in loader for number in batch.tolist()]
                     del loader
-                said = [str(each.message) for each in caught if "each of 2 ranks reads all of" in str(each.message)]
+                said = [
+                    str(each.message)
+                    for each in caught
+                    if "each of 2 ranks reads all of" in str(each.message)
+                ]
                 report[name, workers, kind is hr.DataLoader] = given, len(said)
     try:
-        numbers(hr.DataLoader(webdataset.WebDataset([f"{folder}/tar/0.tar"], shardshuffle=False), 4))
+        numbers(
+            hr.DataLoader(webdataset.WebDataset([f"{folder}/tar/0.tar"], shardshuffle=False), 4)
+        )
     except ValueError as error:
         report["webdataset by default"] = str(error)
     torch.distributed.destroy_process_group()
@@ -243,15 +281,24 @@ def test_ranks_share_the_samples(of_ranks, column):
 def test_stream_that_is_not_split_is_read_by_each_rank_as_in_torch(of_ranks):
     for rank in of_ranks:
         for name in ("webdataset without a split", "s3torchconnector without a split"):
-            assert sorted(rank[name, 0, False][0]) == sorted(rank[name, 0, True][0]) == [*range(SAMPLES)]
+            assert (
+                sorted(rank[name, 0, False][0])
+                == sorted(rank[name, 0, True][0])
+                == [*range(SAMPLES)]
+            )
         assert "explicit nodesplitter" in rank["webdataset by default"]
 
 
 def test_webdataset_reads_packed_shards(tmp_path):
-    fields = [{"cls": n, "npy": np.full(3, n), "json": {"n": [n]}, "seg.txt": f"é{n}"} for n in range(SAMPLES)]
+    fields = [
+        {"cls": n, "npy": np.full(3, n), "json": {"n": [n]}, "seg.txt": f"é{n}"}
+        for n in range(SAMPLES)
+    ]
     samples = [{"__key__": f"a/{number:02}", **each} for number, each in enumerate(fields)]
     assert hr.pack(samples, tmp_path, shard_size=50_000).shards > 1
     names = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
-    for found, sample in zip(webdataset.WebDataset(names, shardshuffle=False).decode(), samples, strict=True):
+    for found, sample in zip(
+        webdataset.WebDataset(names, shardshuffle=False).decode(), samples, strict=True
+    ):
         assert found.pop("npy").tolist() == sample.pop("npy").tolist()
         assert {name: found[name] for name in sample} == sample

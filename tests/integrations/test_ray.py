@@ -13,10 +13,20 @@ import pytest
 import headrace as hr
 from tests.documents import ROOT
 from tests.integrations import on_ray
-from tests.integrations.on_ray import BATCHES, EPOCHS, KILLED_AT, SAMPLES, SAVED_AT, digest, made_loader
+from tests.integrations.on_ray import (
+    BATCHES,
+    EPOCHS,
+    KILLED_AT,
+    SAMPLES,
+    SAVED_AT,
+    digest,
+    made_loader,
+)
 
 IMPORTS = (on_ray.__name__,)
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed"
+)
 
 LINES = 400
 COLUMN = "Ray Train"
@@ -54,7 +64,9 @@ def on_one_machine():
         return [digest(loader) for _ in range(2)]
 
 
-def test_engines_give_the_same_bytes_as_without_ray_and_the_errors_of_the_program(report, on_one_machine):
+def test_engines_give_the_same_bytes_as_without_ray_and_the_errors_of_the_program(
+    report, on_one_machine
+):
     assert report["two epochs"] == on_one_machine
     assert on_one_machine[0] != on_one_machine[1]
 
@@ -73,7 +85,9 @@ def test_lost_engine_is_replaced_and_the_batches_do_not_change(report, on_one_ma
     matches = [LOST.match(warning) for warning in warned]
     assert matches
     assert all(matches), warned
-    assert {match[1] for match in matches} >= ({"0", "1"} if loss == "SIGKILL of all actors" else set())
+    assert {match[1] for match in matches} >= (
+        {"0", "1"} if loss == "SIGKILL of all actors" else set()
+    )
 
 
 def test_stream_whose_engine_is_lost_is_continued_from_a_state(report, pattern):
@@ -83,11 +97,19 @@ def test_stream_whose_engine_is_lost_is_continued_from_a_state(report, pattern):
 
 def test_example_of_a_cluster_loses_a_node_and_no_batch():
     program = (ROOT / "examples" / "30_ray_cluster.py").read_text()
-    killed = program.replace("allow_graceful=True", "allow_graceful=False")  # whose end Ray prints, too
+    killed = program.replace(
+        "allow_graceful=True", "allow_graceful=False"
+    )  # whose end Ray prints, too
     assert killed != program
-    run = subprocess.run([sys.executable, "-c", killed], capture_output=True, text=True, timeout=TIMEOUT)
+    run = subprocess.run(
+        [sys.executable, "-c", killed], capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert run.returncode == 0, run.stdout + run.stderr
-    found = [line.split()[-1] for line in run.stdout.splitlines() if line.startswith(("one process", "two engines"))]
+    found = [
+        line.split()[-1]
+        for line in run.stdout.splitlines()
+        if line.startswith(("one process", "two engines"))
+    ]
     assert len(found) == 3
     assert len(set(found)) == 1
     assert "was lost" in run.stdout
@@ -139,7 +161,13 @@ ALL = list(range(0, 10 * SAMPLES, 10))
 
 def together(steps, epoch):
     """The samples of an epoch, of all workers."""
-    return sorted(sample for mine in steps for number, samples in mine if number == epoch for sample in samples)
+    return sorted(
+        sample
+        for mine in steps
+        for number, samples in mine
+        if number == epoch
+        for sample in samples
+    )
 
 
 @pytest.mark.proves(COLUMN, "headrace fetches", "transform is applied once")
@@ -148,12 +176,18 @@ def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports, uni
     assert min(reports.of_ranks("attempt1", "most")) > on_ray.TRAIN_BATCH
     steps, (orders, _) = reports.of_ranks("attempt1", "steps"), uninterrupted
     assert together(steps, 1) == ALL
-    assert [step for step in steps[0] if step[0] == 1] == [step for step in orders[0] if step[0] == 1]
-    assert [samples for epoch, samples in orders[0] if epoch == 0] != [each for epoch, each in orders[0] if epoch == 1]
+    assert [step for step in steps[0] if step[0] == 1] == [
+        step for step in orders[0] if step[0] == 1
+    ]
+    assert [samples for epoch, samples in orders[0] if epoch == 0] != [
+        each for epoch, each in orders[0] if epoch == 1
+    ]
 
 
 @pytest.mark.proves(COLUMN, "exact resume in mid-epoch", "equal weights after an interruption")
-def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(reports, uninterrupted):
+def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(
+    reports, uninterrupted
+):
     orders, weights = uninterrupted
     attempts = (reports.of_ranks(attempt, "steps") for attempt in ("attempt0", "attempt1"))
     for killed, resumed, whole in zip(*attempts, orders, strict=True):
@@ -174,7 +208,11 @@ def test_one_process_reads_the_rest_of_an_epoch_of_two_workers(reports):
 
 @pytest.mark.proves(COLUMN, "evaluation", "equal steps for streams of unknown length")
 def test_two_workers_share_the_samples_of_other_loaders(reports):
-    for name, samples in (("evaluation", ALL), ("by engines on Ray", ALL), ("lines", list(range(0, 4000, 10)))):
+    for name, samples in (
+        ("evaluation", ALL),
+        ("by engines on Ray", ALL),
+        ("lines", list(range(0, 4000, 10))),
+    ):
         parts = reports.of_ranks("others", name)
         assert sorted(itertools.chain(*parts)) == samples
         assert len(parts[0]) == len(parts[1])

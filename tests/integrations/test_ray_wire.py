@@ -39,7 +39,10 @@ def test_small_messages_come_in_one_answer_and_a_large_one_alone_in_their_order(
             served._put(pack(dump_message(np.ones(size, np.uint8))))
         served.end(None)
         found = [await served.answer() for _ in range(6)]
-        return [[unpack(each).size for each in answer] if type(answer) is list else unpack(answer) for answer in found]
+        return [
+            [unpack(each).size for each in answer] if type(answer) is list else unpack(answer)
+            for answer in found
+        ]
 
     half = IN_BAND // 2 + 1
     first, large, second, third, *end = asyncio.run(answers(1, 2, 2 * IN_BAND, 3, half, half))

@@ -1,7 +1,7 @@
 """The tables of docs/trainers.md say what the tests here prove.
 
-A test proves cells with ``@pytest.mark.proves(column, *rows)``. A cell that no test can prove has its reason in the
-dictionary NOT_PROVEN of a test module, by (column, row).
+A test proves cells with ``@pytest.mark.proves(column, *rows)``. A cell that no test can prove has
+its reason in the dictionary NOT_PROVEN of a test module, by (column, row).
 """
 
 import re
@@ -11,7 +11,17 @@ import pytest
 
 from tests.parity.table import collected_in
 
-for package in ("lightning", "transformers", "ray", "ignite", "skorch", "fastai", "datasets", "timm", "monai"):
+for package in (
+    "lightning",
+    "transformers",
+    "ray",
+    "ignite",
+    "skorch",
+    "fastai",
+    "datasets",
+    "timm",
+    "monai",
+):
     pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
 
 HERE = Path(__file__).parent
@@ -21,7 +31,9 @@ DOCUMENT = HERE.parents[1] / "docs" / "trainers.md"
 def cells_of_document():
     """The cells of its tables, by (column, row): ✓, or why not."""
     cells = {}
-    for table in re.findall(r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL):
+    for table in re.findall(
+        r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL
+    ):
         columns = re.search(r"^In (.*):$", table, re.MULTILINE)[1].split("; ")
         for row, missing in re.findall(r"^\| ([^|]+?) \| ?(.*?) ?\|$", table, re.MULTILINE):
             reasons = dict(each.split(": ") for each in missing.split("; ") if each)

@@ -15,7 +15,9 @@ torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 BatchSampler, RandomSampler = torchdata.sampler.BatchSampler, torchdata.sampler.RandomSampler
 StatefulDistributedSampler = torchdata.sampler.StatefulDistributedSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated"
+)  # torchdata 0.11 calls it, torch 2.13 warns
 everywhere = pytest.mark.parametrize(
     ("loader_class", "options"),
     [(torchdata.StatefulDataLoader, {}), (hr.DataLoader, {}), (hr.DataLoader, {"num_workers": 3})],
@@ -242,10 +244,17 @@ class Batches(torch.utils.data.Sampler):
 
 CASES = {
     "documented program": lambda loader, **k: loader(list(range(40)), **k),
-    "documented sampler": lambda loader, **k: loader(NoisyRange(12, 1, 1), 2, sampler=MySampler(12, 1, 12), **k),
-    "documented stream": lambda loader, **k: loader(MyIterableDataset(12, 0), 2, drop_last=False, **k),
+    "documented sampler": lambda loader, **k: loader(
+        NoisyRange(12, 1, 1), 2, sampler=MySampler(12, 1, 12), **k
+    ),
+    "documented stream": lambda loader, **k: loader(
+        MyIterableDataset(12, 0), 2, drop_last=False, **k
+    ),
     "random sampler": lambda loader, **k: loader(
-        list(range(12)), 2, sampler=RandomSampler(range(12), generator=torch.Generator().manual_seed(13)), **k
+        list(range(12)),
+        2,
+        sampler=RandomSampler(range(12), generator=torch.Generator().manual_seed(13)),
+        **k,
     ),
     "batch sampler of torchdata": lambda loader, **k: loader(
         list(range(12)), batch_sampler=BatchSampler(MySampler(12, 1, 12), 5, True), **k
@@ -253,7 +262,9 @@ CASES = {
     "distributed sampler": lambda loader, **k: loader(
         list(range(12)), 2, sampler=StatefulDistributedSampler(range(12), 2, 1, seed=3), **k
     ),
-    "iterator of a sampler": lambda loader, **k: loader(list(range(12)), 2, sampler=IteratorSampler(), **k),
+    "iterator of a sampler": lambda loader, **k: loader(
+        list(range(12)), 2, sampler=IteratorSampler(), **k
+    ),
     "batch sampler": lambda loader, **k: loader(list(range(12)), batch_sampler=Batches(), **k),
     "iterator": lambda loader, **k: loader(Iterable(), 3, **k),
     "stream, from iter() on": lambda loader, **k: loader(BegunByIter(), 2, **k),

@@ -11,9 +11,7 @@ from tests.integrations import hf_jobs as jobs
 IMPORTS = ("transformers.trainer", "datasets", "headrace.integrations.transformers")
 ALL = jobs.ALL
 TRAINER = "transformers Trainer"
-NOT_PROVEN = {
-    (TRAINER, "equal steps for streams of unknown length"): "`max_steps` ends training",
-}
+NOT_PROVEN = {(TRAINER, "equal steps for streams of unknown length"): "`max_steps` ends training"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,9 @@ def interrupted(launch, tmp_path_factory):
     return launch(jobs.alone, tmp_path_factory.mktemp("alone"))[0]
 
 
-@pytest.mark.proves(TRAINER, "headrace fetches", "transform is applied once", "another order in each epoch")
+@pytest.mark.proves(
+    TRAINER, "headrace fetches", "transform is applied once", "another order in each epoch"
+)
 def test_each_epoch_is_all_samples_transformed_in_another_order(interrupted):
     whole, _, _ = interrupted
     assert [sorted(epoch) for epoch in whole.epochs] == [ALL] * 3
@@ -75,9 +75,13 @@ def test_two_ranks_share_each_epoch_and_streams(ranks):
     whole = [report["whole"] for report in ranks]
     assert [together(whole, epoch) for epoch in range(3)] == [ALL] * 3
     for name in jobs.STREAMS:
-        counts = collections.Counter(number for report in ranks for number in report[name].epochs[0])
+        counts = collections.Counter(
+            number for report in ranks for number in report[name].epochs[0]
+        )
         assert sorted(counts) == ALL
-        assert sum(counts.values()) - len(ALL) <= 4  # accelerate fills the last batch of torch's streams
+        assert (
+            sum(counts.values()) - len(ALL) <= 4
+        )  # accelerate fills the last batch of torch's streams
 
 
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")

@@ -22,7 +22,10 @@ def shuffled(count, buffer_size, seed, epoch, repetition):
 @functools.cache
 def chosen(weights, seed, epoch, rank, count=400):
     """The streams that `hr.mix` draws from on a rank."""
-    streams = [hr.from_async_iterable(functools.partial(_endless, number)) for number in range(len(weights))]
+    streams = [
+        hr.from_async_iterable(functools.partial(_endless, number))
+        for number in range(len(weights))
+    ]
     mixed = hr.mix(streams, weights, seed=seed).take(count)
     mixed.set_epoch(epoch)
     here = place_of_program()
@@ -53,7 +56,9 @@ def random_numbers(transform, seed, epoch, count=512):
     """For each position what a transform draws, alone in a batch; of process generators, several times in turn."""
     here = place_of_program()
     parts.as_rank(0, 1)
-    loader = hr.DataLoader(range(count), transform=_drawn_by(transform), seed=seed, collate_fn=parts.whole)
+    loader = hr.DataLoader(
+        range(count), transform=_drawn_by(transform), seed=seed, collate_fn=parts.whole
+    )
     loader.set_epoch(epoch)
     found = [drawn for (drawn,) in loader]
     parts.as_rank(*here)
@@ -94,6 +99,11 @@ def in_turn(iterators):
 def side_by_side(sampler):
     """The indices of groups of neighbouring blocks: one of each block of a group in turn."""
     size, at_once = sampler.block_size, sampler.blocks_at_once
-    groups = [range(len(sampler))[first:][: size * at_once] for first in range(0, len(sampler), size * at_once)]
-    rows = [row for group in groups for row in itertools.zip_longest(*np.array_split(group, at_once))]
+    groups = [
+        range(len(sampler))[first:][: size * at_once]
+        for first in range(0, len(sampler), size * at_once)
+    ]
+    rows = [
+        row for group in groups for row in itertools.zip_longest(*np.array_split(group, at_once))
+    ]
     return [int(index) for row in rows for index in row if index is not None]

@@ -1,7 +1,7 @@
 """The order of a mix of map-style datasets, one row after the other: the specification of `hr.mix`.
 
-A row is one sample of each lane. There are as many lanes as blocks are read side by side; without blocks, one lane.
-`hr.mix` computes any position of the order by arithmetic.
+A row is one sample of each lane. There are as many lanes as blocks are read side by side; without
+blocks, one lane. `hr.mix` computes any position of the order by arithmetic.
 """
 
 import functools
@@ -26,7 +26,9 @@ def derived(seed, first, second):
 def divided(rows, weights):
     """How many of the first rows are of each source: of the most frequent source, then of others in what is left."""
     scale = SHARES / math.fsum(weights)
-    shares = [(max(1, round(weight * scale)), source) for source, weight in enumerate(weights) if weight]
+    shares = [
+        (max(1, round(weight * scale)), source) for source, weight in enumerate(weights) if weight
+    ]
     total, counts = sum(share for share, _ in shares), [0] * len(weights)
     for share, source in sorted(shares, reverse=True):
         counts[source] = (rows * share + total // 2) // total
@@ -54,7 +56,9 @@ class Mix:
         while self.lanes > 1 and shortest < self.lanes * FEWEST_ROWS:
             self.lanes //= 2
         self.starts = {-(-step // self.lanes): weights for step, weights in schedule}
-        self.left = [[len(range(lane, size, self.lanes)) for size in lengths] for lane in range(self.lanes)]
+        self.left = [
+            [len(range(lane, size, self.lanes)) for size in lengths] for lane in range(self.lanes)
+        ]
         for number in itertools.count():
             if stop == "all" and not self._is_awaited(number):
                 return
@@ -93,8 +97,12 @@ class Mix:
                 ]
                 for row in zip(*columns, strict=True):
                     for lane, source in enumerate(row):
-                        passed, index = divmod(counts[lane][source] * self.lanes + lane, self.lengths[source])
-                        indices.append(sum(self.lengths[:source]) + int(orders(source, passed)[index]))
+                        passed, index = divmod(
+                            counts[lane][source] * self.lanes + lane, self.lengths[source]
+                        )
+                        indices.append(
+                            sum(self.lengths[:source]) + int(orders(source, passed)[index])
+                        )
                         counts[lane][source] += 1
                 number += len(window)
         return indices

@@ -281,7 +281,12 @@ def jittered(sample, rng):
 
 def noisy(sample):
     """A sample with numbers of the three generators of the process."""
-    return [sample, random.getrandbits(30), int(np.random.randint(1 << 30)), int(torch.randint(1 << 30, ()))]
+    return [
+        sample,
+        random.getrandbits(30),
+        int(np.random.randint(1 << 30)),
+        int(torch.randint(1 << 30, ())),
+    ]
 
 
 class KillsWorkerOnce:
@@ -315,7 +320,11 @@ def as_rank(rank, world_size):
 
 def program_draws():
     """What the program itself draws, as a training step does."""
-    return [random.getrandbits(16), int(np.random.randint(1 << 16)), int(torch.randint(1 << 16, ()))]
+    return [
+        random.getrandbits(16),
+        int(np.random.randint(1 << 16)),
+        int(torch.randint(1 << 16, ())),
+    ]
 
 
 def read(loader, count=None, *, ahead=False, pause=0.0, draws=True):
@@ -382,7 +391,8 @@ def samples_of(events):
 
 def attempt(function, *arguments, **options):
     """The result of a call, or the name of its error."""
-    gc.collect()  # an iteration that has raised lives on in a cycle with its error, and counts as under way
+    # an iteration that has raised lives on in a cycle with its error, and counts as under way
+    gc.collect()
     try:
         return function(*arguments, **options)
     except (IndexError, ValueError) as error:

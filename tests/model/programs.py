@@ -1,7 +1,7 @@
 """Programs that combine the features of the loader: drawn at random, run, compared, made smaller.
 
-A program is text. It runs with headrace's names, and with the names of the reference. Both records must be equal.
-"""
+A program is text. It runs with headrace's names, and with the names of the reference. Both records
+must be equal."""
 
 import dataclasses
 import itertools
@@ -40,9 +40,34 @@ MAPS = (
 )
 STREAMS = ("Count", "CountAgain", "TorchCount", "DividedTorchCount")
 ASYNC = (*MAPS[: MAPS.index("TorchNumbers")], "Count", "CountAgain")
-COMPUTED = ("sequential", "shuffle", "elastic", "elastic, in turn", "elastic, exact", "elastic, cut", "blocks")
-DRAWN = ("random", "replacement", "subset", "weighted", "distributed", "listed", "shifted", "batches", "balanced")
-DRAWING = ("drawing torch", "drawing numpy", "drawing random", "drawn batches", "weighted, global", "subset, global")
+COMPUTED = (
+    "sequential",
+    "shuffle",
+    "elastic",
+    "elastic, in turn",
+    "elastic, exact",
+    "elastic, cut",
+    "blocks",
+)
+DRAWN = (
+    "random",
+    "replacement",
+    "subset",
+    "weighted",
+    "distributed",
+    "listed",
+    "shifted",
+    "batches",
+    "balanced",
+)
+DRAWING = (
+    "drawing torch",
+    "drawing numpy",
+    "drawing random",
+    "drawn batches",
+    "weighted, global",
+    "subset, global",
+)
 OPERATIONS = {
     "": "{}",
     "map": "{}.map(tenfold)",
@@ -64,7 +89,14 @@ OPERATIONS = {
 }
 CHANGING = [(0, [1, 2, 0]), (10, [3, 2, 2]), (40, [0, 2, 1])]  # weights of a mix
 LAST = ("split", "pack", "first fit", "best fit", "tokens", "buckets")
-SHUFFLING = ("shuffle", "shuffle, seed", "mix", "mix all", "repeat", "for ever")  # at most one of them in a program
+SHUFFLING = (
+    "shuffle",
+    "shuffle, seed",
+    "mix",
+    "mix all",
+    "repeat",
+    "for ever",
+)  # at most one of them in a program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +194,9 @@ def dataset_of(case):
 
 
 def length_of(case):
-    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 200}.get(case.data, 0)
+    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 200}.get(
+        case.data, 0
+    )
 
 
 def order_of(case, life):
@@ -205,7 +239,9 @@ def drawn_ahead(case, life):
     """The number of batches that are drawn before the first is given; then one for each that is given."""
     if case.prefetch_factor or not case.is_async:
         return (case.prefetch_factor or 2) * life.workers
-    return max(6, 2 * life.workers, math.ceil((case.concurrency or 64) / (life.batch_size or 1)) + 1)
+    return max(
+        6, 2 * life.workers, math.ceil((case.concurrency or 64) / (life.batch_size or 1)) + 1
+    )
 
 
 def loader_of(case, life):
@@ -223,11 +259,19 @@ def loader_of(case, life):
     if case.generator:
         arguments.append("generator=torch.Generator().manual_seed(9)")
     if case.transform:
-        transform = f"KillsWorkerOnce({case.size // 2}, marker())" if case.transform == "kills" else case.transform
+        transform = (
+            f"KillsWorkerOnce({case.size // 2}, marker())"
+            if case.transform == "kills"
+            else case.transform
+        )
         arguments.append(f"transform={transform}")
     names = ("seed", "prefetch_factor", "concurrency", "persistent_workers")
     given = {name: getattr(case, name) for name in names}
-    arguments += [f"{name}={value!r}" for name, value in given.items() if value is not None and value is not False]
+    arguments += [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if value is not None and value is not False
+    ]
     if case.on_error != "raise":
         arguments.append(f'on_error="{case.on_error}"')
     if not case.in_order:
@@ -259,21 +303,29 @@ def source_of(case):
             if case.set_epoch is not None and not number:
                 lines.append(f"loader.set_epoch({case.set_epoch})")
             if number:
-                lines.append(f"loader.load_state_dict(states[{rank if case.order in DRAWN or case.is_stream else 0}])")
+                lines.append(
+                    f"loader.load_state_dict(states[{rank if case.order in DRAWN or case.is_stream else 0}])"
+                )
             reads = [f"read({read_rest})"] * life.epochs
             if life.events is not None:
                 reads.append(f"read({', '.join(['loader', str(life.events), *options])})")
             lines += [f"record({each})" if case.in_order else f"given += {each}" for each in reads]
             if case.on_error == "skip":
                 lines.append("record(loader.stats().skipped_samples)")
-            lines += [f"record(attempt(loader.batch_at, {epoch}, {step}))" for epoch, step in case.rewinds]
+            lines += [
+                f"record(attempt(loader.batch_at, {epoch}, {step}))" for epoch, step in case.rewinds
+            ]
             if case.rewinds:
                 lines.append("record(attempt(loader.samples_at, 1, [0, 1]))")
             if case.excluded and not number:
                 lines.append("record(attempt(loader.exclude, steps={0: [1], 1: [0]}, keys=[2]))")
             lines += [f"after_{rank} = saved(loader)", "close(loader)"]
         after = ", ".join(f"after_{rank}" for rank in range(life.ranks))
-        lines.append(f"states = [merge_states([{after}])] * 3" if case.merged else f"states = ([{after}] * 3)[:3]")
+        lines.append(
+            f"states = [merge_states([{after}])] * 3"
+            if case.merged
+            else f"states = ([{after}] * 3)[:3]"
+        )
     if not case.in_order:
         lines.append("record(samples_of(given))")
     return "\n".join(lines)
@@ -385,7 +437,9 @@ def of_headrace(source):
 
 
 def of_reference(source):
-    return run(source, {**_TORCHS, **names_of(parts), **names_of(reference), **_HERE, **_OF_REFERENCE})
+    return run(
+        source, {**_TORCHS, **names_of(parts), **names_of(reference), **_HERE, **_OF_REFERENCE}
+    )
 
 
 def of_torch(source):
@@ -437,13 +491,17 @@ def draw(choice, *, processes):
         pause=choice.choice([0.0, 0.0, 0.0, 0.001]),
         operations=tuple(choice.choice(list(OPERATIONS)) for _ in range(choice.randrange(4))),
         program_seed=choice.randrange(100),
-        rewinds=tuple((choice.randrange(3), choice.randrange(4)) for _ in range(choice.choice([0, 0, 2]))),
+        rewinds=tuple(
+            (choice.randrange(3), choice.randrange(4)) for _ in range(choice.choice([0, 0, 2]))
+        ),
         excluded=choice.random() < 0.2,
         set_epoch=choice.choice([None, None, None, 0, 3]),
         merged=choice.random() < 0.2,
     )
     if choice.random() < 0.4:
-        case = dataclasses.replace(case, failing=tuple(sorted(choice.sample(range(17), choice.randrange(1, 7)))))
+        case = dataclasses.replace(
+            case, failing=tuple(sorted(choice.sample(range(17), choice.randrange(1, 7))))
+        )
     lives = []
     for _ in range(choice.choice([1, 2] if processes else [1, 2, 2, 3])):
         life = Life(
@@ -451,7 +509,9 @@ def draw(choice, *, processes):
             events=choice.choice([None, 0, 1, 2, 3, 5]),
             ranks=choice.choice([1, 1, 1, 2] if processes else [1, 1, 1, 2, 3]),
             workers=choice.choice([1, 3, "auto"]) if processes else 0,
-            placement=choice.choice(["auto", "thread", "process"]) if processes else choice.choice(["auto", "thread"]),
+            placement=choice.choice(["auto", "thread", "process"])
+            if processes
+            else choice.choice(["auto", "thread"]),
             batch_size=choice.choice([None, 1, 2, 2, 3, 4]),
         )
         lives.append(life)
@@ -461,7 +521,17 @@ def draw(choice, *, processes):
 
 def possible(case):
     """The program without combinations for which nothing is promised."""
-    for rule in (_data, _operations, _order, _ranks, _restarts, _transform, _errors, _looking_back, _processes):
+    for rule in (
+        _data,
+        _operations,
+        _order,
+        _ranks,
+        _restarts,
+        _transform,
+        _errors,
+        _looking_back,
+        _processes,
+    ):
         case = dataclasses.replace(case, **rule(case))
     return case
 
@@ -476,7 +546,10 @@ def _data(case):
     if case.data in MIXES:
         size = 200 + case.size if case.data == "mixed, blocks" else max(5, case.size)
         return {"operations": (), "size": size, "generator": False}
-    return {"operations": (), "size": max(1, case.size) if case.order != "sequential" else case.size}
+    return {
+        "operations": (),
+        "size": max(1, case.size) if case.order != "sequential" else case.size,
+    }
 
 
 def _operations(case):
@@ -527,12 +600,23 @@ def _ranks(case):
 def _restarts(case):
     lives, changes = case.lives, {}
     if not case.in_order:  # each epoch is read to its end, by the next start
-        lives = (*lives[:-1], dataclasses.replace(lives[-1], events=None, epochs=max(1, lives[-1].epochs)))
-        lives = tuple(dataclasses.replace(life, ranks=1, batch_size=lives[0].batch_size) for life in lives)
-        changes.update(failing=(), transform="negated" if case.transform == "noisy" else case.transform, merged=False)
+        lives = (
+            *lives[:-1],
+            dataclasses.replace(lives[-1], events=None, epochs=max(1, lives[-1].epochs)),
+        )
+        lives = tuple(
+            dataclasses.replace(life, ranks=1, batch_size=lives[0].batch_size) for life in lives
+        )
+        changes.update(
+            failing=(),
+            transform="negated" if case.transform == "noisy" else case.transform,
+            merged=False,
+        )
     if case.seed is None or case.order in DRAWN:
         lives = tuple(dataclasses.replace(life, events=life.events or None) for life in lives)
-    unseeded = case.order == "shuffle" and (case.seed is None or case.generator) and not case.has_own_order
+    unseeded = (
+        case.order == "shuffle" and (case.seed is None or case.generator) and not case.has_own_order
+    )
     drawn = case.order in DRAWN or unseeded
     if drawn or case.is_stream or case.drop_last:  # positions are batches
         lives = tuple(dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives)
@@ -552,13 +636,24 @@ def _transform(case):
     numbered = not {*case.operations} - {"map", "take"}
     copies = not case.is_async and case.is_stream and any(life.workers for life in case.lives)
     several = several or (case.is_stream and bool(case.failing))
-    if case.seed is None or several or not numbered or copies or case.excluded or case.order == "balanced":
+    if (
+        case.seed is None
+        or several
+        or not numbered
+        or copies
+        or case.excluded
+        or case.order == "balanced"
+    ):
         return {"transform": "negated"}
     return {}
 
 
 def _errors(case):
-    if {*case.operations} - {"map", "filter"} or case.data == "DividedTorchCount" or case.order == "balanced":
+    if (
+        {*case.operations} - {"map", "filter"}
+        or case.data == "DividedTorchCount"
+        or case.order == "balanced"
+    ):
         return {"failing": ()}
     if case.on_error == "skip" and any(life.ranks > 1 for life in case.lives):
         return {"failing": ()}
@@ -568,9 +663,14 @@ def _errors(case):
 def _looking_back(case):
     changes = {}
     same = len({(life.ranks, life.batch_size) for life in case.lives}) == 1
-    if not (same and case.in_order and case.order in COMPUTED and not case.is_stream) or case.excluded:
+    if (
+        not (same and case.in_order and case.order in COMPUTED and not case.is_stream)
+        or case.excluded
+    ):
         changes["rewinds"] = ()
-    elif case.failing and case.on_error == "skip":  # lost batches are known of epochs that were read
+    elif (
+        case.failing and case.on_error == "skip"
+    ):  # lost batches are known of epochs that were read
         first = case.set_epoch or 0
         read = range(first, first + case.lives[0].epochs)
         changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)
@@ -587,7 +687,10 @@ def _processes(case):
     for life in case.lives:
         workers, placement = life.workers, life.placement
         if workers == "auto" and (
-            case.order in DRAWING or case.is_stream or not case.is_async or case.transform == "kills"
+            case.order in DRAWING
+            or case.is_stream
+            or not case.is_async
+            or case.transform == "kills"
         ):
             workers = 1
         if not case.is_async:
@@ -623,7 +726,9 @@ def smaller(case):
             ]:
                 if less != value and not (field.name == "batch_size" and less == 0):
                     one = dataclasses.replace(life, **{field.name: less})
-                    yield dataclasses.replace(case, lives=(*case.lives[:position], one, *case.lives[position + 1 :]))
+                    yield dataclasses.replace(
+                        case, lives=(*case.lives[:position], one, *case.lives[position + 1 :])
+                    )
     if case.size > 0:
         yield dataclasses.replace(case, size=case.size - 1)
 
@@ -632,7 +737,11 @@ def smallest(case, until):
     """A program that differs as `case` does, from which no feature can be taken away; or the one found in time."""
     while time.monotonic() < until:
         for candidate in smaller(case):
-            if candidate.lives and possible(candidate) == candidate and difference(candidate) is not None:
+            if (
+                candidate.lives
+                and possible(candidate) == candidate
+                and difference(candidate) is not None
+            ):
                 case = candidate
                 break
         else:
@@ -643,12 +752,28 @@ def smallest(case, until):
 def of_torch_alone(case):
     """The program without features of headrace."""
     lives = tuple(dataclasses.replace(life, ranks=1, placement="auto") for life in case.lives[:1])
-    data = {"Numbers": "TorchNumbers", "BatchedNumbers": "BatchedTorchNumbers"}.get(case.data, case.data)
+    data = {"Numbers": "TorchNumbers", "BatchedNumbers": "BatchedTorchNumbers"}.get(
+        case.data, case.data
+    )
     if data in ASYNC:
         data = "TorchCount" if case.is_stream else "TorchNumbers"
     order = case.order if case.order in (*DRAWN[:-1], *DRAWING, "shuffle") else "sequential"
-    alone = {"seed": None, "transform": "", "on_error": "raise", "rewinds": (), "excluded": False, "set_epoch": None}
+    alone = {
+        "seed": None,
+        "transform": "",
+        "on_error": "raise",
+        "rewinds": (),
+        "excluded": False,
+        "set_epoch": None,
+    }
     case = dataclasses.replace(
-        case, data=data, order=order, lives=lives, operations=(), ahead=False, concurrency=None, **alone
+        case,
+        data=data,
+        order=order,
+        lives=lives,
+        operations=(),
+        ahead=False,
+        concurrency=None,
+        **alone,
     )
     return possible(case)

@@ -1,12 +1,16 @@
 """What the documentation promises, as a loader that does one thing after the other.
 
-The same program runs with this module's names and with headrace's. Both must give the same batches, errors and states,
-and leave the program's own random generators alike. Only public names of headrace are used:
+The same program runs with this module's names and with headrace's. Both must give the same batches,
+errors and states, and leave the program's own random generators alike. Only public names of
+headrace are used:
 
-- `hr.Permutation` is the documented order of `shuffle=True` with a seed, and of `hr.ElasticSampler`;
-- a sampler of headrace or of torch, read without a loader, is the order that a loader with this sampler promises;
+- `hr.Permutation` is the documented order of `shuffle=True` with a seed, and of
+  `hr.ElasticSampler`;
+- a sampler of headrace or of torch, read without a loader, is the order that a loader with this
+  sampler promises;
 - the order of `stream.shuffle` and the choices of `hr.mix` are read from streams of plain numbers;
-- random numbers are read from the simplest loader: they depend on seed, epoch and position, and on nothing else.
+- random numbers are read from the simplest loader: they depend on seed, epoch and position, and on
+  nothing else.
 """
 
 import functools
@@ -58,7 +62,9 @@ def numbers(*, of_torch=False, by_batch=False, blocks=None):
 Numbers = RangedNumbers = numbers()
 IndexedNumbers = numbers(blocks={"block_size": 2, "blocks_at_once": 6})
 BatchedNumbers = numbers(by_batch=True)
-TorchNumbers = BatchedTorchNumbers = numbers(of_torch=True)  # torch's batches are read again sample by sample
+TorchNumbers = BatchedTorchNumbers = numbers(
+    of_torch=True
+)  # torch's batches are read again sample by sample
 
 
 class Failed(NamedTuple):
@@ -80,19 +86,27 @@ class Place(NamedTuple):
 class Stream:
     """A stream: `items(place)` yields samples, and `Failed` where one cannot be read."""
 
-    copies = of_torch = by_batch = False  # whether each worker reads a copy of it, as of torch's streams
+    copies = of_torch = by_batch = (
+        False  # whether each worker reads a copy of it, as of torch's streams
+    )
 
     def __init__(self, items):
         self.items = items
 
     def map(self, function):
         def items(place):
-            return (item if isinstance(item, Failed) else function(item) for item in self.items(place))
+            return (
+                item if isinstance(item, Failed) else function(item) for item in self.items(place)
+            )
 
         return Stream(items)
 
     def filter(self, function):
-        return Stream(lambda place: (each for each in self.items(place) if isinstance(each, Failed) or function(each)))
+        return Stream(
+            lambda place: (
+                each for each in self.items(place) if isinstance(each, Failed) or function(each)
+            )
+        )
 
     def take(self, count):
         def items(place):
@@ -143,7 +157,9 @@ class Stream:
 
 def Count(size, failing=(), slowest=0.0, start=0):
     def items(place):
-        return (Failed(index) if index in failing else index for index in range(start, start + size))
+        return (
+            Failed(index) if index in failing else index for index in range(start, start + size)
+        )
 
     return Stream(items)
 
@@ -165,7 +181,9 @@ class TorchCount(Stream):
 
 def concat(datasets):
     if isinstance(datasets[0], Stream):
-        return Stream(lambda place: itertools.chain.from_iterable(each.items(place) for each in datasets))
+        return Stream(
+            lambda place: itertools.chain.from_iterable(each.items(place) for each in datasets)
+        )
     places = [(each, index) for each in datasets for index in range(len(each))]
     return Samples(len(places), lambda index: places[index][0][places[index][1]])
 
@@ -184,7 +202,9 @@ def mix_of_streams(streams, weights, seed, stop):
     """Draws each sample from one of the streams. Those that have ended start again with ``stop="all"``."""
 
     def items(place):
-        choices = chosen(tuple(weights), place.seed if seed is None else seed, place.epoch, place.rank)
+        choices = chosen(
+            tuple(weights), place.seed if seed is None else seed, place.epoch, place.rank
+        )
         passes = [0] * len(streams)
         sources = [iter(each.items(place)) for each in streams]
         for choice in choices:
@@ -209,7 +229,9 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
         for sample in stream.items(place):
             bucket = sum(length(sample) > bound for bound in boundaries)
             lengths = [max(1, length(each)) for each in [*buckets[bucket], sample]]
-            size = max(lengths) * len(lengths) if padded else sum(lengths)  # an empty sample counts as one token
+            size = (
+                max(lengths) * len(lengths) if padded else sum(lengths)
+            )  # an empty sample counts as one token
             if size > max_tokens and buckets[bucket]:
                 yield buckets[bucket]
                 buckets[bucket] = []
@@ -223,7 +245,10 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
 def packed(documents, seq_len, strategy, window):
     """Sequences of documents. The longest wait of an open sequence is 4 × `window` others."""
     window = 1 if strategy == "concat" else window
-    open_ones, closed = [], []  # an open one: its pieces, and how many sequences were closed before it
+    open_ones, closed = (
+        [],
+        [],
+    )  # an open one: its pieces, and how many sequences were closed before it
 
     def used(one):
         return sum(map(len, one[0]))
@@ -256,7 +281,8 @@ def sequence(pieces, seq_len):
     padding = seq_len - sum(map(len, pieces))
     return {
         "tokens": [token for piece in pieces for token in piece] + [0] * padding,
-        "segment_ids": [number for number, piece in enumerate(pieces, 1) for _ in piece] + [0] * padding,
+        "segment_ids": [number for number, piece in enumerate(pieces, 1) for _ in piece]
+        + [0] * padding,
         "positions": [place for piece in [*pieces, range(padding)] for place in range(len(piece))],
     }
 
@@ -292,14 +318,20 @@ class ElasticSampler(ComputedOrder):
         self.drop_last, self.exact = drop_last, exact
 
     def whole(self, epoch):
-        return list(hr.Permutation(self.size, self.seed, epoch)) if self.shuffle else list(range(self.size))
+        return (
+            list(hr.Permutation(self.size, self.seed, epoch))
+            if self.shuffle
+            else list(range(self.size))
+        )
 
 
 class BlockShuffleSampler(ComputedOrder):
     drop_last = True
 
     def __init__(self, dataset, *, shuffle=True, **options):
-        self.sampler = hr.BlockShuffleSampler(len(dataset), shuffle=shuffle, **options, rank=0, world_size=1)
+        self.sampler = hr.BlockShuffleSampler(
+            len(dataset), shuffle=shuffle, **options, rank=0, world_size=1
+        )
         self.shuffle = shuffle
 
     def whole(self, epoch):
@@ -330,7 +362,9 @@ class Position(NamedTuple):
     generator: object = None  # state of `generator=`
     excluded: tuple = ()
     lost: frozenset = frozenset()  # batches that lost all their samples: pairs of epoch and number
-    has_workers: bool = False  # whether workers that persist have begun: torch draws their seed once
+    has_workers: bool = (
+        False  # whether workers that persist have begun: torch draws their seed once
+    )
 
 
 class DataLoader:
@@ -341,7 +375,12 @@ class DataLoader:
         generator=None, seed=None, transform=None, on_error="raise", collate_fn=None, num_workers=0,
         persistent_workers=False, drawn_ahead=1, **ignored,
     ):  # fmt: skip
-        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
+        self.dataset, self.batch_size, self.drop_last, self.seed = (
+            dataset,
+            batch_size,
+            drop_last,
+            seed,
+        )
         self.generator, self.transform, self.on_error = generator, transform, on_error
         self.is_stream = isinstance(dataset, Stream)
         self.copies = num_workers if self.is_stream and dataset.copies else 0
@@ -370,7 +409,11 @@ class DataLoader:
         else:
             self.sampler = sampler or RandomSampler(self.dataset, generator=self.generator)
             unbatched = self.batch_size is None
-            self.batches = self.sampler if unbatched else BatchSampler(self.sampler, self.batch_size, self.drop_last)
+            self.batches = (
+                self.sampler
+                if unbatched
+                else BatchSampler(self.sampler, self.batch_size, self.drop_last)
+            )
 
     @property
     def order_generator(self):
@@ -387,7 +430,9 @@ class DataLoader:
     def __iter__(self):
         self.has_workers |= self.restored is not None and self.restored.has_workers
         draws_seed = self.seed is None and not (self.keeps_workers and self.has_workers)
-        self.iteration = Iteration(self, self.restored or Position(self.epoch), draws_seed=draws_seed)
+        self.iteration = Iteration(
+            self, self.restored or Position(self.epoch), draws_seed=draws_seed
+        )
         self.epoch, self.restored, self.has_workers = self.iteration.epoch + 1, None, True
         return self.iteration
 
@@ -401,7 +446,9 @@ class DataLoader:
     @property
     def stateful(self):
         """The sampler of the user's that has a state; None if there is none."""
-        return next((part for part in (self.batches, self.sampler) if hasattr(part, "state_dict")), None)
+        return next(
+            (part for part in (self.batches, self.sampler) if hasattr(part, "state_dict")), None
+        )
 
     def state_dict(self):
         if self.restored is not None:
@@ -412,7 +459,9 @@ class DataLoader:
     def next_epoch(self):
         excluded = self.order.excluded if self.order else ()
         own = {"sampler": state_of(self.stateful), "generator": state_of(self.order_generator)}
-        return Position(self.epoch, **own, excluded=excluded, lost=self.lost, has_workers=self.has_workers)
+        return Position(
+            self.epoch, **own, excluded=excluded, lost=self.lost, has_workers=self.has_workers
+        )
 
     def load_state_dict(self, state):
         self.restored, self.lost = state, state.lost
@@ -426,7 +475,9 @@ class DataLoader:
         """What the loop got as a step: lost batches are no steps."""
         self._check_rewind()
         iteration = Iteration(self, Position(epoch))
-        plans = [plan for number, plan in enumerate(iteration.plans) if (epoch, number) not in self.lost]
+        plans = [
+            plan for number, plan in enumerate(iteration.plans) if (epoch, number) not in self.lost
+        ]
         return iteration.made_of(*plans[step])
 
     def samples_at(self, epoch, steps):
@@ -464,7 +515,10 @@ class Iteration:
         self.batches, self.cursor, self.ended = start.batches, start.cursor, False
         self.begun_over = start.over  # the epoch of the state was over already
         self.rank, self.world_size = place_of_program()
-        self.lost, self.skipped = 0, loader.skipped_samples  # batches without a sample, and samples skipped before
+        self.lost, self.skipped = (
+            0,
+            loader.skipped_samples,
+        )  # batches without a sample, and samples skipped before
         if start.generator is not None:
             loader.order_generator.set_state(start.generator)
         if start.sampler is not None:
@@ -472,7 +526,9 @@ class Iteration:
         if getattr(loader.batches, "wants_epoch", False):
             loader.batches.set_epoch(self.epoch)
         if draws_seed and not start.batches:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # torch's seed of the workers
+            torch.empty((), dtype=torch.int64).random_(
+                generator=loader.generator
+            )  # torch's seed of the workers
         self.generator = state_of(loader.order_generator)
         self.plans = iter(() if start.over else self._plans(start))
 
@@ -484,12 +540,15 @@ class Iteration:
         if loader.order is not None:
             return self._computed(start.cursor)
         if loader.stateful is not None:
-            # With a last batch that is not full, the sampler has ended: its state is of the next epoch.
+            # With a last batch that is not full, the sampler has ended: its state is of the next
+            # epoch.
             over = loader.sampler is not None and start.cursor % (loader.batch_size or 1)
             return () if over else drawn_ahead(loader.batches, 0, start.cursor)
         if start.batches and loader.draws_own_seed:
             return start.rest
-        drawn = drawn_ahead(loader.batches, loader.drawn_ahead, 0)  # again, where the epoch is continued
+        drawn = drawn_ahead(
+            loader.batches, loader.drawn_ahead, 0
+        )  # again, where the epoch is continued
         return itertools.islice(drawn, start.batches, None)
 
     def _computed(self, cursor):
@@ -501,7 +560,9 @@ class Iteration:
         place = Place(self.epoch, loader.seed or 0, self.rank, self.world_size)
         if loader.copies:
             workers = [stream.in_worker(worker, loader.copies) for worker in range(loader.copies)]
-            batches = [self._batches(zip(items, itertools.count(), strict=False)) for items in workers]
+            batches = [
+                self._batches(zip(items, itertools.count(), strict=False)) for items in workers
+            ]
             return self._after(start.batches, drawn.in_turn(batches))
         items = zip(stream.items(place), itertools.count(), strict=False)
         return self._after(start.batches, self._batches(items))
@@ -534,9 +595,15 @@ class Iteration:
             self.plans, rest = itertools.tee(self.plans)
         over = False
         if self.loader.order is not None:
-            # An epoch of which nothing was given is at its beginning, whether it has a batch on this rank or not.
+            # An epoch of which nothing was given is at its beginning, whether it has a batch on
+            # this rank or not.
             over = self.batches > 0 and next(self._computed(self.cursor), None) is None
-        given = {"epoch": self.epoch, "batches": self.batches, "cursor": self.cursor, "generator": self.generator}
+        given = {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "cursor": self.cursor,
+            "generator": self.generator,
+        }
         return self.loader.next_epoch()._replace(**given, over=over or self.begun_over, rest=rest)
 
     def __iter__(self):
@@ -549,11 +616,17 @@ class Iteration:
                 indices, positions = next(self.plans)
             except StopIteration:
                 ended, self.ended = self.ended, True
-                if self.loader.skipped_samples > self.skipped and self.batches == self.lost and not ended:
+                if (
+                    self.loader.skipped_samples > self.skipped
+                    and self.batches == self.lost
+                    and not ended
+                ):
                     raise TooManySkippedError("no batch of the epoch has a sample") from None
                 raise
             self.batches += 1
-            shared = self.loader.is_stream or (self.loader.order is not None and self.loader.order.dealt)
+            shared = self.loader.is_stream or (
+                self.loader.order is not None and self.loader.order.dealt
+            )
             self.cursor += len(indices) * (self.world_size if shared else 1)
             batch = self.made_of(indices, positions)
             if batch is not None:
@@ -578,7 +651,9 @@ class Iteration:
         samples, kept = [], []
         for index, position in zip(indices, positions, strict=True):
             try:
-                samples.append(item_of(index) if self.loader.is_stream else self.loader.dataset[index])
+                samples.append(
+                    item_of(index) if self.loader.is_stream else self.loader.dataset[index]
+                )
                 kept.append(position)
             except BadSampleError:
                 if self.loader.on_error == "raise":

@@ -64,17 +64,33 @@ def check(seeds, *, processes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="programs without processes")
-    parser.add_argument("--processes", type=int, default=200, help="programs with workers or the loader's process")
-    parser.add_argument("--seed", type=int, default=None, help="of the first; by default another one each time")
+    parser.add_argument(
+        "--processes", type=int, default=200, help="programs with workers or the loader's process"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first; by default another one each time"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--job", type=int, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
     if arguments.job is None:
-        print(f"seed {seed}: {arguments.count} programs, and {arguments.processes} with processes", flush=True)
+        print(
+            f"seed {seed}: {arguments.count} programs, and {arguments.processes} with processes",
+            flush=True,
+        )
         command = [sys.executable, "-m", "tests.model.run", "--count", str(arguments.count)]
-        command += ["--processes", str(arguments.processes), "--seed", str(seed), "--jobs", str(arguments.jobs)]
-        children = [subprocess.Popen([*command, "--job", str(job)]) for job in range(arguments.jobs)]
+        command += [
+            "--processes",
+            str(arguments.processes),
+            "--seed",
+            str(seed),
+            "--jobs",
+            str(arguments.jobs),
+        ]
+        children = [
+            subprocess.Popen([*command, "--job", str(job)]) for job in range(arguments.jobs)
+        ]
         sys.exit(max(child.wait() for child in children))
     logging.getLogger("headrace").setLevel(logging.ERROR)  # workers that are killed are warnings
     own = slice(arguments.job, None, arguments.jobs)

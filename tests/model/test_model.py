@@ -19,9 +19,14 @@ def compare(part, *, processes):
     while time.monotonic() < until:
         case = run.program(seed, processes=processes)
         if programs.difference(case) is not None:
-            pytest.fail(f"HEADRACE_MODEL_SEED={SEED}, program {seed}:\n{run.report(case, 40)}", pytrace=False)
+            pytest.fail(
+                f"HEADRACE_MODEL_SEED={SEED}, program {seed}:\n{run.report(case, 40)}",
+                pytrace=False,
+            )
         seed += 1
-    print(f"HEADRACE_MODEL_SEED={SEED}: {seed - SEED - part * 100_000} programs, processes={processes}")
+    print(
+        f"HEADRACE_MODEL_SEED={SEED}: {seed - SEED - part * 100_000} programs, processes={processes}"
+    )
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -9,7 +9,10 @@ pytest.register_assert_rewrite("tests.parity.harness")
 
 from tests.parity import datasets, harness  # noqa: E402 — behind the line above, or differences are not shown
 
-for module in (datasets, harness):  # what they define travels to processes that cannot import the tests
+for module in (
+    datasets,
+    harness,
+):  # what they define travels to processes that cannot import the tests
     cloudpickle.register_pickle_by_value(module)
 
 HERE = Path(__file__).parent
@@ -17,15 +20,21 @@ KINDS = {"map", "stream"}
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "parity(behaviour, not_for): a line of the parity page; see harness.parity")
+    config.addinivalue_line(
+        "markers", "parity(behaviour, not_for): a line of the parity page; see harness.parity"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    # Every case runs with torch's datasets. An async dataset goes through one engine, whatever the case: of the cases
-    # of a test one is compared there, and one of each kind of dataset.
+    # Every case runs with torch's datasets. An async dataset goes through one engine, whatever the
+    # case: of the cases of a test one is compared there, and one of each kind of dataset.
     seen, kept, others = set(), [], []
     for item in items:
-        values = dict(item.callspec.params) if hasattr(item, "callspec") and HERE in item.path.parents else {}
+        values = (
+            dict(item.callspec.params)
+            if hasattr(item, "callspec") and HERE in item.path.parents
+            else {}
+        )
         setting = values.pop("setting", None)
         if setting is not None and setting.asynchronous:
             kinds = KINDS.intersection(item.callspec.id.split("-"))

@@ -26,10 +26,11 @@ import headrace as hr
 from tests.programs import run_by
 
 SEED = 42
-# Warnings that depend on something else than the program: torch's about the size of the machine that the tests run on,
-# and since Python 3.12 that of a fork of a process with threads. Ours always has one more, the engine's; torch's loader
-# causes it as soon as torch has computed something on several threads, which not every program of these tests does.
-# And lance's at each fork, if another test has imported it.
+# Warnings that depend on something else than the program: torch's about the size of the machine
+# that the tests run on, and since Python 3.12 that of a fork of a process with threads. Ours always
+# has one more, the engine's; torch's loader causes it as soon as torch has computed something on
+# several threads, which not every program of these tests does. And lance's at each fork, if another
+# test has imported it.
 OF_THE_MACHINE = re.compile(
     r"This DataLoader will create|This process \(pid=\d+\) is multi-threaded, use of fork\(\)|lance is not fork-safe"
 )
@@ -40,7 +41,9 @@ class Setting:
     """A column of the table: what kind of dataset our loader reads, and where."""
 
     name: str  # the column's heading, and the end of a test's id
-    asynchronous: bool  # whether our loader reads an async twin of the dataset that torch's loader reads
+    asynchronous: (
+        bool  # whether our loader reads an async twin of the dataset that torch's loader reads
+    )
     place: str  # where our loader says that it reads
     torchs: Mapping[str, Any]  # arguments of torch's loader, unless a test gives its own
     ours: Mapping[str, Any]  # the same for our loader
@@ -53,28 +56,42 @@ class Setting:
         return self.ours["num_workers"]
 
 
-# Where an async dataset is read by our engine, its order and its end are one loader's, not those of several copies:
-# torch's loader without workers is what it is compared with.
+# Where an async dataset is read by our engine, its order and its end are one loader's, not those of
+# several copies: torch's loader without workers is what it is compared with.
 SETTINGS = (
     Setting("torch dataset, 0 workers", False, "inline", {"num_workers": 0}, {"num_workers": 0}),
     Setting("torch dataset, 2 workers", False, "thread", {"num_workers": 2}, {"num_workers": 2}),
-    Setting("async dataset, thread", True, "thread", {"num_workers": 0}, {"num_workers": 0, "placement": "thread"}),
-    Setting("async dataset, workers", True, "process", {"num_workers": 0}, {"num_workers": 2, "placement": "process"}),
+    Setting(
+        "async dataset, thread",
+        True,
+        "thread",
+        {"num_workers": 0},
+        {"num_workers": 0, "placement": "thread"},
+    ),
+    Setting(
+        "async dataset, workers",
+        True,
+        "process",
+        {"num_workers": 0},
+        {"num_workers": 2, "placement": "process"},
+    ),
 )
 NAMES = tuple(setting.name for setting in SETTINGS)
 ASYNC = [name for name in NAMES if name.startswith("async")]
 TORCH = [name for name in NAMES if name.startswith("torch")]
 
 
-def parity(behaviour: str, *, not_for: Mapping[str, str] | None = None, **options: Any) -> Callable[[Any], Any]:
+def parity(
+    behaviour: str, *, not_for: Mapping[str, str] | None = None, **options: Any
+) -> Callable[[Any], Any]:
     """Run a test in every setting, as the proof of one line of the parity page.
 
     A test that takes `DataLoader` is itself the program that `same` runs, with these options of it.
 
-    The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several tests may prove one
-    behaviour together, each in other settings or with other parameters. `not_for` are settings in which the behaviour
-    has no meaning, each with the reason in words; an empty one leaves the setting to another test of the behaviour.
-    """
+    The table's row is the module's: `test_dataset_kinds.py` holds the row "dataset kinds". Several
+    tests may prove one behaviour together, each in other settings or with other parameters.
+    `not_for` are settings in which the behaviour has no meaning, each with the reason in words; an
+    empty one leaves the setting to another test of the behaviour."""
     reasons = dict(not_for or {})
     assert reasons.keys() <= set(NAMES), f"no such setting: {reasons.keys() - set(NAMES)}"
     covered = [setting for setting in SETTINGS if setting.name not in reasons]
@@ -99,8 +116,9 @@ class Raised:
     @classmethod
     def by(cls, error: BaseException) -> Raised:
         raised = cls(type(error), own_message(error))
-        # torch's errors hold the iterator they come from, in a cycle. One that is left to the garbage collector waits
-        # five seconds for each of its workers, or is collected in a process that was forked meanwhile, and waits there.
+        # torch's errors hold the iterator they come from, in a cycle. One that is left to the
+        # garbage collector waits five seconds for each of its workers, or is collected in a process
+        # that was forked meanwhile, and waits there.
         traceback.clear_frames(error.__traceback__)
         return raised
 
@@ -189,16 +207,23 @@ class Same:
         twin = async_twin if self.setting.asynchronous else lambda dataset: dataset
         side = Side(hr.DataLoader, self.setting.ours, twin)
         came = outcome(program, side)
-        assert moves or side.places() <= {self.setting.place}, "the dataset was not read where the table says"
+        assert moves or side.places() <= {self.setting.place}, (
+            "the dataset was not read where the table says"
+        )
         return came
 
     def __call__(
-        self, program: Callable[[Side], Any], *, warns: bool = False, fails: bool = False, moves: bool = False
+        self,
+        program: Callable[[Side], Any],
+        *,
+        warns: bool = False,
+        fails: bool = False,
+        moves: bool = False,
     ) -> Any:
         """Compare the results, the errors, the warnings and the global generators; returns torch's result.
 
-        The program takes what stands for `DataLoader`, and makes its own datasets and samplers; `moves` says that it
-        changes itself where the dataset is read.
+        The program takes what stands for `DataLoader`, and makes its own datasets and samplers;
+        `moves` says that it changes itself where the dataset is read.
         """
         torchs, ours = self.torchs(program), self.ours(program, moves=moves)
         if not fails and isinstance(torchs.result, Raised):
@@ -214,14 +239,18 @@ class Same:
 def end_torchs_workers() -> None:
     """End the workers of iterators of torch's that are in a cycle, as an error or a failed constructor leaves them.
 
-    The garbage collector would close an iterator's queues before the iterator has used them to end its workers. It then
-    waits 5 s for each worker, on whatever thread it runs, the engine's for example.
-    """
+    The garbage collector would close an iterator's queues before the iterator has used them to end
+    its workers. It then waits 5 s for each worker, on whatever thread it runs, the engine's for
+    example."""
     if not multiprocessing.active_children():
         return
-    iterators = [found for found in gc.get_objects() if type(found) is _MultiProcessingDataLoaderIter]
+    iterators = [
+        found for found in gc.get_objects() if type(found) is _MultiProcessingDataLoaderIter
+    ]
     while iterators:
-        if hasattr(iterator := iterators.pop(), "_shutdown"):  # otherwise its constructor failed before it had workers
+        if hasattr(
+            iterator := iterators.pop(), "_shutdown"
+        ):  # otherwise its constructor failed before it had workers
             iterator._shutdown_workers()
     gc.collect()
 
@@ -236,7 +265,11 @@ def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:
             result = program(side)
         except Exception as error:
             result = Raised.by(error)
-    warned = [(w.category, without_address(w.message)) for w in caught if not OF_THE_MACHINE.match(str(w.message))]
+    warned = [
+        (w.category, without_address(w.message))
+        for w in caught
+        if not OF_THE_MACHINE.match(str(w.message))
+    ]
     keys, position = np.random.get_state()[1:3]
     return Outcome(result, warned, (torch.get_rng_state(), random.getstate(), keys, position))
 

@@ -12,7 +12,17 @@ import pytest
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "parity.md"
-ROWS = ("dataset kinds", "batching", "order", "workers", "collation", "pinned memory", "errors", "constructor", "ends")
+ROWS = (
+    "dataset kinds",
+    "batching",
+    "order",
+    "workers",
+    "collation",
+    "pinned memory",
+    "errors",
+    "constructor",
+    "ends",
+)
 PROVEN = "a test"
 NO_WORKERS = "no workers"
 HEAD = """\
@@ -42,7 +52,15 @@ class _Collected:
 def collected_in(folder: Path) -> list[pytest.Item]:
     """The tests of a folder, none of which is run."""
     collected = _Collected()
-    quiet = ["--collect-only", "--quiet", "--quiet", "--no-header", "-p", "no:cacheprovider", str(folder)]
+    quiet = [
+        "--collect-only",
+        "--quiet",
+        "--quiet",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        str(folder),
+    ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = pytest.main(quiet, plugins=[collected])
     if code != 0:
@@ -58,7 +76,9 @@ def rendered(items: list[pytest.Item]) -> str:
     """
     from tests.parity.harness import NAMES  # after pytest has rewritten its assertions
 
-    rows: dict[str, dict[str, dict[str, str]]] = {row: {} for row in ROWS}  # row, behaviour, setting
+    rows: dict[str, dict[str, dict[str, str]]] = {
+        row: {} for row in ROWS
+    }  # row, behaviour, setting
     for item in items:
         marker = item.get_closest_marker("parity")
         assert marker is not None
@@ -67,9 +87,13 @@ def rendered(items: list[pytest.Item]) -> str:
         setting = item.callspec.params["setting"].name  # type: ignore[attr-defined]
         for name, answer in [*marker.kwargs["not_for"].items(), (setting, PROVEN)]:
             if line.setdefault(name, answer) != answer:
-                raise ValueError(f"{item.nodeid}: two answers for {name!r}: {answer!r} and {line[name]!r}")
+                raise ValueError(
+                    f"{item.nodeid}: two answers for {name!r}: {answer!r} and {line[name]!r}"
+                )
     letters = dict(zip(NAMES, "ABCD", strict=True))
-    parts = [HEAD.format(settings="\n".join(f"- {letter}: {name}" for name, letter in letters.items()))]
+    parts = [
+        HEAD.format(settings="\n".join(f"- {letter}: {name}" for name, letter in letters.items()))
+    ]
     for title, behaviours in rows.items():
         parts.append(f"## {title.capitalize()}\n")
         for behaviour, line in behaviours.items():
@@ -79,7 +103,9 @@ def rendered(items: list[pytest.Item]) -> str:
             for name in NAMES:
                 if line[name] not in (PROVEN, NO_WORKERS):
                     reasons[line[name]].append(letters[name])
-            exceptions = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())
+            exceptions = "; ".join(
+                f"{', '.join(each)}: {reason}" for reason, each in reasons.items()
+            )
             parts.append(f"- {behaviour}" + (f" (*{exceptions}*)" if exceptions else ""))
         parts.append("")
     return "\n".join(parts)

@@ -73,11 +73,17 @@ def test_batch_sampler_with_batches_of_any_size(same, kind):
 
 @parity("a `batch_sampler` may ask for no samples; `collate_fn` gets an empty list")
 def test_empty_batch(same):
-    torchs = same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=RAGGED["an empty one"](), collate_fn=len)))
+    torchs = same(
+        lambda DataLoader: epochs(
+            DataLoader(Map(), batch_sampler=RAGGED["an empty one"](), collate_fn=len)
+        )
+    )
     assert torchs == [[1, 0, 1], [1, 0, 1]]
 
 
-@parity("a `batch_sampler` as the `sampler`, with `batch_size=None`: the dataset is asked for a batch at once")
+@parity(
+    "a `batch_sampler` as the `sampler`, with `batch_size=None`: the dataset is asked for a batch at once"
+)
 def test_sampler_of_lists_gives_whole_batches(DataLoader):
     sampler = data.BatchSampler(data.RandomSampler(range(LENGTH)), 3, False)
     return epochs(DataLoader(Table(), sampler=sampler, batch_size=None))
@@ -106,8 +112,13 @@ def test_length_is_torchs(same):
         loaders = [DataLoader(make(), **options) for make in (Map, Count) for options in LENGTHS]
         loaders.append(DataLoader(Map(), batch_sampler=RAGGED["lists"]()))
         loaders += [DataLoader(Map(), sampler=[1, 2, 3], batch_size=size) for size in (2, None)]
-        unknown = DataLoader(Stream(), batch_size=4), DataLoader(Map(), sampler=iter(range(LENGTH)), batch_size=None)
-        return [len(loader) for loader in loaders], [raised_by(loader.__len__) for loader in unknown]
+        unknown = (
+            DataLoader(Stream(), batch_size=4),
+            DataLoader(Map(), sampler=iter(range(LENGTH)), batch_size=None),
+        )
+        return [len(loader) for loader in loaders], [
+            raised_by(loader.__len__) for loader in unknown
+        ]
 
     assert same(program)[0] == [4, 3, 1, 0, 13, 13] * 2 + [3, 2, 3]
 
@@ -133,4 +144,6 @@ def test_right_length_of_a_stream_does_not_warn(same):
 
 def sharded(program):
     """The program in one worker: two would each read the whole, and torch warns of just that."""
-    return lambda DataLoader: program(lambda dataset, **options: DataLoader(dataset, num_workers=1, **options))
+    return lambda DataLoader: program(
+        lambda dataset, **options: DataLoader(dataset, num_workers=1, **options)
+    )

@@ -28,7 +28,9 @@ class Made(Map):
 
 
 def batches_of(same, make, **options):
-    return same(lambda DataLoader: epochs(DataLoader(Made(make), **{"batch_size": 2, **options}), 1))
+    return same(
+        lambda DataLoader: epochs(DataLoader(Made(make), **{"batch_size": 2, **options}), 1)
+    )
 
 
 DTYPES = [
@@ -63,7 +65,9 @@ def test_tensors_with_gradients_collate_as_in_torch(same):
     same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
 
 
-@parity("torch: without workers a batch can be resized in place; here not if the batch is large or of numbers")
+@parity(
+    "torch: without workers a batch can be resized in place; here not if the batch is large or of numbers"
+)
 def test_batches_cannot_be_resized_in_place(same):
     dataset = Made(lambda i: (i, torch.zeros(1 << 20)))
 
@@ -83,8 +87,21 @@ def test_batches_cannot_be_resized_in_place(same):
 
 @parity("NumPy arrays and numbers")
 def test_arrays_become_tensors(same):
-    kinds = [np.uint8, np.int16, np.int64, np.bool_, np.float16, np.float32, np.float64, np.complex64]
-    shapes = [lambda i: np.array(i), lambda i: np.empty((0, 2)), lambda i: np.arange(6).reshape(2, 3).T + i]
+    kinds = [
+        np.uint8,
+        np.int16,
+        np.int64,
+        np.bool_,
+        np.float16,
+        np.float32,
+        np.float64,
+        np.complex64,
+    ]
+    shapes = [
+        lambda i: np.array(i),
+        lambda i: np.empty((0, 2)),
+        lambda i: np.arange(6).reshape(2, 3).T + i,
+    ]
     arrays = [lambda i, kind=kind: np.full((2, 3), i).astype(kind) for kind in kinds]
     batches_of(same, lambda i: [make(i) for make in [*arrays, *kinds, *shapes]])
 
@@ -97,19 +114,25 @@ def test_scalars_become_tensors(same):
 
 @parity("mappings: dicts and other classes are kept")
 def test_mappings_are_collated_by_key(same):
-    batches_of(same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}, 1: i, ("a", 2): i})
+    batches_of(
+        same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}, 1: i, ("a", 2): i}
+    )
     batches_of(same, lambda i: [OrderedDict(b=i, a=2 * i), defaultdict(list, a=i), UserDict(a=i)])
 
 
 @parity("named tuples are kept; tuples and lists become lists of batches")
 def test_sequences_are_collated_by_position(same):
     batches_of(same, lambda i: Point(torch.tensor([i]), f"label {i}"))
-    batches_of(same, lambda i: [i, (i, float(i)), (i, [i, "x"]), UserList([i, i + 1]), range(i, i + 2)])
+    batches_of(
+        same, lambda i: [i, (i, float(i)), (i, [i, "x"]), UserList([i, i + 1]), range(i, i + 2)]
+    )
 
 
 @parity("all of the above within each other")
 def test_nested_samples_are_collated_recursively(same):
-    batches_of(same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()})
+    batches_of(
+        same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()}
+    )
 
 
 RAGGED = {
@@ -141,7 +164,10 @@ def test_unknown_array_type_fails_as_in_torch(same):
 
 
 @pytest.mark.parametrize("kind", ["nothing but None", "None"])
-@parity("None in a sample is an error", not_for=dict.fromkeys(ASYNC, "a field that is None in all samples stays None"))
+@parity(
+    "None in a sample is an error",
+    not_for=dict.fromkeys(ASYNC, "a field that is None in all samples stays None"),
+)
 def test_none_fails_as_in_torch(same, kind):
     same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
 
@@ -165,7 +191,11 @@ COLLATES = {
     "default_collate by name": data.default_collate,
     "a class": to_batch,
     "nothing": lambda samples: None,
-    "a partial": lambda samples: (torch.tensor([label for _, label in samples]), samples[0][0].numpy(), {"n", "m"}),
+    "a partial": lambda samples: (
+        torch.tensor([label for _, label in samples]),
+        samples[0][0].numpy(),
+        {"n", "m"},
+    ),
 }
 
 
@@ -188,7 +218,9 @@ class Counting:
 
 @parity(
     "`collate_fn` as an object with a state, of the caller's where there are no workers",
-    not_for={name: "each worker has a copy" for name in NAMES if "workers" in name and "0" not in name},
+    not_for={
+        name: "each worker has a copy" for name in NAMES if "workers" in name and "0" not in name
+    },
 )
 def test_unknown_class_fails_as_in_torch(same):
     def program(DataLoader):

@@ -54,7 +54,11 @@ REFUSED_FOR_A_STREAM = (
 
 
 def all_refused(same, make, ways):
-    same(lambda DataLoader: [raised_by(functools.partial(DataLoader, make(), **options)) for options in ways])
+    same(
+        lambda DataLoader: [
+            raised_by(functools.partial(DataLoader, make(), **options)) for options in ways
+        ]
+    )
 
 
 @parity("every `ValueError` and `TypeError` of torch, with the message")
@@ -85,18 +89,32 @@ def test_signature_starts_with_torchs(DataLoader):
 
 
 ATTRIBUTES = (
-    *("batch_size", "num_workers", "drop_last", "timeout", "persistent_workers", "pin_memory", "pin_memory_device"),
+    *(
+        "batch_size",
+        "num_workers",
+        "drop_last",
+        "timeout",
+        "persistent_workers",
+        "pin_memory",
+        "pin_memory_device",
+    ),
     *("in_order", "generator", "worker_init_fn", "multiprocessing_context"),
 )
 
 
 @pytest.mark.parametrize("make", [Map, Count], ids=["map", "stream"])
-@parity("`isinstance(loader, torch.utils.data.DataLoader)`, with torch's public attributes and values")
+@parity(
+    "`isinstance(loader, torch.utils.data.DataLoader)`, with torch's public attributes and values"
+)
 def test_attributes_are_torchs(same, make):
     def program(DataLoader):
         # These are about the object, which is made as if there were no workers in every setting.
         loader = DataLoader(make(), batch_size=3, num_workers=0)
-        kinds = [type(loader.sampler), type(loader.batch_sampler), isinstance(loader, data.DataLoader)]
+        kinds = [
+            type(loader.sampler),
+            type(loader.batch_sampler),
+            isinstance(loader, data.DataLoader),
+        ]
         public = {name for name in vars(data.DataLoader(make())) if not name.startswith("_")}
         return kinds, [getattr(loader, name) for name in ATTRIBUTES], public <= vars(loader).keys()
 
@@ -107,8 +125,12 @@ def test_attributes_are_torchs(same, make):
 def test_default_prefetch_factor_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(Map(), num_workers=0), DataLoader(Map(), num_workers=2)]
-        loaders += [DataLoader(Map(), num_workers=2, prefetch_factor=factor) for factor in (1, 2, 5)]
-        return [loader.prefetch_factor is not None and int(loader.prefetch_factor) for loader in loaders]
+        loaders += [
+            DataLoader(Map(), num_workers=2, prefetch_factor=factor) for factor in (1, 2, 5)
+        ]
+        return [
+            loader.prefetch_factor is not None and int(loader.prefetch_factor) for loader in loaders
+        ]
 
     assert same(program) == [False, 2, 1, 2, 5]
 
@@ -119,15 +141,27 @@ FROZEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 @parity("six attributes are frozen, with torch's message; the others can be set")
 def test_attributes_frozen_in_torch_are_frozen(DataLoader):
     loader = DataLoader(Map(), batch_size=4)
-    refused = [raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN]
-    for name in ("num_workers", "timeout", "collate_fn", "generator", "in_order", "pin_memory", "prefetch_factor"):
+    refused = [
+        raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN
+    ]
+    for name in (
+        "num_workers",
+        "timeout",
+        "collate_fn",
+        "generator",
+        "in_order",
+        "pin_memory",
+        "prefetch_factor",
+    ):
         setattr(loader, name, getattr(loader, name))
     return refused, list(loader)
 
 
 @parity("changes between epochs hold from the next epoch on", moves=True)
 def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
-    loader = DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(
+        Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
     came = [list(loader)]
     loader.collate_fn = len
     came.append(list(loader))
@@ -137,16 +171,27 @@ def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
     return came
 
 
-@parity("`multiprocessing_context`, a name or an object, reads back as the object; a later value is checked too")
+@parity(
+    "`multiprocessing_context`, a name or an object, reads back as the object; a later value is checked too"
+)
 def test_multiprocessing_context_is_kept_and_checked_as_in_torch(DataLoader):
     came = []
     for method in ("fork", "spawn", "forkserver"):
-        for given in (method, multiprocessing.get_context(method), torch.multiprocessing.get_context(method)):
-            context = DataLoader(Map(), num_workers=1, multiprocessing_context=given).multiprocessing_context
+        for given in (
+            method,
+            multiprocessing.get_context(method),
+            torch.multiprocessing.get_context(method),
+        ):
+            context = DataLoader(
+                Map(), num_workers=1, multiprocessing_context=given
+            ).multiprocessing_context
             came.append((type(context), context.get_start_method()))
     loader = DataLoader(Map(), num_workers=1)
     loader.multiprocessing_context = "spawn"
-    came += [raised_by(lambda bad=bad: setattr(loader, "multiprocessing_context", bad)) for bad in ("sideways", 3)]
+    came += [
+        raised_by(lambda bad=bad: setattr(loader, "multiprocessing_context", bad))
+        for bad in ("sideways", 3)
+    ]
     alone = DataLoader(Map(), num_workers=0)
     came.append(raised_by(lambda: setattr(alone, "multiprocessing_context", "fork")))
     return came, loader.multiprocessing_context.get_start_method()
@@ -179,7 +224,9 @@ WAYS_TO_MAKE = (
 @parity("made anew from its public attributes, as by Lightning, a loader gives the same batches")
 def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
     came = []
-    for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [(Stream(), {"batch_size": 4})]:
+    for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [
+        (Stream(), {"batch_size": 4})
+    ]:
         loader = DataLoader(dataset, **options)
         other = made_anew(loader)
         DataLoader.made.append(other)
@@ -236,4 +283,8 @@ def test_copies_give_the_same_batches(same, copied):
 @parity("`DataLoader[Sample]` as a type, and `list`, `enumerate`, `zip` over it")
 def test_loader_is_generic_and_iterable_as_torchs(DataLoader):
     loader = DataLoader(Numbers(), batch_size=LENGTH)
-    return bool(DataLoader.loader_class[int]), list(enumerate(loader)), list(zip(loader, loader, strict=True))
+    return (
+        bool(DataLoader.loader_class[int]),
+        list(enumerate(loader)),
+        list(zip(loader, loader, strict=True)),
+    )

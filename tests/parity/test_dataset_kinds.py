@@ -28,7 +28,9 @@ def in_every_way(same, make, ways=WAYS):
     if same.setting.asynchronous:
         ways = ways[:1]
     for options in ways[:3] if same.setting.workers else ways:
-        same(lambda DataLoader, options=options: epochs(DataLoader(make(DataLoader.twin), **options)))
+        same(
+            lambda DataLoader, options=options: epochs(DataLoader(make(DataLoader.twin), **options))
+        )
 
 
 @parity("map-style: `__getitem__` and `__len__`")
@@ -86,7 +88,11 @@ def test_tensor_dataset(same):
 @parity("`Subset`, of any dataset")
 def test_subset(same):
     in_every_way(same, lambda twin: data.Subset(twin(Map()), [5, 1, 3, 2, 8]))
-    in_every_way(same, lambda twin: data.Subset(data.Subset(twin(Numbers()), [5, 1, 3, 2, 8]), range(4)), WAYS[:1])
+    in_every_way(
+        same,
+        lambda twin: data.Subset(data.Subset(twin(Numbers()), [5, 1, 3, 2, 8]), range(4)),
+        WAYS[:1],
+    )
     in_every_way(same, lambda twin: data.Subset(twin(Many()), [5, 1, 3, 2, 8]), WAYS[:1])
 
 
@@ -98,13 +104,20 @@ def test_random_split(DataLoader):
 
 @parity("`ConcatDataset`")
 def test_concat_dataset(same):
-    in_every_way(same, lambda twin: data.ConcatDataset([twin(Map()), data.Subset(twin(Map()), [3, 1]), twin(Map(2))]))
+    in_every_way(
+        same,
+        lambda twin: data.ConcatDataset(
+            [twin(Map()), data.Subset(twin(Map()), [3, 1]), twin(Map(2))]
+        ),
+    )
     in_every_way(same, lambda twin: twin(Map()) + twin(Map()), WAYS[:1])
 
 
 @parity("`StackDataset`, of a tuple and of names")
 def test_stack_dataset(same):
-    in_every_way(same, lambda twin: data.StackDataset(a=twin(Map()), b=twin(Numbers()), c=twin(Many())))
+    in_every_way(
+        same, lambda twin: data.StackDataset(a=twin(Map()), b=twin(Numbers()), c=twin(Many()))
+    )
     in_every_way(same, lambda twin: data.StackDataset(twin(Map()), twin(Numbers())), WAYS[:1])
 
 
@@ -119,7 +132,9 @@ def test_concat_of_different_datasets(same):
 
 @parity("`ChainDataset`")
 def test_chain_dataset(same):
-    in_every_way(same, lambda twin: data.ChainDataset([twin(Stream()), twin(Stream())]), STREAM_WAYS)
+    in_every_way(
+        same, lambda twin: data.ChainDataset([twin(Stream()), twin(Stream())]), STREAM_WAYS
+    )
 
 
 class Many(Map):
@@ -164,7 +179,9 @@ class Growing(Map):
         self.length += by
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str
+)
 @parity("a dataset that grows or shrinks between epochs")
 def test_dataset_that_grows(DataLoader, options):
     dataset = Growing()
@@ -241,6 +258,9 @@ def test_blocking_reads_of_an_async_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
 
 
-@parity("a `MapDataPipe` is read as a map-style dataset", not_for=dict.fromkeys(ASYNC, "data pipes are torch's"))
+@parity(
+    "a `MapDataPipe` is read as a map-style dataset",
+    not_for=dict.fromkeys(ASYNC, "data pipes are torch's"),
+)
 def test_map_data_pipe(same):
     same(lambda DataLoader: list(DataLoader(SequenceWrapper(list(range(10))), batch_size=4)))

@@ -41,12 +41,20 @@ def test_break_ends_the_epoch_as_in_torch(DataLoader, stream):
 
 
 @KINDS
-@parity("an ended iterator stays ended, has the loader's length, and `iter` returns the iterator itself")
+@parity(
+    "an ended iterator stays ended, has the loader's length, and `iter` returns the iterator itself"
+)
 def test_next_after_the_end_raises_stop_iteration(same, stream):
     def program(DataLoader):
         iterator = iter(DataLoader(dataset(stream), batch_size=5))
         lengths = [] if stream else [len(iterator), next(iterator) is None, len(iterator)]
-        return iter(iterator) is iterator, lengths, list(iterator), drained(iterator), drained(iterator)
+        return (
+            iter(iterator) is iterator,
+            lengths,
+            list(iterator),
+            drained(iterator),
+            drained(iterator),
+        )
 
     is_itself, lengths, _, *nothing = same(program)
     assert is_itself
@@ -55,7 +63,9 @@ def test_next_after_the_end_raises_stop_iteration(same, stream):
 
 
 @pytest.mark.parametrize(
-    ("stream", "order"), [(False, {}), (False, {"shuffle": True}), (True, {})], ids=["map", "map-shuffled", "stream"]
+    ("stream", "order"),
+    [(False, {}), (False, {"shuffle": True}), (True, {})],
+    ids=["map", "map-shuffled", "stream"],
 )
 @parity("a second iterator, begun while the first lives, reads the whole, and so does the first")
 def test_two_iterators_of_one_loader_are_independent(DataLoader, stream, order):
@@ -85,7 +95,11 @@ def test_second_iterator_with_persistent_workers_resets_the_first(same):
         next(first)
         second = iter(loader)
         next(second)
-        return first is second, [batch.tolist() for batch in first], [batch.tolist() for batch in second]
+        return (
+            first is second,
+            [batch.tolist() for batch in first],
+            [batch.tolist() for batch in second],
+        )
 
     rest = [[5, 6, 7, 8, 9], [10, 11]]
     assert same.torchs(program).result == (True, rest, [])
@@ -130,10 +144,19 @@ def test_dataset_may_iterate_a_loader(same):
         not_for={INLINE: "no workers", THREAD: "no workers", WORKERS: "the dataset is not in the workers"})  # fmt: skip
 def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
     def program(DataLoader):
-        return drained(iter(DataLoader(Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1)))
+        return drained(
+            iter(
+                DataLoader(
+                    Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1
+                )
+            )
+        )
 
     refused = same(program)
-    assert refused == [Raised(AssertionError, "daemonic processes are not allowed to have children")] * 2
+    assert (
+        refused
+        == [Raised(AssertionError, "daemonic processes are not allowed to have children")] * 2
+    )
 
 
 class AsyncNumbers(hr.AsyncDataset):
@@ -151,14 +174,20 @@ class NestsAsync(Nests):
     def __getitem__(self, index):
         if self.loader_class is data.DataLoader:
             return super().__getitem__(index)
-        with hr.DataLoader(AsyncNumbers(index), batch_size=2, generator=torch.Generator()) as loader:
+        with hr.DataLoader(
+            AsyncNumbers(index), batch_size=2, generator=torch.Generator()
+        ) as loader:
             return [batch.tolist() for batch in loader]
 
 
 @parity("an async loader inside a dataset's worker",
         not_for={THREAD: "the dataset is on the loop", WORKERS: "the dataset is on the loop"})  # fmt: skip
 def test_async_dataset_may_iterate_a_loader(same):
-    same(lambda DataLoader: list(DataLoader(NestsAsync(DataLoader.loader_class), batch_size=2, collate_fn=list)))
+    same(
+        lambda DataLoader: list(
+            DataLoader(NestsAsync(DataLoader.loader_class), batch_size=2, collate_fn=list)
+        )
+    )
 
 
 @KINDS
@@ -269,7 +298,9 @@ def interrupted(forks):
     return run
 
 
-@parity("Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program decides how to end")
+@parity(
+    "Ctrl-C while the loop waits for a batch raises `KeyboardInterrupt` there, and the program decides how to end"
+)
 def test_ctrl_c_in_mid_epoch_raises_keyboard_interrupt(same, interrupted):
     body = textwrap.dedent(INTERRUPTED)
     torchs, ours = (interrupted(child(same, ours) + body) for ours in (False, True))

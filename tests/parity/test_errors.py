@@ -246,9 +246,13 @@ def test_getitem_error_costs_its_batch(same):
     assert len(came) == len(FAILURES) * LENGTH / 2
 
 
-@parity("an error without batches, in the last batch of all, and anew in every epoch, also of `persistent_workers`")
+@parity(
+    "an error without batches, in the last batch of all, and anew in every epoch, also of `persistent_workers`"
+)
 def test_error_costs_its_sample_in_every_epoch(DataLoader):
-    loader = DataLoader(Map(bad), batch_size=4, persistent_workers=bool(DataLoader.options["num_workers"]))
+    loader = DataLoader(
+        Map(bad), batch_size=4, persistent_workers=bool(DataLoader.options["num_workers"])
+    )
     return [
         drained(iter(DataLoader(Map(bad), batch_size=None))),
         drained(iter(DataLoader(Map(bad), sampler=[1, 2, BAD], batch_size=2))),
@@ -275,7 +279,9 @@ def test_getitems_error_costs_its_batch(same):
     same(lambda DataLoader: drained(iter(DataLoader(Many(bad), batch_size=4))))
 
 
-@parity("errors of a stream's `__next__` are raised in order; the next batch begins behind the error")
+@parity(
+    "errors of a stream's `__next__` are raised in order; the next batch begins behind the error"
+)
 def test_stream_error_is_raised_at_its_batch(same):
     def program(DataLoader):
         dataset = Stream(*FAILURES.values())
@@ -289,7 +295,10 @@ def test_stream_error_is_raised_at_its_batch(same):
 @parity("a generator ends with its error")
 def test_generator_error_ends_the_stream(same):
     def program(DataLoader):
-        return [drained(iter(DataLoader(Breaking(bad), batch_size=2, drop_last=last))) for last in (False, True)]
+        return [
+            drained(iter(DataLoader(Breaking(bad), batch_size=2, drop_last=last)))
+            for last in (False, True)
+        ]
 
     assert all(isinstance(batches[-1], Raised) for batches in same(program))
 
@@ -324,7 +333,9 @@ def init_fails(worker):
 def test_worker_init_fn_error_is_raised_for_each_batch(same):
     def program(DataLoader):
         options = {"batch_size": 2, "num_workers": 1, "worker_init_fn": init_fails}
-        return [first_error(DataLoader(dataset, **options)) for dataset in (Numbers(), Breaking(bad))]
+        return [
+            first_error(DataLoader(dataset, **options)) for dataset in (Numbers(), Breaking(bad))
+        ]
 
     assert same(program) == [Raised(LookupError, "worker 0 cannot start")] * 2
 
@@ -333,7 +344,9 @@ def test_worker_init_fn_error_is_raised_for_each_batch(same):
         not_for=NOT_IN_WORKERS)  # fmt: skip
 def test_worker_that_cannot_start_raises_its_reason_each_time(same):
     def program(DataLoader):
-        return drained(iter(DataLoader(Numbers(), batch_size=4, num_workers=1, worker_init_fn=init_fails)))
+        return drained(
+            iter(DataLoader(Numbers(), batch_size=4, num_workers=1, worker_init_fn=init_fails))
+        )
 
     torchs, ours = same.torchs(program).result, same.ours(program).result
     assert [error.kind for error in torchs] == [LookupError, UnboundLocalError, UnboundLocalError]
@@ -405,7 +418,10 @@ def test_message_is_torchs(same):
     def program(DataLoader):
         texts = map(str, errors_of(DataLoader(Map(*FAILURES.values()), batch_size=2)))
         lines = [text.splitlines(keepends=True) for text in texts]
-        where = [[line for line in text if "test_errors.py" in line or not line.startswith(" ")] for text in lines]
+        where = [
+            [line for line in text if "test_errors.py" in line or not line.startswith(" ")]
+            for text in lines
+        ]
         return [text[:2] for text in lines], where
 
     first, _ = same(program)
@@ -422,7 +438,9 @@ def test_message_of_every_stage_in_a_worker_is_torchs(same):
             "__next__": DataLoader(Breaking(bad), batch_size=2, num_workers=1),
             "__iter__": DataLoader(CannotStart(bad), batch_size=2, num_workers=1),
             "collate_fn": DataLoader(Numbers(), batch_size=2, collate_fn=fussy, num_workers=1),
-            "worker_init_fn": DataLoader(Numbers(), batch_size=20, worker_init_fn=init_fails, num_workers=1),
+            "worker_init_fn": DataLoader(
+                Numbers(), batch_size=20, worker_init_fn=init_fails, num_workers=1
+            ),
         }
         said = {}
         for stage, loader in failing.items():
@@ -437,12 +455,19 @@ def test_message_of_every_stage_in_a_worker_is_torchs(same):
     assert len(same(program)) == 4
 
 
-@parity("the worker's traceback comes with the error", not_for={INLINE: IN_THIS_PROCESS, THREAD: IN_THIS_PROCESS})
+@parity(
+    "the worker's traceback comes with the error",
+    not_for={INLINE: IN_THIS_PROCESS, THREAD: IN_THIS_PROCESS},
+)
 def test_message_has_the_remote_traceback(same):
     def program(DataLoader):
         error = one_error(DataLoader(Map(bad), batch_size=2, num_workers=2))
         text = f"{error}\n{notes_of(error)}"
-        return [name for name in ("Traceback (most recent call last)", "in __getitem__", "in bad") if name in text]
+        return [
+            name
+            for name in ("Traceback (most recent call last)", "in __getitem__", "in bad")
+            if name in text
+        ]
 
     assert len(same(program)) == 3
 
@@ -487,23 +512,34 @@ def test_class_attributes_and_cause_of_an_error_are_kept(same):
         assert type(torchs_error) is RuntimeError
         assert type(error) is original.type
         if same.setting.name == READING:
-            assert str(torchs_error).splitlines()[0] in f"{error}\n{notes_of(error)}", "in the message or in a note"
+            assert str(torchs_error).splitlines()[0] in f"{error}\n{notes_of(error)}", (
+                "in the message or in a note"
+            )
         assert own_message(error) == str(original.value)
-        assert {name: value for name, value in vars(error).items() if name != "__notes__"} == vars(original.value)
+        assert {name: value for name, value in vars(error).items() if name != "__notes__"} == vars(
+            original.value
+        )
 
     composed, missing, locked_, caused = zip(torchs[4:], ours[4:], strict=True)
     assert {type(error) for error in composed} == {Composed}
     assert composed[0].path.startswith("Caught Composed"), "the constructor was given torch's words"
-    assert (composed[1].path, own_message(composed[1])) == ("a.jpg", "corrupt: a.jpg"), "composed once"
+    assert (composed[1].path, own_message(composed[1])) == ("a.jpg", "corrupt: a.jpg"), (
+        "composed once"
+    )
 
     assert {type(error) for error in missing} == {FileNotFoundError}
-    assert [(error.errno, error.filename) for error in missing] == [(None, None), (2, "/no/such/file.jpg")]
+    assert [(error.errno, error.filename) for error in missing] == [
+        (None, None),
+        (2, "/no/such/file.jpg"),
+    ]
     assert "No such file or directory" in str(missing[1])
     if same.setting.name == READING:
         assert str(missing[0]).splitlines()[0] in notes_of(missing[1])
 
     assert {(type(error), own_message(error)) for error in locked_} == {(Locked, "bad")}
-    assert (locked_[1].path, hasattr(locked_[1], "lock")) == ("a.jpg", False), "what cannot be pickled stays behind"
+    assert (locked_[1].path, hasattr(locked_[1], "lock")) == ("a.jpg", False), (
+        "what cannot be pickled stays behind"
+    )
 
     assert "KeyError: 'inner'" in str(caused[0])
     assert "KeyError: 'inner'" in f"{caused[1]}\n{notes_of(caused[1])}"
@@ -520,19 +556,30 @@ def stopping(samples):
     return samples
 
 
-@parity("torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here an error")
+@parity(
+    "torch: `StopIteration` in `__getitem__` or `collate_fn` ends the epoch silently; here an error"
+)
 def test_stop_iteration_of_the_dataset_or_of_collate_is_an_error(same):
     def program(DataLoader):
-        loaders = DataLoader(Map(stops), batch_size=2), DataLoader(Numbers(), batch_size=2, collate_fn=stopping)
+        loaders = (
+            DataLoader(Map(stops), batch_size=2),
+            DataLoader(Numbers(), batch_size=2, collate_fn=stopping),
+        )
         return [
-            [each if isinstance(each, Raised) else list(map(int, each)) for each in drained(iter(one))]
+            [
+                each if isinstance(each, Raised) else list(map(int, each))
+                for each in drained(iter(one))
+            ]
             for one in loaders
         ]
 
     assert same.torchs(program).result == [[[0, 1], [2, 3]]] * 2
     of_dataset, of_collate = same.ours(program).result
     # Python has already made an error of it where it comes out of a coroutine.
-    kinds = RuntimeError if same.setting.asynchronous else hr.errors.ControlFlowError, hr.errors.ControlFlowError
+    kinds = (
+        RuntimeError if same.setting.asynchronous else hr.errors.ControlFlowError,
+        hr.errors.ControlFlowError,
+    )
     for batches, kind in ((of_dataset, kinds[0]), (of_collate, kinds[1])):
         error = batches.pop(2)
         assert error.kind is kind
@@ -549,10 +596,16 @@ def locked(samples):
 def test_unpicklable_batch_is_an_error(same):
     def program(DataLoader):
         most = 3 if DataLoader.is_ours else 1
-        options = {"num_workers": 1, "timeout": 60 if DataLoader.is_ours else 1, "sampler": [BAD, 1, 2]}
+        options = {
+            "num_workers": 1,
+            "timeout": 60 if DataLoader.is_ours else 1,
+            "sampler": [BAD, 1, 2],
+        }
         return drained(iter(DataLoader(Numbers(), collate_fn=locked, **options)), most)
 
-    assert same.torchs(program).result == [Raised(RuntimeError, "DataLoader timed out after 1 seconds")]
+    assert same.torchs(program).result == [
+        Raised(RuntimeError, "DataLoader timed out after 1 seconds")
+    ]
     error, *rest = same.ours(program).result
     assert error.kind is hr.errors.NotPicklableError
     assert "lock" in error.message
@@ -569,11 +622,17 @@ def test_unpicklable_exception_is_an_error(same):
 
     def program(DataLoader):
         most = 60 if DataLoader.is_ours else 1
-        options = {"num_workers": 1, "timeout": 60 if DataLoader.is_ours else 1, "sampler": [BAD, 1]}
+        options = {
+            "num_workers": 1,
+            "timeout": 60 if DataLoader.is_ours else 1,
+            "sampler": [BAD, 1],
+        }
         return drained(iter(DataLoader(Map(raising(lambda: kind("text"))), **options)), most)
 
     if same.setting.name == READING:
-        assert same.torchs(program).result == [Raised(RuntimeError, "DataLoader timed out after 1 seconds")]
+        assert same.torchs(program).result == [
+            Raised(RuntimeError, "DataLoader timed out after 1 seconds")
+        ]
     error, rest = same.ours(program).result
     assert error.kind is hr.errors.RemoteError
     assert "text" in error.message
@@ -599,7 +658,10 @@ def test_stream_that_cannot_be_restarted_raises_torchs_error(same):
         loader = DataLoader(StartsOnce(), batch_size=2, num_workers=1, persistent_workers=True)
         return len(list(loader)), first_error(loader)
 
-    (torchs_batches, torchs), (ours_batches, ours) = same.torchs(program).result, same.ours(program).result
+    (torchs_batches, torchs), (ours_batches, ours) = (
+        same.torchs(program).result,
+        same.ours(program).result,
+    )
     assert torchs_batches == ours_batches == 2
     assert torchs.kind is RuntimeError
     assert "exited unexpectedly" in torchs.message

@@ -28,7 +28,9 @@ def test_seeded_shuffle_gives_torchs_order(same):
     assert len({str(epoch) for epoch in same(program)}) == 4
 
 
-@parity("`generator`: torch's order for the same seed; after the epoch both generators are in torch's state")
+@parity(
+    "`generator`: torch's order for the same seed; after the epoch both generators are in torch's state"
+)
 def test_loaders_generator_gives_torchs_order(DataLoader):
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Numbers(), shuffle=True, generator=generator, batch_size=4)
@@ -57,10 +59,14 @@ class Eager(data.Sampler):
 SAMPLERS = {
     "a `SequentialSampler`": lambda: data.SequentialSampler(range(LENGTH)),
     "a `RandomSampler`": lambda: data.RandomSampler(range(LENGTH)),
-    "a `RandomSampler` with replacement": lambda: data.RandomSampler(range(LENGTH), replacement=True, num_samples=20),
+    "a `RandomSampler` with replacement": lambda: data.RandomSampler(
+        range(LENGTH), replacement=True, num_samples=20
+    ),
     "a `WeightedRandomSampler`": lambda: data.WeightedRandomSampler([1.0, 2.0, 3.0], 11),
     "a `SubsetRandomSampler`": lambda: data.SubsetRandomSampler([3, 1, 4, 9]),
-    "a `DistributedSampler`": lambda: data.DistributedSampler(Map(), num_replicas=3, rank=1, seed=5),
+    "a `DistributedSampler`": lambda: data.DistributedSampler(
+        Map(), num_replicas=3, rank=1, seed=5
+    ),
 }
 ANY = {
     "tensor": lambda: torch.tensor([3, 1, 2]),
@@ -71,12 +77,18 @@ ANY = {
 
 def with_sampler(same, make):
     ways = {"batch_size": 3}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}
-    for options in ways[:1] if same.setting.workers else ways:  # the order is made by the caller's thread
-        same(lambda DataLoader, options=options: epochs(DataLoader(Map(), sampler=make(), **options)))
+    for options in (
+        ways[:1] if same.setting.workers else ways
+    ):  # the order is made by the caller's thread
+        same(
+            lambda DataLoader, options=options: epochs(DataLoader(Map(), sampler=make(), **options))
+        )
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-@parity("`SequentialSampler`, `RandomSampler`, `WeightedRandomSampler`, `SubsetRandomSampler`, `DistributedSampler`")
+@parity(
+    "`SequentialSampler`, `RandomSampler`, `WeightedRandomSampler`, `SubsetRandomSampler`, `DistributedSampler`"
+)
 def test_torchs_samplers_give_torchs_order(same, kind):
     with_sampler(same, SAMPLERS[kind])
 
@@ -121,7 +133,9 @@ def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
     def program(DataLoader):
         orders = []
         for rank in range(2):
-            sampler = data.DistributedSampler(Map(), num_replicas=2, rank=rank, seed=1, drop_last=drop_last)
+            sampler = data.DistributedSampler(
+                Map(), num_replicas=2, rank=rank, seed=1, drop_last=drop_last
+            )
             loader = DataLoader(Numbers(), sampler=sampler, batch_size=4)
             for epoch in (0, 1, 5):
                 sampler.set_epoch(epoch)
@@ -178,7 +192,9 @@ SLOW_BATCH = "`in_order=False`: a slow batch does not hold up the others; every 
 def test_in_order_false_gives_ready_batches_first(same, pipe):
     def program(DataLoader):
         fetches = same.setting.asynchronous and DataLoader.is_ours
-        options = {} if fetches else {"num_workers": 2}  # only among workers can torch be out of order
+        options = (
+            {} if fetches else {"num_workers": 2}
+        )  # only among workers can torch be out of order
         dataset = InThread(Late(pipe)) if fetches else Late(pipe)
         return out_of_order(DataLoader(dataset, batch_size=None, in_order=False, **options), pipe)
 
@@ -211,7 +227,11 @@ class HeldStream(data.IterableDataset):
 
 
 FREE_WORKERS = "`in_order=False`: batches go to free workers, not in turn"
-ONLY_THERE = {TORCH[0]: "no workers", ASYNC[0]: "no workers", ASYNC[1]: "a batch goes to the first free worker"}
+ONLY_THERE = {
+    TORCH[0]: "no workers",
+    ASYNC[0]: "no workers",
+    ASYNC[1]: "a batch goes to the first free worker",
+}
 
 
 def held(loader_class, dataset, first):
@@ -227,8 +247,11 @@ def held(loader_class, dataset, first):
 def test_in_order_false_gives_batches_to_the_idle_worker(same, pipe):
     def program(DataLoader):
         early, late = held(DataLoader, Held(pipe), 8)
-        # One plan may have been sent to the slow worker before; the others have gone to the fast one.
-        return sorted(dict(early + late)), all(worker != dict(late)[2] for index, worker in early if index > 2)
+        # One plan may have been sent to the slow worker before; the others have gone to the fast
+        # one.
+        return sorted(dict(early + late)), all(
+            worker != dict(late)[2] for index, worker in early if index > 2
+        )
 
     assert same(program) == (list(range(10)), True)
 
@@ -241,7 +264,10 @@ def test_in_order_false_continues_streams_while_one_is_blocked(same, pipe):
 
 @parity(
     "`in_order=False` without workers changes nothing",
-    not_for={TORCH[1]: "there are workers", **dict.fromkeys(ASYNC, "fetches overlap without workers too")},
+    not_for={
+        TORCH[1]: "there are workers",
+        **dict.fromkeys(ASYNC, "fetches overlap without workers too"),
+    },
 )
 def test_in_order_false_without_workers_changes_nothing(same):
     same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=4, in_order=False)))

@@ -16,7 +16,9 @@ Point = namedtuple("Point", ["x", "label"])
 def read(same, make=Map, **options):
     """Both loaders with `pin_memory`; they warn if there is no accelerator. Where batches lie is compared, too."""
     options = {"batch_size": 4, "pin_memory": True, **options}
-    return same(lambda DataLoader: epochs(DataLoader(make(), **options), 1)[0], warns=not ACCELERATED)
+    return same(
+        lambda DataLoader: epochs(DataLoader(make(), **options), 1)[0], warns=not ACCELERATED
+    )
 
 
 @parity("`pin_memory` on tensors, of map-style datasets and of streams")
@@ -69,23 +71,29 @@ class Batch:
         return vars(self) == vars(other)
 
 
-@parity("a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator")
+@parity(
+    "a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator"
+)
 def test_custom_pin_memory_is_called(same):
     assert {batch.pinned for batch in read(same, collate_fn=Batch)} == {int(ACCELERATED)}
 
 
 @pytest.mark.skipif(ACCELERATED, reason="with an accelerator the test above has a real one")
-@parity("a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator")
+@parity(
+    "a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator"
+)
 def test_custom_pin_memory_is_called_with_an_accelerator(same, monkeypatch):
-    # No tensor is pinned here, so none is needed: torch has only to say that there is one. torch's loader is compared
-    # without workers, since its pinning thread would ask for the device.
+    # No tensor is pinned here, so none is needed: torch has only to say that there is one. torch's
+    # loader is compared without workers, since its pinning thread would ask for the device.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
     def program(DataLoader):
         options = {} if DataLoader.is_ours else {"num_workers": 0}
         collates = [Batch, lambda samples: {"a": [Batch(samples), (Batch(samples), "text", 3)]}]
         return [
-            epochs(DataLoader(Map(), batch_size=4, pin_memory=True, collate_fn=collate, **options), 1)
+            epochs(
+                DataLoader(Map(), batch_size=4, pin_memory=True, collate_fn=collate, **options), 1
+            )
             for collate in collates
         ]
 
@@ -107,7 +115,9 @@ def test_missing_accelerator_warns_as_in_torch(same):
 
 
 @pytest.mark.parametrize("pin", [True, False])
-@parity("`pin_memory_device` is accepted; with `pin_memory` torch's warning says that it is deprecated")
+@parity(
+    "`pin_memory_device` is accepted; with `pin_memory` torch's warning says that it is deprecated"
+)
 def test_pin_memory_device_is_accepted_as_in_torch(same, pin):
     def program(DataLoader):
         loader = DataLoader(Map(), batch_size=4, pin_memory=pin, pin_memory_device="cuda")

@@ -56,10 +56,18 @@ class Reports(data.Dataset):
 
     def __getitem__(self, index):
         info = data.get_worker_info()
-        return info and (info.id, info.num_workers, info.seed, type(info.dataset).__name__, info.dataset is self)
+        return info and (
+            info.id,
+            info.num_workers,
+            info.seed,
+            type(info.dataset).__name__,
+            info.dataset is self,
+        )
 
 
-@parity("`torch.utils.data.get_worker_info()` answers as in torch: None where no numbered worker reads")
+@parity(
+    "`torch.utils.data.get_worker_info()` answers as in torch: None where no numbered worker reads"
+)
 def test_worker_info_is_torchs(same):
     def program(DataLoader):
         loader = DataLoader(Reports(), batch_size=2, collate_fn=as_it_is, shuffle=True)
@@ -75,7 +83,14 @@ class Noisy(data.Dataset):
         return LENGTH
 
     def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(2), random.randrange(9), np.random.randint(9)
+        return (
+            index,
+            random.random(),
+            np.random.random(),
+            torch.rand(2),
+            random.randrange(9),
+            np.random.randint(9),
+        )
 
 
 DRAWS = "draws of `random`, NumPy and torch in the dataset are torch's, also where `worker_init_fn` seeds"
@@ -93,7 +108,9 @@ def test_random_numbers_are_torchs(same):
         if same.setting.workers:
             ways += [{"persistent_workers": True}, {"num_workers": 3}, {"worker_init_fn": reseed}]
         loaders = [DataLoader(Noisy(), batch_size=2, **options) for options in ways]
-        return [list(loader) for loader in loaders for _ in range(2)], torch.rand(1, generator=ways[1]["generator"])
+        return [list(loader) for loader in loaders for _ in range(2)], torch.rand(
+            1, generator=ways[1]["generator"]
+        )
 
     same(program)
 
@@ -102,11 +119,15 @@ def threads(main, samples):
     return os.getpid() == main, torch.get_num_threads()
 
 
-@parity("batches are made in worker processes, where torch computes with one thread", not_for=NO_WORKERS)
+@parity(
+    "batches are made in worker processes, where torch computes with one thread", not_for=NO_WORKERS
+)
 def test_worker_has_one_torch_thread(same):
     def program(DataLoader):
         collate = functools.partial(threads, os.getpid())
-        return set(DataLoader(Indices(), batch_size=2, num_workers=2, collate_fn=collate)), torch.get_num_threads()
+        return set(
+            DataLoader(Indices(), batch_size=2, num_workers=2, collate_fn=collate)
+        ), torch.get_num_threads()
 
     assert same(program)[0] == {(False, 1)}
 
@@ -136,7 +157,11 @@ INIT = "`worker_init_fn` is called once in each worker, with its number, after t
 @parity(INIT, not_for=NO_WORKERS | {WORKERS: ""})
 def test_worker_init_fn_is_called_after_seeding(same, persistent):
     def program(DataLoader):
-        options = {"collate_fn": as_it_is, "worker_init_fn": Noted(), "persistent_workers": persistent}
+        options = {
+            "collate_fn": as_it_is,
+            "worker_init_fn": Noted(),
+            "persistent_workers": persistent,
+        }
         loader = DataLoader(Init(), batch_size=2, **options)
         return [list(loader) for _ in range(2)]
 
@@ -164,23 +189,38 @@ def test_worker_init_fn_is_called_in_each_worker_of_an_async_dataset(same):
     assert same(program) == ([[0]] * (LENGTH // 2), [])
 
 
-@pytest.mark.parametrize(("method", "by"), [("fork", "name"), ("spawn", "object"), ("forkserver", "name")])
-@parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {WORKERS: ""})
+@pytest.mark.parametrize(
+    ("method", "by"), [("fork", "name"), ("spawn", "object"), ("forkserver", "name")]
+)
+@parity(
+    "`multiprocessing_context` starts the workers, by name and as an object",
+    not_for=NO_WORKERS | {WORKERS: ""},
+)
 def test_multiprocessing_context_starts_the_workers(same, method, by):
     def program(DataLoader):
         context = method if by == "name" else multiprocessing.get_context(method)
-        loader = DataLoader(processes.Kinds(), batch_size=2, num_workers=1, multiprocessing_context=context)
+        loader = DataLoader(
+            processes.Kinds(), batch_size=2, num_workers=1, multiprocessing_context=context
+        )
         return list(loader), loader.multiprocessing_context is multiprocessing.get_context(method)
 
     batches, _ = same(program)
     assert batches[0][1][0].lower() == f"{method}process"
 
 
-# "fork" and placement="process" exclude each other; with placement="auto" it is tried in test_process_settings.py.
-@parity("`multiprocessing_context` starts the workers, by name and as an object", not_for=NO_WORKERS | {READING: ""})
+# "fork" and placement="process" exclude each other; with placement="auto" it is tried in
+# test_process_settings.py.
+@parity(
+    "`multiprocessing_context` starts the workers, by name and as an object",
+    not_for=NO_WORKERS | {READING: ""},
+)
 def test_multiprocessing_context_starts_the_workers_of_an_async_dataset(same):
     def program(DataLoader):
-        options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": processes.in_process}
+        options = {
+            "num_workers": 1,
+            "multiprocessing_context": "spawn",
+            "collate_fn": processes.in_process,
+        }
         return list(DataLoader(processes.Indices(), batch_size=2, **options))
 
     assert same(program)[0][0] == "SpawnProcess"
@@ -237,7 +277,9 @@ KEEPS = "with `persistent_workers` a dataset in a worker keeps its state; else e
 def test_dataset_keeps_its_state_in_persistent_workers(same, persistent):
     def program(DataLoader):
         dataset = Counting()
-        loader = DataLoader(dataset, batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
+        loader = DataLoader(
+            dataset, batch_size=2, collate_fn=as_it_is, persistent_workers=persistent
+        )
         came, processes_of = [], []
         for epoch in range(3):
             dataset.offset = 100 * epoch  # seen by copies that are made now
@@ -266,7 +308,9 @@ class Restarted(data.IterableDataset):
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
 def test_stream_restarts_in_each_epoch(same, persistent):
     def program(DataLoader):
-        loader = DataLoader(Restarted(), batch_size=2, collate_fn=as_it_is, persistent_workers=persistent)
+        loader = DataLoader(
+            Restarted(), batch_size=2, collate_fn=as_it_is, persistent_workers=persistent
+        )
         return [list(loader) for _ in range(3)]
 
     assert same(program)[2][0] == [(0, 3 if persistent else 1), (1, 3 if persistent else 1)]
@@ -297,7 +341,13 @@ def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
         if same.setting.asynchronous and DataLoader.is_ours:
             dataset = InThread(dataset)
         workers = num_workers if DataLoader.is_ours else 1
-        loader = DataLoader(dataset, sampler=[0, 1, 2], num_workers=workers, timeout=1, prefetch_factor=workers or None)
+        loader = DataLoader(
+            dataset,
+            sampler=[0, 1, 2],
+            num_workers=workers,
+            timeout=1,
+            prefetch_factor=workers or None,
+        )
         iterator = iter(loader)
         first = next(iterator) if num_workers else None  # a worker may take longer to come up
         if first is None:
@@ -372,7 +422,8 @@ class Kills(Indices):
         return index
 
 
-# torch raises its error in a handler of SIGCHLD, wherever the program happens to be: even in a `__del__`.
+# torch raises its error in a handler of SIGCHLD, wherever the program happens to be: even in a
+# `__del__`.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @parity("torch: a killed worker ends the run; here the worker is replaced, and an error names the batch",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
@@ -384,7 +435,8 @@ def test_killed_worker_is_an_error_as_in_torch(same):
         return drained(iter(DataLoader(Kills(), batch_size=2)), 7)
 
     torchs, ours = same.torchs(to_the_first_error).result, same.ours(to_the_end).result
-    # Torch's error, not ours, and not always the same: under load the end of the connection may come first.
+    # Torch's error, not ours, and not always the same: under load the end of the connection may
+    # come first.
     assert torchs.kind in (RuntimeError, ConnectionResetError, EOFError)
     said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
     assert torchs.kind is EOFError or any(words in torchs.message for words in said)
@@ -409,7 +461,12 @@ def split(worker):
     info.dataset.start, info.dataset.stop = worker * part, (worker + 1) * part
 
 
-@parity("`worker_init_fn` can split the worker's copy of a stream", not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})
+@parity(
+    "`worker_init_fn` can split the worker's copy of a stream",
+    not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE},
+)
 def test_stream_may_be_split_by_worker_init_fn(same):
-    batches = same(lambda DataLoader: list(DataLoader(Halves(), batch_size=4, worker_init_fn=split)))
+    batches = same(
+        lambda DataLoader: list(DataLoader(Halves(), batch_size=4, worker_init_fn=split))
+    )
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(LENGTH))

@@ -1,7 +1,7 @@
 """One rank of a job that saves loaders by torch.distributed.checkpoint, or loads them; run by `test_checkpoint.py`.
 
-It prints a JSON object: for each loader, the samples that this rank was given, or the error. The environment has STEP
-("save" or "load"), and FOLDER, which the processes share.
+It prints a JSON object: for each loader, the samples that this rank was given, or the error. The
+environment has STEP ("save" or "load"), and FOLDER, which the processes share.
 """
 
 import json
@@ -70,7 +70,9 @@ def lines():
 
 
 LOADERS = {
-    "ElasticSampler": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)),
+    "ElasticSampler": lambda: hr.DataLoader(
+        Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)
+    ),
     "shuffled by seed": lambda: hr.DataLoader(Numbers(LENGTH), 3, shuffle=True, seed=0),
     "sequential": lambda: hr.DataLoader(Numbers(LENGTH), 3),
     "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful()),

@@ -286,7 +286,10 @@ def scenarios(store):
     yield "filter", lambda: epochs(loader(Numbers().split().filter(keeps), 4))
     yield "none on a rank", lambda: epochs(loader(Uneven((6, 0, 9, 2))))
     yield "thread", lambda: epochs(loader(Uneven()))
-    yield "in the order of completion", lambda: epochs(loader(Uneven(), in_order=False, num_workers=1))
+    yield (
+        "in the order of completion",
+        lambda: epochs(loader(Uneven(), in_order=False, num_workers=1)),
+    )
     yield "process", lambda: epochs(loader(Uneven(), placement="process", num_workers=1))
     yield "torch, inline", lambda: epochs(loader(TorchStream()))
     yield "torch, workers", lambda: epochs(loader(TorchStream(), num_workers=2))
@@ -297,7 +300,10 @@ def scenarios(store):
     bad = ((0, 1), (1, 2), (1, 4))
     yield "errors", lambda: in_turn(loader(Uneven(bad=bad), transform=check))
     yield "skipped", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip"))
-    yield "skipped by workers", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip", num_workers=1))
+    yield (
+        "skipped by workers",
+        lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip", num_workers=1)),
+    )
     yield "break", left_in_the_middle
     yield "close", closed_in_the_middle
     yield "resumed", resumed
@@ -323,7 +329,9 @@ def main():
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     said = {}
     for name, run in scenarios(store):
         said[name] = run()

@@ -9,7 +9,9 @@ from tests.rendezvous import Rendezvous
 def outputs_of(forks, program, environments):
     """What each rank prints, a JSON value; each rank has an environment."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(forks.start_file(program, **each)) for each in environments]
+        processes = [
+            stack.enter_context(forks.start_file(program, **each)) for each in environments
+        ]
         printed = [process.communicate() for process in processes]
     assert all(text for text, _ in printed), printed
     return [json.loads(text) for text, _ in printed]
@@ -19,5 +21,7 @@ def outputs(forks, program, ranks, **environment):
     """The same of ranks that meet at a TCP store, as those of torchrun do."""
     meeting = Rendezvous(ranks)
     return outputs_of(
-        forks, program, [{"RANK": str(rank), **meeting.variables, **environment} for rank in range(ranks)]
+        forks,
+        program,
+        [{"RANK": str(rank), **meeting.variables, **environment} for rank in range(ranks)],
     )

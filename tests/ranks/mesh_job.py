@@ -69,7 +69,9 @@ def transform(sample):
 
 
 def loader(dataset, **options):
-    return hr.DataLoader(dataset, 3, collate_fn=list, data_parallel=lambda: mesh["dp"], seed=5, **options)
+    return hr.DataLoader(
+        dataset, 3, collate_fn=list, data_parallel=lambda: mesh["dp"], seed=5, **options
+    )
 
 
 class Whole(hr.AsyncIterableDataset):
@@ -81,7 +83,11 @@ class Whole(hr.AsyncIterableDataset):
 
 
 def lines():
-    return hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0).map(int).map(lambda number: [number, *said()])
+    return (
+        hr.LinesDataset(os.environ["LINES"], shuffle=True, seed=0)
+        .map(int)
+        .map(lambda number: [number, *said()])
+    )
 
 
 BLOCKS = {"block_size": 3, "blocks_at_once": 2, "seed": 1}
@@ -105,7 +111,9 @@ LOADERS = {
         for place in PLACES
     },
     **{
-        f"{name}, {workers} workers": loader(data, transform=transform, num_workers=workers, **options)
+        f"{name}, {workers} workers": loader(
+            data, transform=transform, num_workers=workers, **options
+        )
         for name, (data, options) in TORCHS.items()
         for workers in (0, 2)
     },
@@ -126,7 +134,9 @@ def error_of(iterate):
 
 def refused(dataset, **options):
     return error_of(
-        lambda: iter(hr.DataLoader(dataset, 3, **{"data_parallel": mesh["dp"], "seed": 5, **options})).close()
+        lambda: iter(
+            hr.DataLoader(dataset, 3, **{"data_parallel": mesh["dp"], "seed": 5, **options})
+        ).close()
     )
 
 
@@ -180,7 +190,9 @@ def seen_by_datasets():
         "thread": list(hr.DataLoader(AsksTorchAsync(1), **both)),
         "process": list(hr.DataLoader(AsksTorchAsync(1), num_workers=1, **both)),
         "torch, inline": list(hr.DataLoader(AsksTorch(), **options)),
-        "torch, fork": list(hr.DataLoader(AsksTorch(), num_workers=1, multiprocessing_context="fork", **options)),
+        "torch, fork": list(
+            hr.DataLoader(AsksTorch(), num_workers=1, multiprocessing_context="fork", **options)
+        ),
     }
 
 
@@ -204,14 +216,18 @@ def main():
     read = {name: epochs(made) for name, made in LOADERS.items()}
     read["length"] = len(LOADERS["ElasticSampler, thread"])
     read["group"] = epochs(
-        hr.DataLoader(AsksItself(), 3, collate_fn=list, data_parallel=mesh["dp"].get_group(), seed=5)
+        hr.DataLoader(
+            AsksItself(), 3, collate_fn=list, data_parallel=mesh["dp"].get_group(), seed=5
+        )
     )
     read["coordinated"] = epochs(loader(Uneven(), coordinated=True))
     read["gathered"] = gathered()
     read["torch.distributed"] = seen_by_datasets()
     read["member"] = group_of_first_two()
     read["two dimensions"] = error_of(lambda: hr.DataLoader([1], data_parallel=mesh))
-    read["DistributedSampler"] = refused(TorchNumbers(), sampler=torch.utils.data.DistributedSampler(TorchNumbers()))
+    read["DistributedSampler"] = refused(
+        TorchNumbers(), sampler=torch.utils.data.DistributedSampler(TorchNumbers())
+    )
     stream = Whole().split(rank=dist.get_rank(), world_size=4)
     read["rank of a stream"] = error_of(lambda: list(loader(stream)))
     read["no seed"] = refused(AsksItself(), seed=None)
@@ -219,7 +235,8 @@ def main():
     read["warned"] = warned()
     read["outside"] = said()
     read["rebuilt"] = (
-        LOADERS["split, thread"].data_parallel is LOADERS["split, thread"]._control.spec.options["data_parallel"]
+        LOADERS["split, thread"].data_parallel
+        is LOADERS["split, thread"]._control.spec.options["data_parallel"]
     )
     print(json.dumps(read))
     sys.stdout.flush()

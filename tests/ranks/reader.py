@@ -1,8 +1,8 @@
 """The samples that one rank of a job reads, for each setup of a loader; run by `test_processes.py`, once for each rank.
 
-It prints a JSON object: for each scenario, the samples of each epoch. Datasets and samplers are made before anything in
-the process knows its rank, as in a script that makes them before `trainer.fit()`.
-"""
+It prints a JSON object: for each scenario, the samples of each epoch. Datasets and samplers are
+made before anything in the process knows its rank, as in a script that makes them before
+`trainer.fit()`."""
 
 import itertools
 import json
@@ -72,15 +72,23 @@ def datasets(folder):
     return {
         "lines by samples": lines.map(int),
         "lines by shards": whole_shards.map(int),
-        "parquet": hr.ParquetDataset(folder / "rows.parquet").stream(shuffle=True).map(lambda row: row["x"]),
+        "parquet": hr.ParquetDataset(folder / "rows.parquet")
+        .stream(shuffle=True)
+        .map(lambda row: row["x"]),
         "split": Unsplit().shuffle(8, seed=1).split(),
         "asks itself": AsksItself(),
     }
 
 
 def scenarios(folder):
-    for (name, dataset), (placement, workers) in itertools.product(datasets(folder).items(), PLACES):
-        yield f"{name}, {placement}, {workers} workers", dataset, {"placement": placement, "num_workers": workers}
+    for (name, dataset), (placement, workers) in itertools.product(
+        datasets(folder).items(), PLACES
+    ):
+        yield (
+            f"{name}, {placement}, {workers} workers",
+            dataset,
+            {"placement": placement, "num_workers": workers},
+        )
     for placement, workers in PLACES:
         numbers = Numbers(64)  # which two ranks share evenly in blocks of four
         sampler = hr.BlockShuffleSampler(numbers, block_size=4, blocks_at_once=4, seed=5)
@@ -95,9 +103,13 @@ def epochs_of(loader):
 def main():
     folder = Path(os.environ["FOLDER"])
     whole = scenarios(folder) if "WHOLE" in os.environ else ()
-    made = [(name, hr.DataLoader(data, 4, collate_fn=list, **options)) for name, data, options in whole]
+    made = [
+        (name, hr.DataLoader(data, 4, collate_fn=list, **options)) for name, data, options in whole
+    ]
     if "GLOO" in os.environ:  # neither the launcher nor the environment says which rank this is
-        warnings.filterwarnings("ignore", message="the 2 ranks may get different numbers")  # the shards are equal
+        warnings.filterwarnings(
+            "ignore", message="the 2 ranks may get different numbers"
+        )  # the shards are equal
         rank, world_size = map(int, os.environ["GLOO"].split(","))
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     read = {}
@@ -109,7 +121,11 @@ def main():
     for placement, workers in PLACES:
         place = {"placement": placement, "num_workers": workers}
         in_worker_init.clear()
-        options = {"transform": said_in_transform, "collate_fn": said_in_collate, "worker_init_fn": init_worker}
+        options = {
+            "transform": said_in_transform,
+            "collate_fn": said_in_collate,
+            "worker_init_fn": init_worker,
+        }
         with hr.DataLoader(Infos(1), 1, **options, **place) as loader:
             read[f"infos, {placement}, {workers} workers"] = list(loader)
     print(json.dumps(read))

@@ -17,7 +17,9 @@ SAME_ON_ALL = ["shuffled by seed", "sequential"]
 
 def run(forks, step, ranks, folder):
     """What each rank prints."""
-    return outputs(forks, PROGRAM, ranks, STEP=step, FOLDER=str(folder), LINES=str(folder / "*.txt"))
+    return outputs(
+        forks, PROGRAM, ranks, STEP=step, FOLDER=str(folder), LINES=str(folder / "*.txt")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,9 @@ def runs(forks, tmp_path_factory):
 
 
 def samples(ranks, name):
-    return list(itertools.chain.from_iterable(itertools.chain.from_iterable(rank[name]) for rank in ranks))
+    return list(
+        itertools.chain.from_iterable(itertools.chain.from_iterable(rank[name]) for rank in ranks)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

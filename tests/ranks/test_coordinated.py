@@ -44,9 +44,14 @@ def ranks(request):
 
 
 def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks):
-    least = -(-(4 if len(ranks) == 2 else 3) // 4)  # batches of 4, of the rank of which the filter leaves least
+    least = -(
+        -(4 if len(ranks) == 2 else 3) // 4
+    )  # batches of 4, of the rank of which the filter leaves least
     for rank in ranks:
-        assert {name: rank[name] for name in (*STEPS, "filter")} == {**STEPS, "filter": [least, least]}
+        assert {name: rank[name] for name in (*STEPS, "filter")} == {
+            **STEPS,
+            "filter": [least, least],
+        }
 
 
 def test_error_raised_by_next_counts_as_a_step(ranks):

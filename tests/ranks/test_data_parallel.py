@@ -19,7 +19,9 @@ ASYNC = (
     "split",
 )
 LOADERS = [f"{name}, {place}" for name in ASYNC for place in ("thread", "process")]
-LOADERS += [f"torch, {name}, {number} workers" for name in ("ElasticSampler", "stream") for number in (0, 2)]
+LOADERS += [
+    f"torch, {name}, {number} workers" for name in ("ElasticSampler", "stream") for number in (0, 2)
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,15 @@ def numbers(epoch):
 
 
 @pytest.mark.parametrize("name", [*LOADERS, "group"])
-def test_tensor_parallel_ranks_get_the_same_batches_and_data_parallel_ranks_share_all_samples(ranks, name):
+def test_tensor_parallel_ranks_get_the_same_batches_and_data_parallel_ranks_share_all_samples(
+    ranks, name
+):
     for first, second in ranks:
         assert first[name] == second[name]
     for epoch in range(2):
-        assert sorted(numbers(ranks[0][0][name][epoch]) + numbers(ranks[1][0][name][epoch])) == list(range(LENGTH))
+        assert sorted(
+            numbers(ranks[0][0][name][epoch]) + numbers(ranks[1][0][name][epoch])
+        ) == list(range(LENGTH))
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -53,13 +59,19 @@ def test_rank_is_that_in_data_parallel_in_all_code_that_a_loader_runs(ranks, nam
     assert not drawn[0] & drawn[1]  # random numbers
 
 
-def test_length_and_coordination_are_those_of_data_parallel_and_the_rank_outside_that_of_the_job(ranks):
+def test_length_and_coordination_are_those_of_data_parallel_and_the_rank_outside_that_of_the_job(
+    ranks,
+):
     every = [rank for row in ranks for rank in row]
     assert [rank["length"] for rank in every] == [4] * 4
     assert [rank["outside"] for rank in every] == [[number, 4] for number in range(4)]
     assert [[len(epoch) for epoch in rank["coordinated"]] for rank in every] == [[3, 3]] * 4
-    assert all("ranks reads all of list" in "".join(rank["warned"]) for rank in every)  # a torch dataset
-    assert all(rank["rebuilt"] for rank in every)  # the option is an attribute, for code that rebuilds a loader
+    assert all(
+        "ranks reads all of list" in "".join(rank["warned"]) for rank in every
+    )  # a torch dataset
+    assert all(
+        rank["rebuilt"] for rank in every
+    )  # the option is an attribute, for code that rebuilds a loader
 
 
 def test_gathered_state_is_that_of_the_data_parallel_ranks(ranks):
@@ -70,10 +82,14 @@ def test_gathered_state_is_that_of_the_data_parallel_ranks(ranks):
 
 
 @pytest.mark.parametrize("place", ["thread", "torch, inline", "torch, fork"])
-def test_torch_distributed_is_that_of_the_job_where_a_dataset_is_read_in_its_process_or_in_forks(ranks, place):
+def test_torch_distributed_is_that_of_the_job_where_a_dataset_is_read_in_its_process_or_in_forks(
+    ranks, place
+):
     for number, rank in enumerate(rank for row in ranks for rank in row):
         ((answers,),) = rank["torch.distributed"][place]
-        for initialized, of_torch, *of_headrace, environment in answers if place == "thread" else [answers]:
+        for initialized, of_torch, *of_headrace, environment in (
+            answers if place == "thread" else [answers]
+        ):
             assert (initialized, of_torch, of_headrace) == (True, number, [number // 2, 2])
             assert environment == (number // 2 if place == "torch, fork" else number)
 
@@ -81,7 +97,12 @@ def test_torch_distributed_is_that_of_the_job_where_a_dataset_is_read_in_its_pro
 def test_torch_distributed_is_an_error_in_other_processes_of_a_loader(ranks):
     for number, rank in enumerate(rank for row in ranks for rank in row):
         ((answers,),) = rank["torch.distributed"]["process"]
-        for initialized, of_torch, *of_headrace, environment in answers:  # in `aget`, and in a worker
+        for (
+            initialized,
+            of_torch,
+            *of_headrace,
+            environment,
+        ) in answers:  # in `aget`, and in a worker
             assert not initialized
             assert "not been initialized" in of_torch
             assert [*of_headrace, environment] == [number // 2, 2, number // 2]
@@ -102,7 +123,9 @@ def test_process_outside_of_the_group_is_an_error(ranks):
         ("order of completion", "in_order=False"),
     ],
 )
-def test_options_that_would_give_tensor_parallel_ranks_other_batches_are_an_error(ranks, name, message):
+def test_options_that_would_give_tensor_parallel_ranks_other_batches_are_an_error(
+    ranks, name, message
+):
     for row in ranks:
         for rank in row:
             assert message in (rank[name] or "")

@@ -12,10 +12,18 @@ from tests.ranks.jobs import outputs_of
 LAUNCHERS = {
     "gloo": lambda rank: {"GLOO": f"{rank},2"},
     "torchrun": lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-    "srun": lambda rank: {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"},
+    "srun": lambda rank: {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+    },
     "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
 }
-WHOLE = {"gloo", "torchrun"}  # with these all scenarios are read; the others have only to be recognised
+WHOLE = {
+    "gloo",
+    "torchrun",
+}  # with these all scenarios are read; the others have only to be recognised
 PROGRAM = Path(reader.__file__)
 
 
@@ -24,8 +32,12 @@ def read(request, forks, tmp_path_factory):
     """The samples that each of two ranks has read, by scenario."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(4):
-        folder.joinpath(f"{shard}.txt").write_text("".join(f"{shard * 10 + line}\n" for line in range(10)))
-    pyarrow.parquet.write_table(pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10)
+        folder.joinpath(f"{shard}.txt").write_text(
+            "".join(f"{shard * 10 + line}\n" for line in range(10))
+        )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10
+    )
     environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
     if request.param in WHOLE:
         environments = [{**each, "WHOLE": "1"} for each in environments]

@@ -85,10 +85,14 @@ assert_type(Augment()(3), float)
 assert_type(hr.DataLoader(Map().map(noisy), batch_size=None), hr.DataLoader[Any])
 assert_type(hr.DataLoader(TensorDataset(torch.zeros(3))), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Map()), hr.DataLoader[Any])
-assert_type(hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"), hr.DataLoader[Any])
+assert_type(
+    hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"), hr.DataLoader[Any]
+)
 assert_type(hr.DataLoader(Map(), collate_fn=collate), hr.DataLoader[dict[str, torch.Tensor]])
 assert_type(hr.DataLoader(Map(), batch_size=8, num_workers=1, collate_fn=len), hr.DataLoader[int])
-assert_type(hr.DataLoader(Map(), batch_size=8, num_workers="auto", collate_fn=len), hr.DataLoader[int])
+assert_type(
+    hr.DataLoader(Map(), batch_size=8, num_workers="auto", collate_fn=len), hr.DataLoader[int]
+)
 assert_type(hr.DataLoader(Map().map(str), transform=len), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Stream(), batch_size=None), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Stream()), hr.DataLoader[Any])
@@ -115,6 +119,10 @@ class OnDevice(hr.DataLoader[int]):
 OnDevice(Map())
 
 
-hr.DataLoader(Map(), on_error=lambda failure: "skip" if failure.stage is hr.types.Stage.FETCH else "raise")
+hr.DataLoader(
+    Map(), on_error=lambda failure: "skip" if failure.stage is hr.types.Stage.FETCH else "raise"
+)
 hr.DataLoader(Map(), on_error=hr.SkipErrors(max_share=0.1))
-placed: hr.DataLoader[Any] = hr.DataLoader(Map(), placement="process", retry=hr.RetryPolicy(), hedge="auto")
+placed: hr.DataLoader[Any] = hr.DataLoader(
+    Map(), placement="process", retry=hr.RetryPolicy(), hedge="auto"
+)

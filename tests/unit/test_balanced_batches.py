@@ -20,7 +20,11 @@ from tests.datasets import Numbers
 
 RNG = np.random.default_rng(0)
 FILES = [path.stat().st_size // 4 for path in Path(torch.__file__).parent.rglob("*.py")]
-LINES = [len(line) for path in Path(hr.__file__).parent.rglob("*.py") for line in path.read_text().split("\n")]
+LINES = [
+    len(line)
+    for path in Path(hr.__file__).parent.rglob("*.py")
+    for line in path.read_text().split("\n")
+]
 LENGTHS = {
     "log-normal": RNG.lognormal(5.8, 1.2, 100_000).clip(0, 8192).astype(np.int32),
     "files of torch": RNG.choice(np.minimum(sorted(FILES), 65_536), 40_000),
@@ -32,7 +36,8 @@ MIXED = np.concatenate([RNG.integers(0, 300, 3000), RNG.integers(0, 5000, 100)])
 
 def samplers(lengths, max_tokens, ranks, **options):
     return [
-        hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks, **options) for rank in range(ranks)
+        hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks, **options)
+        for rank in range(ranks)
     ]
 
 
@@ -43,23 +48,32 @@ def repeated(batches):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=150), st.integers(20, 90), st.integers(1, 9), st.integers(1, 60)
+    st.lists(st.integers(0, 20), min_size=1, max_size=150),
+    st.integers(20, 90),
+    st.integers(1, 9),
+    st.integers(1, 60),
 )
-def test_each_sample_comes_once_and_only_fewer_samples_than_ranks_come_twice(lengths, max_tokens, ranks, window):
+def test_each_sample_comes_once_and_only_fewer_samples_than_ranks_come_twice(
+    lengths, max_tokens, ranks, window
+):
     steps = [*zip(*samplers(lengths, max_tokens, ranks, window=window), strict=True)]
     indices, more = repeated(itertools.chain.from_iterable(steps))
     assert indices == set(range(len(lengths)))
     assert repeated(itertools.chain.from_iterable(steps[:-1]))[1] == 0
     assert more <= repeated(steps[-1])[1] < ranks
     assert all(0 < len(batch) <= max_tokens for step in steps for batch in step)
-    assert all(sum(lengths[index] for index in batch) <= max_tokens for step in steps for batch in step)
+    assert all(
+        sum(lengths[index] for index in batch) <= max_tokens for step in steps for batch in step
+    )
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_ranks_have_nearly_equal_and_full_batches(name, ranks):
     lengths, max_tokens = LENGTHS[name], MAX_TOKENS[name]
-    batches = [lengths[batch].sum() for batch in hr.BalancedBatchSampler(lengths, max_tokens)]  # of all ranks, in turn
+    batches = [
+        lengths[batch].sum() for batch in hr.BalancedBatchSampler(lengths, max_tokens)
+    ]  # of all ranks, in turn
     steps = np.array(batches[: len(batches) // ranks * ranks]).reshape(-1, ranks)
     assert len(steps)
     assert (steps.max(axis=1) / steps.mean(axis=1)).max() <= 1.02
@@ -75,9 +89,9 @@ def test_ranks_take_the_batches_of_one_rank_in_turn_and_epochs_differ():
     one, *three = (samplers(MIXED, 5000, ranks, seed=2, window=512) for ranks in (1, 3))
     whole = [*one[0]]
     parts = [*map(list, three[0])]
-    assert [batch for step in zip(*parts, strict=True) for batch in step][: len(whole) // 3 * 3] == whole[
+    assert [batch for step in zip(*parts, strict=True) for batch in step][
         : len(whole) // 3 * 3
-    ]
+    ] == whole[: len(whole) // 3 * 3]
     assert one[0].state_dict()["epoch"] == 1
     assert [*one[0]][:5] != whole[:5]
     one[0].set_epoch(0)
@@ -135,11 +149,15 @@ def test_a_hundred_million_lengths_in_a_file_take_the_memory_of_a_window(tmp_pat
     assert 90 <= len(batch) <= 100
 
 
-@pytest.mark.parametrize("change", [{"lengths": MIXED[::-1]}, {"window": 600}, {"seed": 8}, {"lengths": MIXED[1:]}])
+@pytest.mark.parametrize(
+    "change", [{"lengths": MIXED[::-1]}, {"window": 600}, {"seed": 8}, {"lengths": MIXED[1:]}]
+)
 def test_state_with_other_lengths_or_arguments_is_an_error(change):
     sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
     next(iter(sampler))
-    other = hr.BalancedBatchSampler(**{"lengths": MIXED, "max_tokens": 5000, "window": 500} | change)
+    other = hr.BalancedBatchSampler(
+        **{"lengths": MIXED, "max_tokens": 5000, "window": 500} | change
+    )
     other.load_state_dict(sampler.state_dict())
     with pytest.raises(StateError, match="other lengths, max_tokens=, window= or seed="):
         next(iter(other))
@@ -150,11 +168,15 @@ def test_lengths_that_change_after_the_sampler_was_made_are_an_error():
     sampler = hr.BalancedBatchSampler(lengths, 4)
     assert len(list(sampler)) == 3
     lengths[1] = 9
-    with pytest.raises(ValueError, match="sample 1 has 9 tokens, more than max_tokens=4: the lengths have changed"):
+    with pytest.raises(
+        ValueError, match="sample 1 has 9 tokens, more than max_tokens=4: the lengths have changed"
+    ):
         list(sampler)
 
 
-@pytest.mark.parametrize("change", [{"window": 99}, {"batches": -1}, {"epoch": -1}, {"window": "x"}])
+@pytest.mark.parametrize(
+    "change", [{"window": 99}, {"batches": -1}, {"epoch": -1}, {"window": "x"}]
+)
 def test_damaged_state_is_an_error(change):
     sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
     next(iter(sampler))

@@ -17,7 +17,9 @@ ORIENTATION = 0x0112
 
 
 def noise(width, height, mode="RGB"):
-    pixels = np.random.default_rng(0).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(
+        0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
@@ -81,7 +83,9 @@ def test_large_jpeg_that_is_decoded_at_a_fraction_looks_as_one_that_is_scaled_do
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_image_is_turned_upright_by_its_exif_tag(kind):
     picture = Image.new("RGB", (64, 32), "black")
-    picture.paste("white", (0, 0, 32, 32))  # the left half, which is the upper one when it is turned
+    picture.paste(
+        "white", (0, 0, 32, 32)
+    )  # the left half, which is the upper one when it is turned
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     found = hr.decode.image()(encoded(picture, kind, exif=exif))
@@ -118,7 +122,12 @@ def test_image_of_16_bits_is_an_error_and_not_clipped():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"size": 0}, "size"), ({"size": (8, -1)}, "size"), ({"mode": "RGB"}, "mode"), ({"dtype": torch.int64}, "dtype")],
+    [
+        ({"size": 0}, "size"),
+        ({"size": (8, -1)}, "size"),
+        ({"mode": "RGB"}, "mode"),
+        ({"dtype": torch.int64}, "dtype"),
+    ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -136,16 +145,29 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
     for number, name in enumerate(["cat", "dog", "emu"]):
         (tmp_path / name).mkdir()
         for each in range(3):
-            (tmp_path / name / f"{each}.png").write_bytes(encoded(Image.new("L", (20, 20), 10 * number), "PNG"))
+            (tmp_path / name / f"{each}.png").write_bytes(
+                encoded(Image.new("L", (20, 20), 10 * number), "PNG")
+            )
     photos = dataset(tmp_path, suffix=".png", labels="folder")
     assert photos.classes == ("cat", "dog", "emu")
-    with hr.DataLoader(photos, batch_size=4, num_workers=1, transform=hr.decode.image(size=8)) as loader:
-        found = [(image, int(label)) for images, labels in loader for image, label in zip(images, labels, strict=True)]
+    with hr.DataLoader(
+        photos, batch_size=4, num_workers=1, transform=hr.decode.image(size=8)
+    ) as loader:
+        found = [
+            (image, int(label))
+            for images, labels in loader
+            for image, label in zip(images, labels, strict=True)
+        ]
     assert [label for _, label in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert all(torch.equal(image, torch.full((3, 8, 8), 10 * label, dtype=torch.uint8)) for image, label in found)
+    assert all(
+        torch.equal(image, torch.full((3, 8, 8), 10 * label, dtype=torch.uint8))
+        for image, label in found
+    )
     unlabelled = dataset(tmp_path, suffix=".png")
     assert hr.decode.image()(unlabelled[0]).shape == (3, 20, 20)
-    some = dataset(tmp_path, suffix=("1.png", "2.png"), labels="folder", classes=("emu", "fox", "dog", "cat"))
+    some = dataset(
+        tmp_path, suffix=("1.png", "2.png"), labels="folder", classes=("emu", "fox", "dog", "cat")
+    )
     assert [some[index].label for index in (0, 2, 4)] == [3, 2, 0]
     assert pickle.loads(pickle.dumps(some, 5)).classes == ("emu", "fox", "dog", "cat")
     for parts in ([photos, some], [torch.utils.data.Subset(photos, [0]), hr.concat([some])]):
@@ -162,7 +184,13 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
 
 
 def test_fields_are_decoded_by_their_functions():
-    sample = {"__key__": "a", "png": encoded(Image.new("L", (4, 6)), "PNG"), "cls": b"7", "txt": "é".encode(), "x": b""}
+    sample = {
+        "__key__": "a",
+        "png": encoded(Image.new("L", (4, 6)), "PNG"),
+        "cls": b"7",
+        "txt": "é".encode(),
+        "x": b"",
+    }
     decode = hr.decode.fields(__key__=str, png=hr.decode.image(), cls=int, txt=str, json=json.loads)
     found = decode(sample | {"json": b'{"a": [1]}'})
     assert found["png"].shape == (3, 6, 4)

@@ -76,7 +76,10 @@ def values(loader):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("dataset", [range(4), Numbers(4)], ids=["torch", "async"])
 def test_collate_function_without_a_hash(dataset, num_workers):
-    assert values(hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())) == [[1, 2], [3, 4]]
+    assert values(hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())) == [
+        [1, 2],
+        [3, 4],
+    ]
 
 
 def test_strides_of_batches_are_those_of_torchs_workers():
@@ -123,7 +126,9 @@ def test_numbers_become_tensors_of_the_default_device():
 
 @pytest.mark.parametrize("kind", [tuple, Sequence, (list, tuple)])
 def test_function_registered_for_tuples_takes_precedence(kind, monkeypatch):
-    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map=None: len(batch))
+    monkeypatch.setitem(
+        default_collate_fn_map, kind, lambda batch, *, collate_fn_map=None: len(batch)
+    )
     for make in (TorchDataLoader, hr.DataLoader):
         assert list(make([(1, 2)] * 4, 2, num_workers=1)) == [2, 2]
 
@@ -148,7 +153,10 @@ def test_attributes_of_a_subclass_with_the_names_of_options_are_its_own():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_dataset_of_which_every_missing_attribute_is_none(num_workers):
     for make in (TorchDataLoader, hr.DataLoader):
-        assert values(make(Record({i: i for i in range(4)}), 2, num_workers=num_workers)) == [[0, 1], [2, 3]]
+        assert values(make(Record({i: i for i in range(4)}), 2, num_workers=num_workers)) == [
+            [0, 1],
+            [2, 3],
+        ]
 
 
 def test_length_of_a_dataset_with_a_sampler_is_not_needed():
@@ -157,7 +165,10 @@ def test_length_of_a_dataset_with_a_sampler_is_not_needed():
 
 
 def test_default_collate_of_torch_is_still_found_by_identity():
-    assert values(hr.DataLoader(range(4), 2, num_workers=1, collate_fn=default_collate)) == [[0, 1], [2, 3]]
+    assert values(hr.DataLoader(range(4), 2, num_workers=1, collate_fn=default_collate)) == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_loading_of_a_torch_dataset_without_workers_starts_no_thread_and_opens_no_file():
@@ -212,10 +223,16 @@ def test_iterator_that_a_subclass_keeps_is_closed_by_none():
 def test_iterator_has_the_attributes_of_torchs_that_libraries_read():
     seen = []
     for kind in (TorchDataLoader, hr.DataLoader):
-        loader = kind(dataset := Videos(), 3, num_workers=2, generator=torch.Generator().manual_seed(3))
+        loader = kind(
+            dataset := Videos(), 3, num_workers=2, generator=torch.Generator().manual_seed(3)
+        )
         iterator = iter(loader)
         assert (iterator._dataset, iterator._index_sampler) == (dataset, loader.batch_sampler)
-        yielded = [iterator._num_yielded, *(iterator._num_yielded for _ in iterator), iterator._num_yielded]
+        yielded = [
+            iterator._num_yielded,
+            *(iterator._num_yielded for _ in iterator),
+            iterator._num_yielded,
+        ]
         seen.append((yielded, iterator._base_seed, iterator._num_workers))
         with pytest.raises(NotImplementedError, match="cannot be pickled"):
             pickle.dumps(iterator)

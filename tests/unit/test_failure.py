@@ -56,7 +56,9 @@ def raised(error):
 
 
 def failure(error, worker=0, traceback=None):
-    return Failure(error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error))
+    return Failure(
+        error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error)
+    )
 
 
 def test_fields_beside_the_message_stay():
@@ -86,7 +88,9 @@ def test_failure_of_a_torch_dataset_is_worded_as_by_torch_once():
 def test_other_failures_keep_their_message_and_note_the_traceback(worker, process):
     error = failure(raised(ValueError("bad")), worker).exception()
     assert str(error) == "bad"
-    assert error.__notes__[0].startswith(f"in {process} process:\nTraceback (most recent call last):\n")
+    assert error.__notes__[0].startswith(
+        f"in {process} process:\nTraceback (most recent call last):\n"
+    )
 
 
 # Errors of classes that refuse notes

@@ -33,14 +33,20 @@ def test_error_of_a_batch_with_none_says_what_to_do(samples):
     assert "leave out samples that are None" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"])
+@pytest.mark.parametrize(
+    "option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"]
+)
 def test_what_headrace_adds_is_keyword_only(option):
     with pytest.raises(TypeError):
-        hr.DataLoader(Numbers(10), 1, None, None, None, 0, None, False, False, 0, None, None, None, option)
+        hr.DataLoader(
+            Numbers(10), 1, None, None, None, 0, None, False, False, 0, None, None, None, option
+        )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_running_one_alone(num_workers):
+def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_running_one_alone(
+    num_workers,
+):
     with hr.DataLoader(Numbers(6), batch_size=2, num_workers=num_workers) as loader:
         running = iter(loader)
         first = next(running)
@@ -116,7 +122,9 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset():
     sampler = ToldSampler(dataset)
     hr.DataLoader(dataset, sampler=sampler).set_epoch(5)
     assert (dataset.epoch, sampler.epoch) == (5, 5)
-    hr.DataLoader(dataset, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False)).set_epoch(6)
+    hr.DataLoader(
+        dataset, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False)
+    ).set_epoch(6)
     assert (dataset.epoch, sampler.epoch) == (6, 6)
     hr.DataLoader(dataset.map(str)).set_epoch(7)
     assert dataset.epoch == 7
@@ -140,7 +148,10 @@ def test_function_that_cannot_be_pickled_is_named_with_the_culprit_and_a_remedy(
 
 def test_class_in_place_of_its_object_is_named():
     for each in (Numbers, torch.utils.data.TensorDataset):
-        with pytest.raises(hr.errors.DatasetTypeError, match=rf"is a class: give an object of it, {each.__name__}\("):
+        with pytest.raises(
+            hr.errors.DatasetTypeError,
+            match=rf"is a class: give an object of it, {each.__name__}\(",
+        ):
             hr.DataLoader(each)
 
 
@@ -173,7 +184,10 @@ class OfTheFirstLoop(Numbers):
 )
 def test_usual_mistakes_in_aget_have_a_remedy(dataset, remedy):
     for _ in range(2):
-        with hr.DataLoader(dataset) as loader, pytest.raises((TypeError, RuntimeError, TimeoutError)) as caught:
+        with (
+            hr.DataLoader(dataset) as loader,
+            pytest.raises((TypeError, RuntimeError, TimeoutError)) as caught,
+        ):
             next(iter(loader))
     assert re.search(remedy, "\n".join([str(caught.value), *caught.value.__notes__]))
 
@@ -204,7 +218,9 @@ def test_loader_rebuilt_from_attributes_keeps_headraces_options():
     assert {name: getattr(other, name) for name in options} == options
 
 
-@pytest.mark.parametrize("by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
     def orders(loader):
         with loader:
@@ -243,7 +259,9 @@ class _ClosesItsLoader:
 
 
 @pytest.mark.parametrize("where", ["iter", "next"])
-@pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"num_workers": 1, "placement": "thread"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"placement": "process"}, {"num_workers": 1, "placement": "thread"}]
+)
 def test_close_by_another_thread_during_iter_is_the_error_of_a_closed_loader(where, options):
     sampler = _ClosesItsLoader(where)
     with hr.DataLoader(Numbers(4), sampler=sampler, **options) as sampler.loader:
@@ -257,14 +275,18 @@ class _Plain:
         return iter(range(2))
 
 
-@pytest.mark.parametrize("stream", [_Plain(), IterableWrapper(range(2)).sharding_filter()], ids=["plain", "data pipe"])
+@pytest.mark.parametrize(
+    "stream", [_Plain(), IterableWrapper(range(2)).sharding_filter()], ids=["plain", "data pipe"]
+)
 def test_undivided_stream_in_several_workers_is_said_to_be_repeated(stream):
     said = f"each of 2 workers reads all of {type(stream).__name__}, .* use num_workers=0"
     with hr.DataLoader(stream, batch_size=2, num_workers=2) as loader:
         with pytest.warns(UserWarning, match=said) as caught:
             assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
         # Of forking, Python 3.12 and libraries that were imported warn too.
-        assert [each.filename for each in caught if "reads all of" in str(each.message)] == [__file__]
+        assert [each.filename for each in caught if "reads all of" in str(each.message)] == [
+            __file__
+        ]
         assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
     with hr.DataLoader(stream, batch_size=2, num_workers=1) as loader:
         assert len(list(loader)) == 1
@@ -280,7 +302,9 @@ class _Tenfold(hr.DataLoader):
 def test_iterator_that_a_subclass_replaces_is_used():
     with _Tenfold(Numbers(4), batch_size=2) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
-        with pytest.raises(TypeError, match=r"_Tenfold has a _get_iterator\(\) of its own, .* use `for`"):
+        with pytest.raises(
+            TypeError, match=r"_Tenfold has a _get_iterator\(\) of its own, .* use `for`"
+        ):
             aiter(loader)
 
 
@@ -301,7 +325,10 @@ def test_default_look_ahead_stays_a_default_in_a_rebuilt_loader():
     by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
     asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
     assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
-    assert [loader._control.spec.look_ahead(loader)[0] for loader in (by_default, asked_for)] == [41, 4]
+    assert [loader._control.spec.look_ahead(loader)[0] for loader in (by_default, asked_for)] == [
+        41,
+        4,
+    ]
 
 
 class _Frozen(torch.utils.data.Dataset):

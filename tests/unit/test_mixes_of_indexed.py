@@ -46,7 +46,11 @@ def read(loader):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12), st.sampled_from(LANES), st.integers(0, 10**6))
+@given(
+    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12),
+    st.sampled_from(LANES),
+    st.integers(0, 10**6),
+)
 def test_every_prefix_has_its_share_of_each_source(weights, lanes, windows):
     order = order_of([10**10] * len(weights), weights, lanes=lanes)
     ideal = np.array(weights)[:, None] / sum(weights)
@@ -98,7 +102,9 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
     for ranks in (2, 3, 4, 8, 16, 64, 250, 256, 768, 1024):
         for rank in random.Random(ranks).sample(range(ranks), min(ranks, 6)):
             positions = np.arange(10**8 + rank, 10**8 + count * ranks, ranks)
-            shares = np.bincount(sources_of(order[positions], lengths), minlength=len(weights)) / count
+            shares = (
+                np.bincount(sources_of(order[positions], lengths), minlength=len(weights)) / count
+            )
             deviation = np.sqrt(expected * (1 - expected) / count)  # of draws at random
             assert (np.abs(shares - expected) < 4.5 * deviation).all()
 
@@ -106,7 +112,9 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
 @pytest.mark.parametrize("lanes", LANES)
 def test_every_global_batch_has_samples_of_a_rare_source(lanes):
     lengths = [10**9] * 3
-    samples = joined(order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes), slice(10**7, 10**7 + 2048 * 100))
+    samples = joined(
+        order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes), slice(10**7, 10**7 + 2048 * 100)
+    )
     rare = (sources_of(samples, lengths) == 2).reshape(100, 2048).sum(axis=1)
     assert rare.min() > 0
     assert rare.max() < 45
@@ -127,7 +135,10 @@ def test_a_rank_reads_blocks_of_its_own(ranks):
 def test_any_positions_are_those_of_the_whole_order(seed, lanes, shuffle):
     draw = random.Random(seed)
     lengths = [draw.randint(1, 3000) for _ in range(draw.randint(1, 4))]
-    schedule = [(0, [draw.randint(1, 9) for _ in lengths]), (draw.randint(1, 2000), [1] * len(lengths))]
+    schedule = [
+        (0, [draw.randint(1, 9) for _ in lengths]),
+        (draw.randint(1, 2000), [1] * len(lengths)),
+    ]
     stop = draw.choice(["first", "all"])
     order = order_of(lengths, schedule, stop=stop, lanes=lanes, seed=seed, shuffle=shuffle)
     whole = joined(order)
@@ -184,7 +195,9 @@ def test_a_state_of_another_mix_is_an_error():
         hr.concat(data),
     ):
         with pytest.raises(StateError):
-            hr.DataLoader(other, batch_size=5, shuffle=True, seed=0).load_state_dict(loader.state_dict())
+            hr.DataLoader(other, batch_size=5, shuffle=True, seed=0).load_state_dict(
+                loader.state_dict()
+            )
 
 
 def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
@@ -193,7 +206,9 @@ def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
     assert [mixed[index] for index in (0, 29, 30, 59)] == [0, 29, 100, 129]
     plain = read(hr.DataLoader(mixed, 6, shuffle=True, seed=0))
     assert sorted(plain) == sorted(read(torch.utils.data.DataLoader(mixed, 6)))
-    assert read(hr.DataLoader(mixed.map(lambda n: -n), 6, shuffle=True, seed=0)) == [-sample for sample in plain]
+    assert read(hr.DataLoader(mixed.map(lambda n: -n), 6, shuffle=True, seed=0)) == [
+        -sample for sample in plain
+    ]
     with hr.DataLoader(mixed, 6, shuffle=True, seed=0, num_workers=2) as loader:
         assert read(loader) == plain
 
@@ -201,12 +216,19 @@ def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
 def test_weights_are_shares_of_lengths(tmp_path):
     for name, count, size in (("long", 4000, 3), ("short", 12_000, 1)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.jsonl").write_text("\n".join(json.dumps([name] * size) for _ in range(count)))
-        assert main(["index", str(tmp_path / name), "--processes", "1", "--length", "builtins:len"]) == 0
+        (tmp_path / name / "a.jsonl").write_text(
+            "\n".join(json.dumps([name] * size) for _ in range(count))
+        )
+        assert (
+            main(["index", str(tmp_path / name), "--processes", "1", "--length", "builtins:len"])
+            == 0
+        )
     parts = {name: hr.LinesDataset.index(tmp_path / name) for name in ("long", "short")}
     mixed = hr.mix(parts, {"long": 1, "short": 1}, unit="lengths")
     with hr.DataLoader(mixed, 100, shuffle=True, seed=0, collate_fn=list) as loader:
-        words = collections.Counter(word for batch in itertools.islice(loader, 40) for line in batch for word in line)
+        words = collections.Counter(
+            word for batch in itertools.islice(loader, 40) for line in batch for word in line
+        )
     assert abs(words["long"] / words["short"] - 1) < 0.02
     with pytest.raises(ValueError, match="dataset 'a' has no lengths"):
         hr.mix({"a": Numbers(5)}, {"a": 1}, unit="lengths")

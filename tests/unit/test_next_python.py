@@ -68,7 +68,9 @@ def test_annotations_of_users_classes_are_not_evaluated(monkeypatch, tmp_path):
 
     (tmp_path / "0.txt").write_text("a\n")
     monkeypatch.setitem(
-        sys.modules, "annotationlib", types.SimpleNamespace(Format=types.SimpleNamespace(STRING="STRING"))
+        sys.modules,
+        "annotationlib",
+        types.SimpleNamespace(Format=types.SimpleNamespace(STRING="STRING")),
     )
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
     monkeypatch.setattr(inspect, "signature", signature)

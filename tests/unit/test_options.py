@@ -68,7 +68,9 @@ def test_invalid_option_is_refused_with_its_name_and_value(option, error, says):
 def test_defaults_are_valid():
     options = checked_options({})
     assert options == {name: option.default for name, option in OPTIONS.items()}
-    assert most_fetches(options) == most_concurrency(), "the look-ahead has to cover what it may grow to"
+    assert most_fetches(options) == most_concurrency(), (
+        "the look-ahead has to cover what it may grow to"
+    )
     assert options["memory_budget"] == MEMORY_BUDGET
 
 
@@ -84,8 +86,14 @@ def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
     (tmp_path / "0.jsonl").touch()
     (tmp_path / "0.tar").touch()
     calls = {
-        "DataLoader": [lambda: hr.DataLoader([1], concurency=3), lambda: hr.DataLoader([1], 1, num_worker=3)],
-        "TarDataset": [lambda: hr.TarDataset(tmp_path, shufle=True), lambda: hr.TarDataset(tmp_path, field=["a"])],
+        "DataLoader": [
+            lambda: hr.DataLoader([1], concurency=3),
+            lambda: hr.DataLoader([1], 1, num_worker=3),
+        ],
+        "TarDataset": [
+            lambda: hr.TarDataset(tmp_path, shufle=True),
+            lambda: hr.TarDataset(tmp_path, field=["a"]),
+        ],
         "LinesDataset": [lambda: hr.LinesDataset(tmp_path, shufle=True)],
         "TFRecordDataset": [lambda: hr.TFRecordDataset(tmp_path, shufle=True)],
         "ObjectDataset": [lambda: hr.ObjectDataset(tmp_path, sufix=".jpg")],
@@ -97,12 +105,19 @@ def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
         for part in public.values()
         if inspect.isclass(part)
         for name, function in inspect.getmembers(part, inspect.isroutine)
-        if not name.startswith("_") and str(getattr(function, "__module__", "")).startswith("headrace")
+        if not name.startswith("_")
+        and str(getattr(function, "__module__", "")).startswith("headrace")
     }
-    taking_any = {name for name, function in public.items() if callable(function) and takes_any_keyword(function)}
+    taking_any = {
+        name
+        for name, function in public.items()
+        if callable(function) and takes_any_keyword(function)
+    }
     assert taking_any - {"HeadraceError", "StoreError", "StateError"} <= calls.keys()
     for call in (call for calls_of_one in calls.values() for call in calls_of_one):
-        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument '\w+'. Did you mean '\w+'\?"):
+        with pytest.raises(
+            TypeError, match=r"\(\) got an unexpected keyword argument '\w+'. Did you mean '\w+'\?"
+        ):
             call()
 
 
@@ -119,13 +134,19 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == parameters.keys()
     of_class, _, _ = text.partition("Methods defined here")
     assert of_class.count("\n") <= 85, "what is longer belongs into that table"
-    own, _, _ = text.partition("Methods inherited from")  # to torch's class copyreg adds an attribute, on pickling
+    own, _, _ = text.partition(
+        "Methods inherited from"
+    )  # to torch's class copyreg adds an attribute, on pickling
     assert own.count("\n") <= 215
 
 
-@given(workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096))
+@given(
+    workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096)
+)
 def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
-    ahead = look_ahead(workers, prefetch_factor=None, concurrency=concurrency, batch_size=batch_size)
+    ahead = look_ahead(
+        workers, prefetch_factor=None, concurrency=concurrency, batch_size=batch_size
+    )
     least = 2 * workers if concurrency == 0 else max(LEAST_AHEAD, 2 * workers)
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency

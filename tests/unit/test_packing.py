@@ -23,7 +23,11 @@ def dataset(*samples):
 
 
 def upper(sample):
-    return {"__key__": sample.key.partition(".")[0], "txt": bytes(sample.data).upper(), "n": torch.tensor(1)}
+    return {
+        "__key__": sample.key.partition(".")[0],
+        "txt": bytes(sample.data).upper(),
+        "n": torch.tensor(1),
+    }
 
 
 def test_objects_become_tar_shards_with_an_index(tmp_path):
@@ -46,7 +50,14 @@ def test_objects_become_tar_shards_with_an_index(tmp_path):
 
 
 def test_fields_are_encoded(tmp_path):
-    sample = {"npy": np.arange(3), "json": {"a": 1}, "cls": 4, "score": 0.5, "id": torch.tensor(7), "jpg": b"\xff"}
+    sample = {
+        "npy": np.arange(3),
+        "json": {"a": 1},
+        "cls": 4,
+        "score": 0.5,
+        "id": torch.tensor(7),
+        "jpg": b"\xff",
+    }
     sample["raw"] = memoryview(np.arange(6, dtype="<i4").reshape(2, 3)[:, ::2])
     hr.pack(dataset(sample), tmp_path)
     (found,) = hr.TarDataset(tmp_path)
@@ -69,7 +80,9 @@ TYPES = {
     "small": pa.array([1, 2] * 50, pa.int16()),
     "single": pa.array([0.5] * 100, pa.float32()),
     "category": pa.array(["a"] * 100).dictionary_encode(),
-    "price": pa.array([decimal.Decimal("1.50")] * 70 + [decimal.Decimal("12345.00")] * 30, pa.decimal128(10, 2)),
+    "price": pa.array(
+        [decimal.Decimal("1.50")] * 70 + [decimal.Decimal("12345.00")] * 30, pa.decimal128(10, 2)
+    ),
     "late": pa.array([None] * 64 + ["x"] * 36),
     "tags": pa.array([[]] * 64 + [["x"]] * 36),
     "nanoseconds": pa.array([1, 1001] * 50, pa.timestamp("ns")),
@@ -116,7 +129,9 @@ def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
         with pytest.raises(RuntimeError, match="stop"):
             hr.pack(data, tmp_path, shard_size="30KB", transform=transform)
     for options in ({"transform": second}, {"transform": first, "seed": 1}):
-        with pytest.raises(ValueError, match=r"was packed with .*'transform'.* continue with the same, or delete"):
+        with pytest.raises(
+            ValueError, match=r"was packed with .*'transform'.* continue with the same, or delete"
+        ):
             hr.pack(data, tmp_path, shard_size="30KB", **options)
 
 
@@ -130,14 +145,19 @@ def test_samples_that_fail_otherwise_after_an_interruption_come_once_or_not_at_a
             raise RuntimeError("stop")
         return {"txt": f"{index:1000}"}
 
-    options = {"shard_size": "10KB", "on_error": lambda failure: "skip" if "once" in failure.message else "raise"}
+    options = {
+        "shard_size": "10KB",
+        "on_error": lambda failure: "skip" if "once" in failure.message else "raise",
+    }
     data = SlowDataset(640, 0, make=make)
     with pytest.raises(RuntimeError, match="stop"):
         hr.pack(data, tmp_path / "shards", **options)
     going.touch()
     healed.touch()
     hr.pack(data, tmp_path / "shards", **options)
-    texts = [int(sample["txt"]) for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)]
+    texts = [
+        int(sample["txt"]) for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)
+    ]
     assert texts == [index for index in range(640) if index != 5]
 
 
@@ -148,7 +168,9 @@ def test_documents_become_token_files(tmp_path, make):
     assert packed.shards > 1
     tokens = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*.bin")))
     dtype = np.int32 if make is list else np.uint16
-    assert np.frombuffer(tokens, dtype).tolist() == [token for document in documents for token in document]
+    assert np.frombuffer(tokens, dtype).tolist() == [
+        token for document in documents for token in document
+    ]
 
 
 def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
@@ -181,7 +203,11 @@ def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
         ("parquet", [{"a": 1}, {"a": 1, "b": 2}] * 32, r"not every sample has the columns \['b'\]"),
         ("tar", [{"time": np.datetime64(1, "ns")}], "sample 0 .*field 'time' is a datetime64"),
         ("tar", [3], "sample 0 .*has no attribute 'key'"),
-        ("parquet", [{"t": pd.Timestamp(1001, unit="ns")}], r"sample 0 .*t: timestamp\[us\], .*more than microseconds"),
+        (
+            "parquet",
+            [{"t": pd.Timestamp(1001, unit="ns")}],
+            r"sample 0 .*t: timestamp\[us\], .*more than microseconds",
+        ),
         ("parquet", [{"n": 1}, {"n": 2**63 + 1}], "sample 1 "),
         ("tokens", [[1], [2**40]], "sample 1 .*do not fit int32"),
         ("tokens", [[1], [[2]]], "sample 1 .*not a sequence of integers"),
@@ -222,7 +248,10 @@ def test_command(tmp_path, capsys):
     assert main(command) == 0
     assert capsys.readouterr().out == "1 shards, 1 samples, 10,240 bytes\n"
     assert next(iter(hr.TarDataset(shards)))["txt"] == b"A"
-    assert main(["pack", str(shards / "000000.tar"), str(tmp_path / "rows"), "--format", "parquet"]) == 0
+    assert (
+        main(["pack", str(shards / "000000.tar"), str(tmp_path / "rows"), "--format", "parquet"])
+        == 0
+    )
     assert next(iter(hr.ParquetDataset(tmp_path / "rows")))["txt"] == b"A"
     assert main(["pack", str(source), str(tmp_path / "x"), "--transform", "nothing:here"]) == 2
     assert "write module:function" in capsys.readouterr().err

@@ -68,7 +68,11 @@ def z_scores(n, orders):
         expected = counts.mean()
         return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
-    return score(values, (n - 1) ** 2), score(differences[1:], n - 2), score(pairs[different], n * (n - 1) - 1)
+    return (
+        score(values, (n - 1) ** 2),
+        score(differences[1:], n - 2),
+        score(pairs[different], n * (n - 1) - 1),
+    )
 
 
 @pytest.mark.parametrize("n", [5, 16, 100])
@@ -102,16 +106,22 @@ def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
     assert np.array_equal(order[positions], whole[positions])
     assert [order[int(position)] for position in positions] == whole[positions].tolist()
     start, step = data.draw(st.integers(0, n + 2)), data.draw(st.integers(1, 9))
-    assert [value for block in order.blocks(start, step=step) for value in block] == whole[start::step].tolist()
+    assert [value for block in order.blocks(start, step=step) for value in block] == whole[
+        start::step
+    ].tolist()
 
 
-@pytest.mark.parametrize("position", [10, -11, [0, 10], [-11], 0.5, [0.5], "a", True, [True], np.array(10)])
+@pytest.mark.parametrize(
+    "position", [10, -11, [0, 10], [-11], 0.5, [0.5], "a", True, [True], np.array(10)]
+)
 def test_a_position_that_is_not_there_is_an_index_error(position):
     with pytest.raises(IndexError, match=r"out of range|must be integers"):
         hr.Permutation(10, 0)[position]
 
 
-@pytest.mark.parametrize(("n", "seed", "epoch"), [(-1, 0, 0), (2**60 + 1, 0, 0), (1, -1, 0), (1, 2**64, 0), (1, 0, -1)])
+@pytest.mark.parametrize(
+    ("n", "seed", "epoch"), [(-1, 0, 0), (2**60 + 1, 0, 0), (1, -1, 0), (1, 2**64, 0), (1, 0, -1)]
+)
 def test_numbers_out_of_range_are_errors(n, seed, epoch):
     with pytest.raises(ValueError, match="must be between 0 and 2"):
         hr.Permutation(n, seed, epoch)

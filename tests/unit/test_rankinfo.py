@@ -39,7 +39,11 @@ def set_all(monkeypatch, variables):
         ("SLURM_PROCID=1 SLURM_NTASKS=2", 1, 2),
         ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NAME=train", 1, 2),
         ("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),  # the batch script, without srun
-        ("SLURM_JOB_ID=9 SLURM_STEP_ID=4294967290 SLURM_JOB_NAME=interactive SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
+        (
+            "SLURM_JOB_ID=9 SLURM_STEP_ID=4294967290 SLURM_JOB_NAME=interactive SLURM_PROCID=0 SLURM_NTASKS=4",
+            0,
+            1,
+        ),
         ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
         ("SLURM_JOB_ID=9 SLURM_NTASKS=4", 0, 1),  # salloc
         ("WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1", 1, 2),
@@ -82,7 +86,9 @@ def test_loader_of_unknown_rank_raises_at_iter_and_not_before(monkeypatch):
 
 def test_process_group_comes_before_environment(monkeypatch):
     set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         assert hr.get_rank_info() == hr.types.RankInfo(0, 1, "torch.distributed")
         assert hr.get_rank_info().source == "torch.distributed"
@@ -102,7 +108,9 @@ class Said(Numbers):
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 1)])
 def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placement, num_workers):
-    with hr.DataLoader(Said(1), placement=placement, num_workers=num_workers, collate_fn=_first) as loader:
+    with hr.DataLoader(
+        Said(1), placement=placement, num_workers=num_workers, collate_fn=_first
+    ) as loader:
         assert next(iter(loader))[:2] == (0, 1)
         set_all(monkeypatch, "RANK=1 WORLD_SIZE=2")
         rank, world_size, in_environment, pid = next(iter(loader))
@@ -118,5 +126,7 @@ def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp
     tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
     lines = hr.LinesDataset(tmp_path).split()
     with rankinfo.provided_rank(hr.types.RankInfo(1, 2, "test")):
-        loader = torch.utils.data.DataLoader(lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first)
+        loader = torch.utils.data.DataLoader(
+            lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first
+        )
         assert list(loader) == ["1", "3"]

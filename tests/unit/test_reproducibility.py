@@ -56,7 +56,10 @@ def torchs(rank, world):
 
 
 def torchs_that_draw(draw):
-    return lambda rank, world: {"dataset": Drawing(draw), "sampler": DistributedSampler(range(LENGTH), world, rank)}
+    return lambda rank, world: {
+        "dataset": Drawing(draw),
+        "sampler": DistributedSampler(range(LENGTH), world, rank),
+    }
 
 
 def stream(rank, world):
@@ -64,10 +67,13 @@ def stream(rank, world):
 
 
 def filtered(draw):
-    return lambda rank, world: {"dataset": Count(LENGTH).map(draw).filter(keep).split(rank=rank, world_size=world)}
+    return lambda rank, world: {
+        "dataset": Count(LENGTH).map(draw).filter(keep).split(rank=rank, world_size=world)
+    }
 
 
-# By the table's rows: the loaders, as functions of rank and number of ranks, and what else they are given.
+# By the table's rows: the loaders, as functions of rank and number of ranks, and what else they are
+# given.
 ROWS = {
     "`hr.randomized` functions of `transform`, `map`, `filter`": [
         (map_style, {"transform": draw_from_its_own}),
@@ -87,7 +93,14 @@ ROWS = {
         (map_style, {"collate_fn": functools.partial(each, draw=draw)}),
         (torchs, {"collate_fn": functools.partial(each, draw=draw)}),
         (stream, {"collate_fn": functools.partial(each, draw=draw)}),
-        (map_style, {"collate_fn": hr.randomized(lambda samples, rng: [(each, rng.random()) for each in samples])}),
+        (
+            map_style,
+            {
+                "collate_fn": hr.randomized(
+                    lambda samples, rng: [(each, rng.random()) for each in samples]
+                )
+            },
+        ),
     ],
 }
 
@@ -152,11 +165,17 @@ def test_ranks_never_draw_the_same_numbers(row):
         assert len({number for _, number in numbers(make, common, world=3)}) == LENGTH
 
 
-@pytest.mark.parametrize("how", [{"dataset": Drawing(draw)}, {"dataset": range(LENGTH), "transform": draw}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"dataset": Drawing(draw)}, {"dataset": range(LENGTH), "transform": draw}], ids=str
+)
 def test_torch_datasets_without_a_seed_and_workers_draw_from_the_programs_generators(how):
     def read():
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        return [sample for batch in hr.DataLoader(**how, batch_size=4, collate_fn=list) for sample in batch]
+        return [
+            sample
+            for batch in hr.DataLoader(**how, batch_size=4, collate_fn=list)
+            for sample in batch
+        ]
 
     drawn = read()
     assert drawn == read()

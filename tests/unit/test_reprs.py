@@ -43,7 +43,10 @@ async def words():
         (Stream().split(rank=0, world_size=1), "Stream().split()"),
         (hr.concat([Numbers(), Numbers()]), "concat([Numbers(), Numbers()])"),
         (hr.concat([Stream(), Stream()]), "concat([Stream(), Stream()])"),
-        (hr.mix([Stream(), Stream()], [2, 1]), "mix([Stream(), Stream()], [2, 1], seed=None, stop='first')"),
+        (
+            hr.mix([Stream(), Stream()], [2, 1]),
+            "mix([Stream(), Stream()], [2, 1], seed=None, stop='first')",
+        ),
         (hr.from_async_iterable(words), "from_async_iterable(words)"),
         (Stream().pack(64, "best_fit"), "Stream().pack(64, 'best_fit')"),
         (hr.batch_by_tokens(Stream(), 64), "batch_by_tokens(Stream(), 64)"),
@@ -58,7 +61,11 @@ def test_repr_of_large_data_is_short():
 
 
 @pytest.mark.parametrize(
-    "sample", [hr.types.FileSample("a.jpg", bytes(1234), 3), hr.types.ObjectSample("a.jpg", memoryview(bytes(1234)), 3)]
+    "sample",
+    [
+        hr.types.FileSample("a.jpg", bytes(1234), 3),
+        hr.types.ObjectSample("a.jpg", memoryview(bytes(1234)), 3),
+    ],
 )
 def test_repr_of_a_sample_has_the_number_of_its_bytes(sample):
     assert repr(sample) == f"{type(sample).__name__}(key='a.jpg', data=<1,234 bytes>, label=3)"

@@ -22,19 +22,26 @@ SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
 
 def block_samplers(length, world_size):
     return [
-        hr.BlockShuffleSampler(length, block_size=4, blocks_at_once=12, seed=3, rank=rank, world_size=world_size)
+        hr.BlockShuffleSampler(
+            length, block_size=4, blocks_at_once=12, seed=3, rank=rank, world_size=world_size
+        )
         for rank in range(world_size)
     ]
 
 
 def elastic_samplers(length, world_size, **options):
-    return [hr.ElasticSampler(length, seed=3, rank=r, world_size=world_size, **options) for r in range(world_size)]
+    return [
+        hr.ElasticSampler(length, seed=3, rank=r, world_size=world_size, **options)
+        for r in range(world_size)
+    ]
 
 
 @settings(deadline=None, max_examples=40)
 @given(*SIZES, st.integers(0, 5))
 def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
-    sampler = hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=seed)
+    sampler = hr.BlockShuffleSampler(
+        length, block_size=block_size, blocks_at_once=blocks_at_once, seed=seed
+    )
     assert sorted(sampler) == list(range(length))
     assert len(sampler) == length
 
@@ -42,7 +49,9 @@ def test_every_index_is_drawn_once(length, block_size, blocks_at_once, seed):
 @settings(deadline=None, max_examples=40)
 @given(*SIZES)
 def test_a_block_is_read_within_one_group_of_blocks(length, block_size, blocks_at_once):
-    order = list(hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=1))
+    order = list(
+        hr.BlockShuffleSampler(length, block_size=block_size, blocks_at_once=blocks_at_once, seed=1)
+    )
     positions = {}
     for position, index in enumerate(order):
         positions.setdefault(index // block_size, []).append(position)
@@ -67,7 +76,10 @@ def test_a_group_that_is_not_full_comes_at_a_random_place_and_in_random_order():
         sampler.set_epoch(epoch)
         places.add(list(sampler).index(124) // 12)  # the last sample is always of that group
     assert len(places) > 5
-    small = [list(hr.BlockShuffleSampler(12, block_size=6, blocks_at_once=64, seed=seed)) for seed in range(50)]
+    small = [
+        list(hr.BlockShuffleSampler(12, block_size=6, blocks_at_once=64, seed=seed))
+        for seed in range(50)
+    ]
     assert len({tuple(order) for order in small}) == 50
     assert len({order[0] for order in small}) > 8
 
@@ -85,9 +97,13 @@ def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 100), st.integers(1, 7), st.booleans())
 def test_without_shuffling_it_deals_as_torchs_distributed_sampler(length, world_size, drop_last):
-    for rank, ours in enumerate(elastic_samplers(length, world_size, shuffle=False, drop_last=drop_last)):
+    for rank, ours in enumerate(
+        elastic_samplers(length, world_size, shuffle=False, drop_last=drop_last)
+    ):
         if not (length < world_size and drop_last) and length:  # torch's asserts there
-            torchs = DistributedSampler(range(length), world_size, rank, shuffle=False, drop_last=drop_last)
+            torchs = DistributedSampler(
+                range(length), world_size, rank, shuffle=False, drop_last=drop_last
+            )
             assert list(ours) == list(torchs)
             assert (len(ours), ours.num_samples, ours.total_size) == (
                 len(torchs),
@@ -124,14 +140,24 @@ def test_wrong_arguments_are_errors():
     for options in ({"seed": -1}, {"rank": 1}, {"rank": 2, "world_size": 2}):
         with pytest.raises(ValueError, match=r"must be between|give both|out of range"):
             hr.ElasticSampler(10, **options)
-    with pytest.raises(TypeError, match="positional"):  # torch's are the number of ranks and the rank
+    with pytest.raises(
+        TypeError, match="positional"
+    ):  # torch's are the number of ranks and the rank
         hr.ElasticSampler(10, 2, 1)
 
 
 def test_samplers_can_be_copied():
-    for (sampler,) in (elastic_samplers(20, 1), elastic_samplers(20, 1, shuffle=False), block_samplers(20, 1)):
+    for (sampler,) in (
+        elastic_samplers(20, 1),
+        elastic_samplers(20, 1, shuffle=False),
+        block_samplers(20, 1),
+    ):
         sampler.set_epoch(2)
-        for other in (copy.copy(sampler), copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        for other in (
+            copy.copy(sampler),
+            copy.deepcopy(sampler),
+            pickle.loads(pickle.dumps(sampler)),
+        ):
             assert list(other) == list(sampler)
 
 
@@ -143,10 +169,14 @@ def test_numbers_of_numpy_give_states_of_plain_numbers(kind):
         "elastic": lambda: {"sampler": hr.ElasticSampler(data, drop_last=np.True_, **ranks)},
         "length": lambda: {"sampler": hr.ElasticSampler(number(40), shuffle=np.True_, **ranks)},
         "blocks": lambda: {
-            "sampler": hr.BlockShuffleSampler(data, block_size=number(4), blocks_at_once=number(2), **ranks)
+            "sampler": hr.BlockShuffleSampler(
+                data, block_size=number(4), blocks_at_once=number(2), **ranks
+            )
         },
         "balanced": lambda: {
-            "batch_sampler": hr.BalancedBatchSampler(np.arange(40), number(80), window=number(20), **ranks)
+            "batch_sampler": hr.BalancedBatchSampler(
+                np.arange(40), number(80), window=number(20), **ranks
+            )
         },
         "loader": lambda: {"shuffle": True, "seed": number(3), "concurrency": number(4)},
     }[kind]
@@ -170,17 +200,28 @@ def test_numbers_of_numpy_give_states_of_plain_numbers(kind):
 def test_exact_sampler_gives_each_sample_once_on_any_number_of_ranks(world_size):
     ranks = [list(sampler) for sampler in elastic_samplers(10, world_size, exact=True)]
     assert sorted(index for rank in ranks for index in rank) == list(range(10))
-    assert [len(sampler) for sampler in elastic_samplers(10, world_size, exact=True)] == [*map(len, ranks)]
+    assert [len(sampler) for sampler in elastic_samplers(10, world_size, exact=True)] == [
+        *map(len, ranks)
+    ]
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
 def test_exact_sampler_cannot_leave_out_samples():
-    with pytest.raises(ValueError, match="drop_last=True leaves out samples, and exact=True leaves out none"):
+    with pytest.raises(
+        ValueError, match="drop_last=True leaves out samples, and exact=True leaves out none"
+    ):
         hr.ElasticSampler(10, drop_last=True, exact=True)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 5), st.booleans())
-def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(sizes, lanes, seed, shuffle):
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(1, 8),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(
+    sizes, lanes, seed, shuffle
+):
     borders = np.cumsum(sizes) - sizes
     order = BlockOrder(sum(sizes), 1, lanes, seed, 3, shuffle=shuffle, borders=borders)
     whole = np.concatenate([*order.at(range(len(order)))])
@@ -190,13 +231,26 @@ def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(
 
 
 @settings(deadline=None, max_examples=60)
-@given(*SIZES, st.integers(1, 3), st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 400))
-def test_batches_of_arrays_are_those_of_the_indices_one_by_one(length, block, lanes, ranks, size, random, drop, start):
+@given(
+    *SIZES, st.integers(1, 3), st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 400)
+)
+def test_batches_of_arrays_are_those_of_the_indices_one_by_one(
+    length, block, lanes, ranks, size, random, drop, start
+):
     for sampler in (
-        BlockSampler(length, block_size=block, blocks_at_once=lanes * ranks, shuffle=random, rank=0, world_size=ranks),
+        BlockSampler(
+            length,
+            block_size=block,
+            blocks_at_once=lanes * ranks,
+            shuffle=random,
+            rank=0,
+            world_size=ranks,
+        ),
         hr.ElasticSampler(length, shuffle=random, rank=ranks - 1, world_size=ranks),
     ):
         indices = list(sampler.indices_from(start))
         found = list(batches(sampler.pieces_from(start), size, drop))
         assert list(map(list, found)) == list(BatchSampler(indices, size, drop))
-        assert [list(pickle.loads(pickle.dumps(batch))) for batch in found[-1:]] == list(map(list, found[-1:]))
+        assert [list(pickle.loads(pickle.dumps(batch))) for batch in found[-1:]] == list(
+            map(list, found[-1:])
+        )

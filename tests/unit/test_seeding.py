@@ -119,7 +119,10 @@ def of_numpy(rng):
 @pytest.mark.parametrize(
     ("put", "rng", "draw"),
     [
-        *((put, np.random.default_rng(0), of_numpy) for put in (Holder, Slotted, in_closure, in_default, in_module)),
+        *(
+            (put, np.random.default_rng(0), of_numpy)
+            for put in (Holder, Slotted, in_closure, in_default, in_module)
+        ),
         (lambda rng: rng.normal, np.random.default_rng(0), of_numpy),
         (functools.partial(functools.partial, max), np.random.default_rng(0), of_numpy),
         (Holder, np.random.Generator(np.random.Philox()), of_numpy),
@@ -140,7 +143,11 @@ def test_generators_of_every_kind_are_seeded_wherever_a_transform_holds_them(put
 
 
 def test_copy_in_a_worker_gets_the_same_seeds():
-    functions = [Holder(np.random.default_rng(1)), in_closure(np.random.default_rng(2)), SeededByMethod()]
+    functions = [
+        Holder(np.random.default_rng(1)),
+        in_closure(np.random.default_rng(2)),
+        SeededByMethod(),
+    ]
     copies = pickle.loads(cloudpickle.dumps(functions))
     for each in (functions, copies):
         TransformGenerators(each).seed(9)

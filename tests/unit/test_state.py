@@ -61,14 +61,18 @@ STREAMS = {
     "own": Own,
     "own, with a state": Remembering,
     "own, with a state, mapped": lambda: Remembering().map(lambda n: n),
-    "mapped and filtered": lambda: Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1),
+    "mapped and filtered": lambda: (
+        Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1)
+    ),
     "shuffled": lambda: Own().shuffle(5, seed=1),
     "split": lambda: stream(*range(N)).split(),
     "split in the middle": lambda: stream(*range(N)).split().shuffle(4),
     "shards": lambda: tars(),
     "shuffled shards": lambda: tars(shuffle=True, buffer_size=3, seed=1),
     "shards, taken": lambda: tars().take(100),
-    "concatenated": lambda: hr.concat([Own().filter(lambda n: n % 3), Own().filter(lambda n: n % 3 == 0)]),
+    "concatenated": lambda: hr.concat(
+        [Own().filter(lambda n: n % 3), Own().filter(lambda n: n % 3 == 0)]
+    ),
 }
 
 
@@ -107,7 +111,8 @@ def test_stream_of_which_each_rank_reads_its_part_is_refused_on_another_number_o
             loader = DataLoader(STREAMS[name](), 2)
             loader.load_state_dict(state)
             with pytest.raises(
-                StateError, match=rf"saved with {before} ranks, and there are {after} now: .*TarDataset\.index"
+                StateError,
+                match=rf"saved with {before} ranks, and there are {after} now: .*TarDataset\.index",
             ):
                 iter(loader)
 
@@ -156,7 +161,9 @@ def test_state_is_of_the_rank_that_a_stream_was_given(name):
     for rank, ranks in ((1, 2), (0, 4), (0, 1)):
         loader = DataLoader(make(rank=rank, world_size=ranks), 2)
         loader.load_state_dict(states[0])
-        with pytest.raises(StateError, match="this is rank 1 of 2" if rank else f"there are {ranks} now"):
+        with pytest.raises(
+            StateError, match="this is rank 1 of 2" if rank else f"there are {ranks} now"
+        ):
             iter(loader)
     for rank in range(2):
         loader = DataLoader(make(rank=rank, world_size=2), 2)
@@ -167,7 +174,9 @@ def test_state_is_of_the_rank_that_a_stream_was_given(name):
 
 def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refused(run):
     _, states = run(Own, 3, 1)
-    with pytest.raises(StateError, match=r"all 3 ranks are needed, but these are of the ranks \[0, 1\]"):
+    with pytest.raises(
+        StateError, match=r"all 3 ranks are needed, but these are of the ranks \[0, 1\]"
+    ):
         merge_states(states[:2])
     with pytest.raises(ValueError, match="no state was given"):
         merge_states([])
@@ -176,7 +185,9 @@ def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refu
     states = [loader.state_dict()]
     next(iterator)
     states.append(loader.state_dict())
-    with pytest.raises(StateError, match=r"not at the same batch: \(cursor, batches\) were \[\(0, 0\), \(2, 1\)\]"):
+    with pytest.raises(
+        StateError, match=r"not at the same batch: \(cursor, batches\) were \[\(0, 0\), \(2, 1\)\]"
+    ):
         merge_states(states)
     states = [DataLoader(list(range(9)), 2, seed=seed).state_dict() for seed in (0, 1)]
     with pytest.raises(StateError, match="different runs cannot be merged: seed was 1, and is 0"):
@@ -207,11 +218,15 @@ def test_merged_states_of_orders_of_one_rank_continue_each_on_its_own_rank(as_ra
 
 def test_state_out_of_order_is_of_its_rank_also_where_no_batch_is_missing(as_rank):
     as_rank(1, 2)
-    loader = DataLoader(list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False)
+    loader = DataLoader(
+        list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False
+    )
     next(iter(loader))
     state = loader.state_dict()
     as_rank(0, 2)
-    other = DataLoader(list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False)
+    other = DataLoader(
+        list(range(9)), 2, sampler=hr.ElasticSampler(range(9), seed=0), in_order=False
+    )
     other.load_state_dict(state)
     with pytest.raises(StateError, match="saved by rank 1 of 2"):
         iter(other)

@@ -2,7 +2,8 @@
 
 ::
 
-    sampling ──BatchPlan──▶ fetch ──RawBatch──▶ assemble ──HostBatch──▶ handoff ──▶ claim ──▶ your loop
+    sampling ──BatchPlan──▶ fetch ──RawBatch──▶ assemble ──HostBatch──▶ handoff ──▶ claim ──▶ your
+    loop
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ class BatchPlan(NamedTuple):
 
     Attributes:
         number: the batch's position in its epoch, from 0.
-        indices: the sampler's index for each slot. Of a stream, None for each slot until it is read, then its position.
+        indices: the sampler's index for each slot. Of a stream, None for each slot until it is
+            read, then its position.
         seed: the seed of `random`, NumPy and torch for the batch's transforms.
         epoch: the epoch's number, from 0.
-        positions: for each slot, the sample's position among the samples of all ranks in the epoch. Of a stream, those
-            of all its samples until the batch is read.
+        positions: for each slot, the sample's position among the samples of all ranks in the epoch.
+            Of a stream, those of all its samples until the batch is read.
         random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
         planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
-        taken: when it was sampled, the consumer had taken the batches up to this number; out of order, so many.
+        taken: when it was sampled, the consumer had taken the batches up to this number; out of
+            order, so many.
     """
 
     number: int
@@ -65,7 +68,9 @@ class BatchPlan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it holds no object of the user's: its indices are numbers, strings or None."""
-        return isinstance(self.indices, COMPUTED_INDICES) or _PLAIN.issuperset(map(type, self.indices))
+        return isinstance(self.indices, COMPUTED_INDICES) or _PLAIN.issuperset(
+            map(type, self.indices)
+        )
 
 
 _PLAIN = frozenset({int, str, type(None)})
@@ -78,7 +83,8 @@ class FetchLoad(NamedTuple):
     limit: int = 0  # fetches that may run
     queued: int = 0  # samples that wait for one of them
     held_plans: int = 0  # plans that wait for memory
-    memory: int = 0  # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
+    # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
+    memory: int = 0
     unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
 
 
@@ -91,25 +97,38 @@ class StageTimes(NamedTuple):
     admitted: float = 0.0  # the engine received the plan
     began: float = 0.0  # the first fetch began
     fetched: float = 0.0  # the last sample arrived
-    work_began: float = 0.0  # transforms and collation began, or the reading of a torch dataset in a worker
+    work_began: float = (
+        0.0  # transforms and collation began, or the reading of a torch dataset in a worker
+    )
     work_ended: float = 0.0  # collation ended
     assembled: float = 0.0  # the engine had the result
     fetch_seconds: float = 0.0  # the duration of one of the batch's fetches
     nbytes: int = 0  # approximate size of the fetched samples
     engine_cpu: float = 0.0  # CPU seconds of the engine's thread until then
-    blocked: float = 0.0  # seconds for which code of the user's has blocked the engine's event loop until then
+    blocked: float = (
+        0.0  # seconds for which code of the user's has blocked the engine's event loop until then
+    )
     blocked_in: str | None = None  # the line that has blocked it last
     worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
-    engine_queued: float = 0.0  # seconds for which the engine's thread could have computed and had no core, until then
+    engine_queued: float = (
+        0.0  # seconds for which the engine's thread could have computed and had no core, until then
+    )
     work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
     blocked_before: float = 0.0  # `blocked` when the iteration began
-    worked_by: tuple[int, int, int] | None = None  # process, native thread, worker (-1 for none); None if unknown
+    worked_by: tuple[int, int, int] | None = (
+        None  # process, native thread, worker (-1 for none); None if unknown
+    )
     steps_seconds: float = 0.0  # of a stream's functions before batching, since the session began
     load: FetchLoad = FetchLoad()  # of the fetch stage, when the last sample arrived
 
 
 NO_TIMES = StageTimes()
-GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")  # sums since the engine's start
+GROWING = (
+    "engine_cpu",
+    "engine_queued",
+    "blocked",
+    "blocked_before",
+)  # sums since the engine's start
 _LOAD = len(FetchLoad._fields)
 
 
@@ -118,8 +137,8 @@ class FetchTimes(NamedTuple):
 
     pid: int  # the engine's process
     thread: int  # the native id of its thread
-    # Four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`; for a range the
-    # number of its object), when it began, and when it ended.
+    # Four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`;
+    # for a range the number of its object), when it began, and when it ended.
     rows: bytes
 
 
@@ -127,13 +146,16 @@ class SessionStart(NamedTuple):
     """The epoch of a session, and where it begins within that."""
 
     batch: int = 0  # the number of its first batch
-    # The state of the stream, by the worker that reads it (None: the engine, or the consumer's thread).
-    # Empty where the dataset is map-style, or the session begins with the epoch.
+    # The state of the stream, by the worker that reads it (None: the engine, or the consumer's
+    # thread). Empty where the dataset is map-style, or the session begins with the epoch.
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
     epoch: int = 0
-    set_epoch: bool = False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
-    seed: int = 0  # of the functions of a stream before batching; does not depend on where the session begins
+    set_epoch: bool = (
+        False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
+    )
+    # of the functions of a stream before batching; does not depend on where the session begins
+    seed: int = 0
 
     @property
     def own_state(self) -> dict[str, Any] | None:
@@ -158,10 +180,14 @@ class Rows(Sequence[Any]):
         rows = range(len(self.whole))[position]
         if isinstance(rows, int):
             return self.whole.slice(rows, 1) if self.is_table else self.whole[rows]
-        return Rows(self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position])
+        return Rows(
+            self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position]
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
+        return (
+            map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
+        )
 
     @property
     def is_table(self) -> bool:
@@ -178,16 +204,22 @@ class RawBatch(NamedTuple):
     """A batch whose samples have been fetched and not been transformed."""
 
     plan: BatchPlan
-    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may have fewer. None
-    # where the worker fetches them itself.
+    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may
+    # have fewer. None where the worker fetches them itself.
     samples: Any
     end: bool = False  # the stream this came from has nothing more
     worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
     whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
-    stream_state: Mapping[str, object] | None = None  # the stream's state after this batch; None of a map-style dataset
-    began: float = 0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
+    stream_state: Mapping[str, object] | None = (
+        None  # the stream's state after this batch; None of a map-style dataset
+    )
+    began: float = (
+        0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
+    )
     fetch_seconds: float = 0.0  # the duration of one of them
-    origin: Callable[[Any], str | None] | None = None  # names samples of a stream by their indices; not in a worker
+    origin: Callable[[Any], str | None] | None = (
+        None  # names samples of a stream by their indices; not in a worker
+    )
 
     @property
     def is_plain(self) -> bool:
@@ -212,7 +244,11 @@ class RawBatch(NamedTuple):
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
         # Not strict: one Failure may stand for a whole batch that was fetched in one call.
         slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
-        good = [(slot, index, sample) for slot, (index, sample) in slots if not isinstance(sample, Failure)]
+        good = [
+            (slot, index, sample)
+            for slot, (index, sample) in slots
+            if not isinstance(sample, Failure)
+        ]
         positions = self.plan.positions and [self.plan.positions[slot] for slot, _, _ in good]
         plan = self.plan._replace(indices=tuple(index for _, index, _ in good), positions=positions)
         return self._replace(plan=plan, samples=[sample for _, _, sample in good]), failures
@@ -249,7 +285,9 @@ class RequestCounts:
 
 
 COUNTED = tuple(each.name for each in fields(RequestCounts))
-counts_of = operator.attrgetter(*COUNTED)  # not `astuple`, which takes 40 µs, for each batch within `next()`
+counts_of = operator.attrgetter(
+    *COUNTED
+)  # not `astuple`, which takes 40 µs, for each batch within `next()`
 
 
 class HostBatch(NamedTuple):
@@ -260,26 +298,44 @@ class HostBatch(NamedTuple):
     size: int  # how many samples are in `data`
     failures: tuple[Failure, ...] = ()  # the samples that are not in it, and why
     end: bool = False  # the stream this came from has nothing more
-    empty: bool = False  # there is nothing to deliver; a batch of no samples, of a batch sampler, is delivered
-    requests: RequestCounts | None = None  # requests to stores since the batch before it; None for none
+    # there is nothing to deliver; a batch of no samples, of a batch sampler, is delivered
+    empty: bool = False
+    requests: RequestCounts | None = (
+        None  # requests to stores since the batch before it; None for none
+    )
     worker: int | None = None  # that read it, where each reads a copy of the dataset
-    # Of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has nothing more. Of a
-    # map-style dataset only where that is stateful.
+    # Of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has nothing
+    # more. Of a map-style dataset only where that is stateful.
     stream_state: StreamState | None = None
     times: StageTimes = NO_TIMES  # when it passed the stages
-    fetches: FetchTimes | None = None  # single fetches that ended since the batch before it; None if none are measured
+    fetches: FetchTimes | None = (
+        None  # single fetches that ended since the batch before it; None if none are measured
+    )
 
     @property
     def skipped(self) -> int:
         """The number of samples that are not in it; with the rest of each shard that has ended."""
-        return len(self.plan.indices) - self.size + sum((failure.lost or 1) - 1 for failure in self.failures)
+        return (
+            len(self.plan.indices)
+            - self.size
+            + sum((failure.lost or 1) - 1 for failure in self.failures)
+        )
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
         """The batch as a flat tuple, for a process that has its plan, from which what was read of a stream differs."""
         plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)
-        own = (plan.number, read, self.data, self.size, self.failures, self.end, self.empty, requests)
+        own = (
+            plan.number,
+            read,
+            self.data,
+            self.size,
+            self.failures,
+            self.end,
+            self.empty,
+            requests,
+        )
         return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
 
     @classmethod
@@ -292,7 +348,9 @@ class HostBatch(NamedTuple):
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod
-    def nothing(cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False) -> HostBatch:
+    def nothing(
+        cls, plan: BatchPlan, failures: tuple[Failure, ...] = (), *, end: bool = False
+    ) -> HostBatch:
         return cls(plan, None, 0, failures, end, empty=True)
 
     @classmethod
@@ -306,7 +364,10 @@ class HostBatch(NamedTuple):
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
         """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""
         return earlier._replace(
-            data=self.data, size=self.size, failures=earlier.failures + self.failures, empty=self.empty
+            data=self.data,
+            size=self.size,
+            failures=earlier.failures + self.failures,
+            empty=self.empty,
         )
 
     def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:

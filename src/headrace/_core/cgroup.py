@@ -16,10 +16,18 @@ class CgroupLimits(NamedTuple):
     memory_left: float = math.inf  # bytes of the group that has fewest left
 
     @classmethod
-    def here(cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> CgroupLimits:
+    def here(
+        cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+    ) -> CgroupLimits:
         """The limits of this process; none where the system has no control groups of version 2."""
-        groups = [line.split(":", 2)[2] for line in _text(membership).splitlines() if line.startswith("0:")]
-        folder = root / "".join(groups).lstrip("/")  # inside a container its path may be one of the host
+        groups = [
+            line.split(":", 2)[2]
+            for line in _text(membership).splitlines()
+            if line.startswith("0:")
+        ]
+        folder = root / "".join(groups).lstrip(
+            "/"
+        )  # inside a container its path may be one of the host
         limits = cls()
         for each in (folder, *folder.parents):
             if each != root and root not in each.parents:
@@ -34,7 +42,10 @@ class CgroupLimits(NamedTuple):
 
 def available_memory() -> float:
     lines = _text(Path("/proc/meminfo")).splitlines()
-    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), math.inf)
+    return next(
+        (int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")),
+        math.inf,
+    )
 
 
 def _text(file: Path) -> str:
@@ -49,5 +60,7 @@ def _numbers(file: Path, missing: float = math.inf) -> list[float]:
 
 
 def usable_cores() -> float:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, CgroupLimits.here().cores)

@@ -17,7 +17,9 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
     """The error for a descriptor that could not be opened; `purpose` completes "no descriptor is left to …"."""
     if number == errno.ENFILE:
-        return OSError(number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max")
+        return OSError(
+            number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max"
+        )
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         number,
@@ -32,7 +34,9 @@ def explained(purpose: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _SHORTAGES or error.filename is not None:  # errors with a file name come from other code
+        if (
+            error.errno not in _SHORTAGES or error.filename is not None
+        ):  # errors with a file name come from other code
             raise
         raise shortage(purpose, error.errno) from error
 
@@ -81,7 +85,8 @@ class Reserve:
 class Descriptor:
     """An open file descriptor, which this owns: closed with the last reference to this object.
 
-    In an object that is sent over a channel it arrives as the receiver's own descriptor of the same file.
+    In an object that is sent over a channel it arrives as the receiver's own descriptor of the same
+    file.
     """
 
     __slots__ = ("__weakref__", "number")
@@ -103,7 +108,9 @@ class Descriptor:
         return os.path.samestat(os.fstat(self.number), os.fstat(other.number))
 
 
-_received: ContextVar[Sequence[Descriptor]] = ContextVar("descriptors of the object that is being unpickled")
+_received: ContextVar[Sequence[Descriptor]] = ContextVar(
+    "descriptors of the object that is being unpickled"
+)
 
 
 @contextlib.contextmanager

@@ -20,14 +20,20 @@ Decision: TypeAlias = Literal["raise", "skip"]
 
 EXAMPLES = 3  # failures quoted by a `TooManySkippedError`
 EXAMPLE_LIMIT = 400  # characters of each
-EXPECTED = 10  # failures at `max_share` from which on a share is compared: fewer are no estimate of it
+EXPECTED = (
+    10  # failures at `max_share` from which on a share is compared: fewer are no estimate of it
+)
 
 
 class Tolerance(NamedTuple):
     """How the engine treats failed samples: the part of a policy that is sent to workers."""
 
-    skips: bool  # whether a batch is completed without the samples that failed, or the first failure is the batch's
-    max_in_a_row: int = 100  # failures in a row to read a sample of a stream, after which the stream has ended
+    # whether a batch is completed without the samples that failed, or the first failure is the
+    # batch's
+    skips: bool
+    max_in_a_row: int = (
+        100  # failures in a row to read a sample of a stream, after which the stream has ended
+    )
 
 
 @dataclass(slots=True)
@@ -100,12 +106,14 @@ class _Raise(ErrorPolicy):
 class SkipErrors(ErrorPolicy):
     """Skip samples that fail, up to a limit: an `on_error` of `DataLoader`.
 
-    As ``on_error="skip"``; beyond a limit `next()` raises `TooManySkippedError`, with the counts and examples.
+    As ``on_error="skip"``; beyond a limit `next()` raises `TooManySkippedError`, with the counts
+    and examples.
 
     Attributes:
-        max_share: largest share of an epoch's samples that may be skipped, from 0 to 1. Compared once it amounts to 10
-            samples (1,000 samples into the epoch for 0.01), and at the end of the epoch. The rest of a shard that
-            cannot be read on counts as its samples: as many as are known, else an estimate, at least one.
+        max_share: largest share of an epoch's samples that may be skipped, from 0 to 1. Compared
+            once it amounts to 10 samples (1,000 samples into the epoch for 0.01), and at the end of
+            the epoch. The rest of a shard that cannot be read on counts as its samples: as many as
+            are known, else an estimate, at least one.
         max_in_a_row: largest number of errors that may be skipped one after the other.
 
     Raises:
@@ -152,10 +160,14 @@ class _Ask(ErrorPolicy):
         except Exception as error:
             if error is failure.error:
                 return "raise"
-            raised = Failure.caught(error, Stage.ON_ERROR, failure.batch, index=failure.index).exception()
+            raised = Failure.caught(
+                error, Stage.ON_ERROR, failure.batch, index=failure.index
+            ).exception()
             raise raised from error.__cause__ or failure.exception()
         if decision not in ("raise", "skip"):
-            raise TypeError(f'on_error must return "raise" or "skip", but returned {short_repr(decision)}: {failure}')
+            raise TypeError(
+                f'on_error must return "raise" or "skip", but returned {short_repr(decision)}: {failure}'
+            )
         return decision
 
 
@@ -170,7 +182,11 @@ def error_policy(on_error: OnError) -> ErrorPolicy:
         return on_error
     if isinstance(on_error, str) and on_error in _BY_NAME:
         return _BY_NAME[on_error]
-    if callable(on_error) and not isinstance(on_error, type) and not inspect.iscoroutinefunction(on_error):
+    if (
+        callable(on_error)
+        and not isinstance(on_error, type)
+        and not inspect.iscoroutinefunction(on_error)
+    ):
         return _Ask(on_error)
     raise ValueError(
         f'on_error must be "raise", "skip", SkipErrors(...) or a plain function of the failure, but got {on_error!r}'

@@ -10,7 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace._core.text import LIST_ITEMS, add_note, error_message, short_repr, shorten, shorten_list
+from headrace._core.text import (
+    LIST_ITEMS,
+    add_note,
+    error_message,
+    short_repr,
+    shorten,
+    shorten_list,
+)
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
@@ -40,7 +47,8 @@ class Failure:
     """The record of an error of user code.
 
     Attributes:
-        error: the exception; those that Python treats as control flow are replaced by a `ControlFlowError`.
+        error: the exception; those that Python treats as control flow are replaced by a
+            `ControlFlowError`.
         stage: the step in which it was raised. A `Stage` is a str: ``failure.stage == "fetch"``.
         batch: the batch's number.
         index: the sampler's index, or the position in a stream; None where the whole batch failed.
@@ -49,7 +57,8 @@ class Failure:
         worker: the worker's number, None outside a worker.
         attempt: number of the attempt, from 1.
         traceback: printed traceback of another process; None if the error is of this one.
-        unskippable: the reason why it is raised under every `on_error`; None where the policy decides.
+        unskippable: the reason why it is raised under every `on_error`; None where the policy
+            decides.
     """
 
     error: Exception
@@ -68,11 +77,16 @@ class Failure:
         """Record `error` where it was caught."""
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
-    def located(self, indices: Sequence[object], sample_key: Callable[[object], str | None]) -> Failure:
+    def located(
+        self, indices: Sequence[object], sample_key: Callable[[object], str | None]
+    ) -> Failure:
         """This record with the sample's key; where the whole batch failed, with the batch's indices and keys."""
         if self.index is not None:
             return replace(self, key=self.key or sample_key(self.index))
-        return replace(self, samples=self.samples or (describe_samples(indices, sample_key) if indices else None))
+        return replace(
+            self,
+            samples=self.samples or (describe_samples(indices, sample_key) if indices else None),
+        )
 
     def as_text(self) -> Failure:
         """This record to be kept, with short text in place of the exception, its traceback, and objects of the user's.
@@ -91,7 +105,11 @@ class Failure:
         """Whether an `on_error` policy may skip it: it concerns samples, not the whole pipeline."""
         if isinstance(self.error, WorkerDiedError):
             return self.error.batch is not None or self.index is not None
-        return self.unskippable is None and self.stage in (Stage.FETCH, Stage.TRANSFORM, Stage.COLLATE)
+        return self.unskippable is None and self.stage in (
+            Stage.FETCH,
+            Stage.TRANSFORM,
+            Stage.COLLATE,
+        )
 
     @property
     def lost(self) -> int | None:
@@ -112,7 +130,11 @@ class Failure:
     @property
     def where(self) -> str:
         """Where it happened, in words: stage, batch, index, key, worker, attempt."""
-        stage = f"stage {self.stage}" if self.unskippable is None else f"stage {self.stage} ({self.unskippable})"
+        stage = (
+            f"stage {self.stage}"
+            if self.unskippable is None
+            else f"stage {self.stage} ({self.unskippable})"
+        )
         known = (
             None if self.index is None else f"index {short_repr(self.index)}",
             None if self.key is None else f"key {short_repr(self.key, KEY_LIMIT)}",
@@ -128,7 +150,11 @@ class Failure:
         noted = vars(self.error).get("__notes__")
         if isinstance(noted, list) and note in noted:
             return self.error
-        found = (remedy for stage, words, remedy in _REMEDIES if stage is self.stage and re.search(words, self.message))
+        found = (
+            remedy
+            for stage, words, remedy in _REMEDIES
+            if stage is self.stage and re.search(words, self.message)
+        )
         notes = [note, *(f"headrace: {remedy}" for remedy in found)]
         if self.traceback is not None and as_torch and self.worker is not None:
             name = self.type_name.rpartition(".")[2]
@@ -149,18 +175,35 @@ class Failure:
 _PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"
 # By words of errors of asyncio, aiohttp and torch.
 _REMEDIES = (
-    (Stage.FETCH, "'await' expression|be awaited", "write `async def aget`, and await only what is async"),
+    (
+        Stage.FETCH,
+        "'await' expression|be awaited",
+        "write `async def aget`, and await only what is async",
+    ),
     (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
-    (Stage.COLLATE, "equal size", "pad by torch's pad_sequence in collate_fn=; crop or resize before"),
-    (Stage.COLLATE, "NoneType", "leave out samples that are None: .filter() of a stream, or an error and on_error="),
-    (Stage.COLLATE, "contain(?!.*NoneType)", "make tensors of it in transform=; collate_fn=list keeps it as it is"),
+    (
+        Stage.COLLATE,
+        "equal size",
+        "pad by torch's pad_sequence in collate_fn=; crop or resize before",
+    ),
+    (
+        Stage.COLLATE,
+        "NoneType",
+        "leave out samples that are None: .filter() of a stream, or an error and on_error=",
+    ),
+    (
+        Stage.COLLATE,
+        "contain(?!.*NoneType)",
+        "make tensors of it in transform=; collate_fn=list keeps it as it is",
+    ),
 )
 
 
 def _set_message(error: BaseException, words: str) -> bool:
     """Make `words` the message of `error`, as torch's loader does; the other attributes stay.
 
-    False where a class composes its message of several arguments or in its `__str__`: then the error is as it was.
+    False where a class composes its message of several arguments or in its `__str__`: then the
+    error is as it was.
     """
     if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
         return False  # their own messages have the location and the remedy

@@ -7,21 +7,24 @@ import resource
 
 from headrace.options import LoaderOptions, number_of_engines
 
-# Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200 objects/s, and need few
-# of the usual 1,024 descriptors.
+# Fetches in flight with which concurrency="auto" starts. 64 keep a store of 20 ms busy at 3,200
+# objects/s, and need few of the usual 1,024 descriptors.
 AUTO_CONCURRENCY = 64
-# Its maximum, if the descriptors suffice: 1,024 keep a store of 100 ms busy at 10,000 objects/s, about the capacity of
-# one event loop.
+# Its maximum, if the descriptors suffice: 1,024 keep a store of 100 ms busy at 10,000 objects/s,
+# about the capacity of one event loop.
 MOST_CONCURRENCY = 1024
-# With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call of next() would wake
-# the engine (benchmarks/next_latency.py: 20 µs instead of 5).
+# With 6 batches ahead plans go out by fives while the consumer is the slower one; with 2 each call
+# of next() would wake the engine (benchmarks/next_latency.py: 20 µs instead of 5).
 LEAST_AHEAD = 6
-# How many times the concurrent fetches the look-ahead may grow to hold. With latencies of a log-normal distribution of
-# spread 0.8 that keeps 0.8 to 1.0 of the fetches in flight, and 4 times 0.5 to 0.9 (benchmarks/simulation.py).
+# How many times the concurrent fetches the look-ahead may grow to hold. With latencies of a
+# log-normal distribution of spread 0.8 that keeps 0.8 to 1.0 of the fetches in flight, and 4 times
+# 0.5 to 0.9 (benchmarks/simulation.py).
 MOST_COVERED = 8
 MOST_SMALL = 64  # batches to which the look-ahead of small ones may grow
 QUICK = 0.001  # seconds of work on a batch, below which waking processes for it is most of its cost
-MOST_OF_A_WORKER = 16  # of those, for each worker that reads a torch dataset: half of the slabs that it may have
+MOST_OF_A_WORKER = (
+    16  # of those, for each worker that reads a torch dataset: half of the slabs that it may have
+)
 
 
 def most_fetches(options: LoaderOptions) -> int:
@@ -37,17 +40,20 @@ def most_concurrency() -> int:
     return max(1, min(MOST_CONCURRENCY, descriptors // 2))
 
 
-def look_ahead(workers: int, *, prefetch_factor: int | None, concurrency: int, batch_size: int | None) -> int:
+def look_ahead(
+    workers: int, *, prefetch_factor: int | None, concurrency: int, batch_size: int | None
+) -> int:
     """How many batches may be planned and not yet delivered.
 
-    `workers` is at least one: an engine works without workers too. `concurrency` is 0 where they read the dataset.
+    `workers` is at least one: an engine works without workers too. `concurrency` is 0 where they
+    read the dataset.
     """
     if prefetch_factor is not None:
         return max(1, prefetch_factor * workers)
     if not concurrency:
         return 2 * workers
-    # One batch beyond what the fetch window covers, so that the window is full while a batch is being assembled; and
-    # enough that plans can be sent in groups.
+    # One batch beyond what the fetch window covers, so that the window is full while a batch is
+    # being assembled; and enough that plans can be sent in groups.
     return max(LEAST_AHEAD, 2 * workers, _covering(concurrency, batch_size))
 
 
@@ -64,8 +70,8 @@ def _covering(concurrency: int, batch_size: int | None) -> int:
 class LookAheadSize:
     """How many batches of a loader may be planned and not yet delivered: a number that grows where it is the limit.
 
-    A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches after it arrive too,
-    so that fewer fetches are in flight than may be.
+    A batch is complete when its slowest sample has arrived. Meanwhile most samples of the batches
+    after it arrive too, so that fewer fetches are in flight than may be.
 
     Attributes:
         batches: the number now.

@@ -65,7 +65,9 @@ class SessionEnd(NamedTuple):
     """The last message, with the error that ended the session, if any."""
 
     error: BaseException | None
-    death: str | None = None  # how the engine was lost, so that another can make its batches; None if by user code
+    death: str | None = (
+        None  # how the engine was lost, so that another can make its batches; None if by user code
+    )
 
 
 Answer = HostBatch | Started | Status | Call | SessionEnd
@@ -74,11 +76,17 @@ Answer = HostBatch | Started | Status | Call | SessionEnd
 class Link:
     """The consumer's end of a session in one engine, wherever that runs. Used by one thread, except for `leave`."""
 
-    messages: deque[Answer]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
-    source: Any = None  # a descriptor that is readable when something can be received; None: no wait
+    messages: deque[
+        Answer
+    ]  # received, the oldest first; the caller removes them. A `SessionEnd` is the last
+    source: Any = (
+        None  # a descriptor that is readable when something can be received; None: no wait
+    )
     is_current = False  # whether the caller is on the engine's own thread
     guarded = False  # whether `send` and `receive` must not overlap with `close`
-    look_by: float | None = None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
+    look_by: float | None = (
+        None  # when `receive` is called even if nothing arrives, by `time.monotonic`; None: never
+    )
 
     def send(self, message: Request) -> None:
         """Send a message, or drop it if the engine has ended; does not wait for an answer."""

@@ -19,7 +19,8 @@ LARGEST = 2**60
 BLOCK = 16_384
 """Positions that are computed together, in 0.5 MB. Half as many take 1.2 times as long, twice as many 0.9 times."""
 
-# Odd constants of a 32-bit hash with little bias: https://github.com/skeeto/hash-prospector, "lowbias32".
+# Odd constants of a 32-bit hash with little bias: https://github.com/skeeto/hash-prospector,
+# "lowbias32".
 _FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _FIFTEEN, _WORD = np.uint32(15), np.uint64(32)
 _KEY_INPUT = struct.Struct("<QQ")
@@ -29,14 +30,16 @@ _KEY_INPUT = struct.Struct("<QQ")
 class Permutation:
     """A random order of ``range(n)`` that takes no memory: each position is computed when it is asked for.
 
-    The order of loaders with ``shuffle=True`` and a seed, and of `ElasticSampler`; the same on every machine. A
-    sequence: an int is its index, or a slice or an array of integers, for which it gives a NumPy array of int64. An
-    index of a slice costs 27 ns, 1.8 times as much as one of `torch.randperm` (benchmarks/permutation.py).
+    The order of loaders with ``shuffle=True`` and a seed, and of `ElasticSampler`; the same on
+    every machine. A sequence: an int is its index, or a slice or an array of integers, for which it
+    gives a NumPy array of int64. An index of a slice costs 27 ns, 1.8 times as much as one of
+    `torch.randperm` (benchmarks/permutation.py).
 
-    A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", 1988)
-    over a rectangle of about √n × √n values, in which halves are added modulo its sides; values beyond the end are
-    permuted again until they are within (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized
-    Feistel, and cycle walking). The round keys are BLAKE2b of the seed and the epoch. Its statistics are those of
+    A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from
+    Pseudorandom Functions", 1988) over a rectangle of about √n × √n values, in which halves are
+    added modulo its sides; values beyond the end are permuted again until they are within (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel, and cycle
+    walking). The round keys are BLAKE2b of the seed and the epoch. Its statistics are those of
     `torch.randperm` (tests/unit/test_permutation.py); it is no cipher.
 
     Args:
@@ -73,14 +76,17 @@ class Permutation:
                 raise ValueError(f"{name}={number} must be between 0 and 2**64 - 1")
         key = _KEY_INPUT.pack(self.seed, self.epoch)
         digest = hashlib.blake2b(key, digest_size=64, person=b"headrace order").digest()
-        # Each two rounds divide the bias by the side of the rectangle: for few values more rounds are needed.
+        # Each two rounds divide the bias by the side of the rectangle: for few values more rounds
+        # are needed.
         rounds = 8 if n >= 1 << 16 else 16
         # About √n rows, of which the rectangle has the fewest values beyond `n`.
         root = math.isqrt(max(n, 1) - 1) + 1
         rows = min(range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows)
         object.__setattr__(self, "_rows", rows)
         object.__setattr__(self, "_columns", -(-n // rows))
-        object.__setattr__(self, "_keys", np.frombuffer(digest, dtype="<u4")[:rounds].astype(np.uint32))
+        object.__setattr__(
+            self, "_keys", np.frombuffer(digest, dtype="<u4")[:rounds].astype(np.uint32)
+        )
 
     def __reduce__(self) -> tuple[type[Permutation], tuple[int, int, int]]:
         return Permutation, (self.n, self.seed, self.epoch)
@@ -94,7 +100,9 @@ class Permutation:
     @overload
     def __getitem__(self, positions: int | np.integer) -> int: ...
     @overload
-    def __getitem__(self, positions: slice | Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]: ...
+    def __getitem__(
+        self, positions: slice | Sequence[int] | NDArray[np.integer]
+    ) -> NDArray[np.int64]: ...
     def __getitem__(
         self, positions: int | np.integer | slice | Sequence[int] | NDArray[np.integer]
     ) -> int | NDArray[np.int64]:
@@ -103,7 +111,11 @@ class Permutation:
         Raises:
             IndexError: a position is out of range, or is no integer.
         """
-        array = np.arange(*positions.indices(self.n)) if isinstance(positions, slice) else np.asarray(positions)
+        array = (
+            np.arange(*positions.indices(self.n))
+            if isinstance(positions, slice)
+            else np.asarray(positions)
+        )
         if not array.size:
             return np.empty(array.shape, dtype=np.int64)
         if array.dtype.kind not in "iu":
@@ -117,12 +129,16 @@ class Permutation:
             flat[flat < 0] += self.n
         for first in range(0, len(flat), BLOCK):
             flat[first : first + BLOCK] = self._at(flat[first : first + BLOCK].view(np.uint64))
-        return int(flat[0]) if isinstance(positions, int | np.integer) else flat.reshape(array.shape)
+        return (
+            int(flat[0]) if isinstance(positions, int | np.integer) else flat.reshape(array.shape)
+        )
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(map(np.ndarray.tolist, self.blocks()))
 
-    def blocks(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[NDArray[np.int64]]:
+    def blocks(
+        self, start: int = 0, stop: int | None = None, step: int = 1
+    ) -> Iterator[NDArray[np.int64]]:
         """The values at ``range(start, stop, step)``, as arrays of up to 16,384; `stop` is the length by default.
 
         Example:
@@ -132,7 +148,9 @@ class Permutation:
         wanted = range(self.n)[start:stop:step]
         for first in range(0, len(wanted), BLOCK):
             part = wanted[first : first + BLOCK]
-            yield self._at(np.arange(part.start, part.stop, part.step, dtype=np.int64).view(np.uint64))
+            yield self._at(
+                np.arange(part.start, part.stop, part.step, dtype=np.int64).view(np.uint64)
+            )
 
     def _at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The values at positions within range; overwrites the argument."""
@@ -147,7 +165,8 @@ class Permutation:
     def _permuted(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One pass through the network, over all values of the rectangle; the argument is used as a buffer.
 
-        Halves and hashes are of 32 bits, and all steps are in place: 64 bits throughout take 1.5 times as long.
+        Halves and hashes are of 32 bits, and all steps are in place: 64 bits throughout take 1.5
+        times as long.
         """
         columns, wide = np.uint64(self._columns), values
         quotients = wide // columns
@@ -169,7 +188,8 @@ class Permutation:
             np.right_shift(wide, _WORD, out=wide)
             np.copyto(hashed, wide, casting="unsafe")
             np.add(changed, hashed, out=changed)
-            # The sum modulo `side`: where it is less, the difference wraps around and is the greater one.
+            # The sum modulo `side`: where it is less, the difference wraps around and is the
+            # greater one.
             np.subtract(changed, np.uint32(side), out=other)
             np.minimum(changed, other, out=changed)
         np.multiply(halves[0], columns, out=wide, dtype=np.uint64)

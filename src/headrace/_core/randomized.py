@@ -24,9 +24,12 @@ class CurrentSample:
     __slots__ = ("calls", "key", "of_batch", "position")
 
     def __init__(self, key: int, position: int | None = None) -> None:
-        self.key = key  # a number of 128 bits, the same for all samples of an epoch, or of a pass over a stream
+        # a number of 128 bits, the same for all samples of an epoch, or of a pass over a stream
+        self.key = key
         self.position = position  # of the sample in it; None if that is not known
-        self.of_batch = False  # whether a batch is being collated, of which this is the first sample
+        self.of_batch = (
+            False  # whether a batch is being collated, of which this is the first sample
+        )
         self.calls = 0  # of randomized functions for it so far
 
 
@@ -41,19 +44,20 @@ def randomized(fn: Callable[[Any, T, np.random.Generator], U]) -> Randomized[T, 
 def randomized(fn: Callable[..., U]) -> Randomized[Any, U]:
     """Make a transform of ``fn(sample, rng)``, whose random numbers depend only on the sample's position.
 
-    `rng` is a NumPy `Generator` (Philox). Its numbers follow from the loader's `seed`, the epoch, and the position of
-    the sample among those of all ranks; not from the worker, batch, batch size, placement or rank, nor from where the
-    epoch was restored. Use the result as `transform`, in `dataset.map` and `filter`, in a `Compose`, or as
-    `collate_fn`: that is given the batch, and numbers of the position of its first sample. A second randomized function
-    of the same sample draws other numbers.
+    `rng` is a NumPy `Generator` (Philox). Its numbers follow from the loader's `seed`, the epoch,
+    and the position of the sample among those of all ranks; not from the worker, batch, batch size,
+    placement or rank, nor from where the epoch was restored. Use the result as `transform`, in
+    `dataset.map` and `filter`, in a `Compose`, or as `collate_fn`: that is given the batch, and
+    numbers of the position of its first sample. A second randomized function of the same sample
+    draws other numbers.
 
-    Without a loader, or within the ``__getitem__`` of a torch dataset, it draws from torch's generator, as torch's
-    transforms do; a call with a generator of yours, ``(sample, rng)``, uses that one. A call within ``aget`` is an
-    error, since fetches overlap.
+    Without a loader, or within the ``__getitem__`` of a torch dataset, it draws from torch's
+    generator, as torch's transforms do; a call with a generator of yours, ``(sample, rng)``, uses
+    that one. A call within ``aget`` is an error, since fetches overlap.
 
     Args:
-        fn: a function of the sample and the generator; may be a lambda or a method. The generator is its own until it
-            returns.
+        fn: a function of the sample and the generator; may be a lambda or a method. The generator
+            is its own until it returns.
 
     Raises:
         TypeError: `fn` is not callable.
@@ -76,7 +80,9 @@ class Randomized(Generic[T, U]):
 
     def __init__(self, fn: Callable[..., U]) -> None:
         if not callable(fn):
-            raise TypeError(f"randomized needs a function of a sample and a generator, but got {fn!r}")
+            raise TypeError(
+                f"randomized needs a function of a sample and a generator, but got {fn!r}"
+            )
         functools.update_wrapper(self, fn, updated=())
         self.fn = fn
 
@@ -123,7 +129,8 @@ def _generator() -> np.random.Generator:
             "overlap): pass it as the loader's transform=, or to .map() of the dataset that the loader is given"
         )
     else:
-        # Philox counts up in the first word: no two samples, and no two calls for a sample, come to the same numbers.
+        # Philox counts up in the first word: no two samples, and no two calls for a sample, come to
+        # the same numbers.
         key, counter = current.key, (0, current.calls, current.position, int(current.of_batch))
         current.calls += 1
     try:

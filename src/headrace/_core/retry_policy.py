@@ -13,12 +13,14 @@ class RetryPolicy:
 
     Attributes:
         max_attempts: the most times that one request is sent; 1 for no retries.
-        initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff * 2 ** (n - 1)``.
+        initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff *
+            2 ** (n - 1)``.
         max_backoff: seconds; the upper end of that growth.
-        deadline: seconds without progress after which no attempt is begun. A part of an object that has come in is
-            progress.
+        deadline: seconds without progress after which no attempt is begun. A part of an object that
+            has come in is progress.
         retry_ratio: how many retries each request that succeeds earns, for all fetchers together.
-        burst: how many retries may be made before any is earned; a tenth of it is earned each second.
+        burst: how many retries may be made before any is earned; a tenth of it is earned each
+            second.
 
     Raises:
         TypeError: `max_attempts` or `burst` is not a whole number.
@@ -26,7 +28,8 @@ class RetryPolicy:
 
     Example:
         >>> RetryPolicy(max_attempts=3)
-        RetryPolicy(max_attempts=3, initial_backoff=0.1, max_backoff=5.0, deadline=60.0, retry_ratio=0.2, burst=100)
+        RetryPolicy(max_attempts=3, initial_backoff=0.1, max_backoff=5.0, deadline=60.0,
+        retry_ratio=0.2, burst=100)
     """
 
     max_attempts: int = 10

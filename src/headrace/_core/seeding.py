@@ -30,7 +30,9 @@ def batch_seed(base: int, epoch: int, number: int) -> int:
 
 def random_key(base: int, epoch: int) -> int:
     """The key of an epoch's `randomized` functions, a number of 128 bits."""
-    digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, 0), digest_size=16, person=b"randomized").digest()
+    digest = hashlib.blake2b(
+        _SEED_INPUT.pack(base, epoch, 0), digest_size=16, person=b"randomized"
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -38,7 +40,8 @@ def seed_everything(seed: int) -> None:
     """Seed `random`, NumPy and torch's CPU generator of this process from one 64-bit seed."""
     random.seed(seed)
     np.random.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
-    # The CPU generator alone: torch.manual_seed would also queue a call for a CUDA context that never comes here.
+    # The CPU generator alone: torch.manual_seed would also queue a call for a CUDA context that
+    # never comes here.
     torch.default_generator.manual_seed(seed)
 
 
@@ -58,7 +61,8 @@ class _Isolation(threading.local):
 _isolation = _Isolation()
 
 
-# Functions, not constants: NumPy imports its generators when they are first used (7 ms); most torch datasets need none.
+# Functions, not constants: NumPy imports its generators when they are first used (7 ms); most torch
+# datasets need none.
 @functools.cache
 def _spare_bit_generator() -> Any:
     return np.random.MT19937(0)
@@ -68,8 +72,9 @@ def _spare_bit_generator() -> Any:
 def isolated_generators() -> Iterator[None]:
     """Restore the process's random generators (`random`, NumPy, torch's CPU generator) on leaving.
 
-    26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs. If several threads are inside,
-    the first saves the program's states, and the last restores these states. A nested call restores its caller's.
+    26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs. If several
+    threads are inside, the first saves the program's states, and the last restores these states. A
+    nested call restores its caller's.
     """
     shared, nested = _Isolation, _isolation.inside
     with shared.lock:
@@ -117,13 +122,16 @@ os.register_at_fork(after_in_child=_after_fork)
 class TransformGenerators:
     """The random generators that transforms and a collate function hold, reseeded for each batch.
 
-    A generator that travels to several workers would otherwise draw the same numbers in each of them. Found are, in
-    all that the functions refer to: NumPy's `Generator` and `RandomState`, `random.Random`, `torch.Generator` on the
-    CPU, and every object with a method ``set_random_seed(seed)``, as albumentations' `Compose` has it.
+    A generator that travels to several workers would otherwise draw the same numbers in each of
+    them. Found are, in all that the functions refer to: NumPy's `Generator` and `RandomState`,
+    `random.Random`, `torch.Generator` on the CPU, and every object with a method
+    ``set_random_seed(seed)``, as albumentations' `Compose` has it.
     """
 
     def __init__(self, functions: Iterable[object]) -> None:
-        self._setters = [setter for part in _reachable(functions) if (setter := _setter(part)) is not None]
+        self._setters = [
+            setter for part in _reachable(functions) if (setter := _setter(part)) is not None
+        ]
 
     def seed(self, seed: int) -> None:
         """Seed the process's generators, and each of these from the batch's seed and its position among them."""
@@ -138,9 +146,11 @@ _LEAVES: tuple[type, ...] = (
     *(np.ndarray, np.generic, torch.Tensor),
     *(type, types.CodeType, logging.Logger),  # a logger holds all others
 )
-# Functions and classes of these packages draw from generators that they are given, or from those of the process.
+# Functions and classes of these packages draw from generators that they are given, or from those of
+# the process.
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"headrace", "numpy", "torch"}
-# Bounds for what a transform may refer to by accident. Larger containers are data: vocabularies, lists of keys.
+# Bounds for what a transform may refer to by accident. Larger containers are data: vocabularies,
+# lists of keys.
 _LARGEST_CONTAINER, _MOST_OBJECTS = 4096, 100_000
 
 
@@ -156,7 +166,9 @@ def _setter(part: Any) -> Callable[[int], Any] | None:
     if isinstance(part, torch.Generator):
         return part.manual_seed if part.device.type == "cpu" else None
     if callable(getattr(type(part), "set_random_seed", None)):
-        return lambda seed: part.set_random_seed(seed & 0xFFFF_FFFF)  # as libraries take it: 32 bits
+        return lambda seed: part.set_random_seed(
+            seed & 0xFFFF_FFFF
+        )  # as libraries take it: 32 bits
     return None
 
 
@@ -167,7 +179,9 @@ def _reachable(functions: Iterable[object]) -> Iterator[object]:
     """
     pending = list(functions)[::-1]
     process: Any = (random.random.__self__, np.random.mtrand._rand, torch.default_generator)  # type: ignore[attr-defined]
-    visited: dict[int, object] = {id(each): each for each in process}  # keeps them alive, so that no id is reused
+    visited: dict[int, object] = {
+        id(each): each for each in process
+    }  # keeps them alive, so that no id is reused
     while pending and len(visited) < _MOST_OBJECTS:
         part = pending.pop()
         if not isinstance(part, _LEAVES) and id(part) not in visited:
@@ -180,15 +194,22 @@ def _reachable(functions: Iterable[object]) -> Iterator[object]:
 def _held_by(part: Any) -> Iterable[object]:
     if isinstance(part, types.FunctionType):
         return () if _is_opaque(part.__module__) else _held_by_function(part)
-    if isinstance(part, types.ModuleType | set | frozenset):  # the order of a set differs between processes
+    if isinstance(
+        part, types.ModuleType | set | frozenset
+    ):  # the order of a set differs between processes
         return ()
     if isinstance(part, dict | list | tuple) and len(part) > _LARGEST_CONTAINER:
         return ()
     held = gc.get_referents(part)
     classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
     methods = [value for items in classes for _, value in sorted(items)]  # which use globals
-    # An instance's attributes first, in the order of its `__dict__`: the collector's may differ between processes.
-    return *getattr(part, "__dict__", {}).values(), *(held if len(held) <= 2 * _LARGEST_CONTAINER else ()), *methods
+    # An instance's attributes first, in the order of its `__dict__`: the collector's may differ
+    # between processes.
+    return (
+        *getattr(part, "__dict__", {}).values(),
+        *(held if len(held) <= 2 * _LARGEST_CONTAINER else ()),
+        *methods,
+    )
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[object]:
@@ -196,7 +217,9 @@ def _held_by_function(function: types.FunctionType) -> Iterator[object]:
     codes, names = [function.__code__], set[str]()
     for code in codes:  # and those in it, which are appended
         names.update(code.co_names)
-        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        codes.extend(
+            constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+        )
     for name in sorted(names):
         value = function.__globals__.get(name)
         yield value

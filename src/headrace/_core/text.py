@@ -46,14 +46,17 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
     Example:
         >>> check_keywords("TarDataset.__init__", ["shufle"], ["shuffle", "seed"])
         Traceback (most recent call last):
-        TypeError: TarDataset.__init__() got an unexpected keyword argument 'shufle'. Did you mean 'shuffle'?
+        TypeError: TarDataset.__init__() got an unexpected keyword argument 'shufle'. Did you mean
+        'shuffle'?
     """
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             if name in ("options", "timeout", "retry"):
-                hint = f". It is of a store: give headrace.Store(url, {name}=...) in place of the URL"
+                hint = (
+                    f". It is of a store: give headrace.Store(url, {name}=...) in place of the URL"
+                )
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -62,12 +65,19 @@ def check_function(name: str, function: object) -> None:
     if not callable(function):
         raise TypeError(f"{name} must be callable, but got {function!r}")
     if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
-        raise TypeError(f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}")
+        raise TypeError(
+            f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}"
+        )
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf) -> None:
     """Raise ValueError unless `value` is a finite number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or value == math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not least <= value <= most
+        or value == math.inf
+    ):
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{name} must be a number {bounds}, but got {value!r}")
 
@@ -140,7 +150,10 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, at the first line outside of headrace."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace":
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] == "headrace"
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

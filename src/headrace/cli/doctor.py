@@ -37,7 +37,9 @@ def _check_descriptors() -> Iterator[Finding]:
         text += f" of {MOST_CONCURRENCY:,}, and workers may fail to start"
         remedy = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
         if not 0 <= hard < USUAL_DESCRIPTORS:
-            remedy = f"ulimit -n {2 * MOST_CONCURRENCY if hard < 0 else min(hard, 2 * MOST_CONCURRENCY)}"
+            remedy = (
+                f"ulimit -n {2 * MOST_CONCURRENCY if hard < 0 else min(hard, 2 * MOST_CONCURRENCY)}"
+            )
     yield Finding("descriptors", text, remedy)
 
 
@@ -49,7 +51,9 @@ def _check_memory() -> Iterator[Finding]:
     left = min(limits.memory_left, available_memory())
     if math.isinf(left):
         return
-    of = f" of the container's {limits.memory / GIB:.1f} GiB" if math.isfinite(limits.memory) else ""
+    of = (
+        f" of the container's {limits.memory / GIB:.1f} GiB" if math.isfinite(limits.memory) else ""
+    )
     text, remedy = f"{left / GIB:.1f} GiB available{of}", None
     if left < 2 * BUDGET:
         text += f"; batches that are fetched ahead may take {BUDGET / GIB:.1f} GiB: the kernel may kill the job"
@@ -59,7 +63,11 @@ def _check_memory() -> Iterator[Finding]:
 
 def _check_cores() -> Iterator[Finding]:
     """Cores that this process may use, and the threads that libraries start."""
-    machine, affinity, quota = os.cpu_count() or 1, len(os.sched_getaffinity(0)), CgroupLimits.here().cores
+    machine, affinity, quota = (
+        os.cpu_count() or 1,
+        len(os.sched_getaffinity(0)),
+        CgroupLimits.here().cores,
+    )
     granted = min(affinity, quota)
     text, remedy = f"{granted:g} of {machine}", "a machine with more cores"
     if quota < affinity:
@@ -101,9 +109,17 @@ def run(arguments: argparse.Namespace) -> bool:
     for check in CHECKS:
         try:
             found = [*check()]
-        except Exception as error:  # a file of the system that has another form, a package that fails at import
+        except (
+            Exception
+        ) as error:  # a file of the system that has another form, a package that fails at import
             name = check.__name__.removeprefix("_check_").replace("_", " ")
-            found = [Finding(name, f"could not be examined: {type(error).__name__}: {error}", "please report this")]
+            found = [
+                Finding(
+                    name,
+                    f"could not be examined: {type(error).__name__}: {error}",
+                    "please report this",
+                )
+            ]
         for each in found:
             is_problem = each.remedy is not None
             remedy = f". Remedy: {each.remedy}" if is_problem else ""

@@ -56,7 +56,12 @@ def run(arguments: argparse.Namespace) -> bool:
     if arguments.check:
         return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
-    _build(shards[number - 1 :: count], indexing, place, max(1, arguments.processes or int(usable_cores())))
+    _build(
+        shards[number - 1 :: count],
+        indexing,
+        place,
+        max(1, arguments.processes or int(usable_cores())),
+    )
     if arguments.part is not None:
         print(f"{place.name}: part {number} of {count} is complete")
         return True
@@ -72,7 +77,11 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
     if format is None:
         suffixes = tuple(ending for kind in _FORMATS.values() for ending in kind.suffixes)
         keys = [shard.key.lower() for shard in find_shards(url, suffixes=suffixes)]
-        kinds = [name for name, kind in _FORMATS.items() if any(key.endswith(kind.suffixes) for key in keys)]
+        kinds = [
+            name
+            for name, kind in _FORMATS.items()
+            if any(key.endswith(kind.suffixes) for key in keys)
+        ]
         if len(kinds) != 1:
             what = " and ".join(kinds) or "no known ending"
             raise ValueError(f"{url} has shards of {what}: give --format")
@@ -109,7 +118,10 @@ def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> boo
     opened, errors = compare(index, shards, indexing)
     gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
     differences = [*map(str, errors)]
-    differences += [f"{index.shards[number].name}: in the index {index.name}, not in the store" for number in gone]
+    differences += [
+        f"{index.shards[number].name}: in the index {index.name}, not in the store"
+        for number in gone
+    ]
     for difference in differences:
         print(difference)
     if not differences:

@@ -50,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         "same command continues. In a program: headrace.pack.",
     )
     add = pack.add_argument
-    add("source", metavar="SRC", help="a directory of objects; or, by their endings, shards: s3://bucket/x/*.tar")
+    add(
+        "source",
+        metavar="SRC",
+        help="a directory of objects; or, by their endings, shards: s3://bucket/x/*.tar",
+    )
     add("destination", metavar="DST", help="an empty directory")
     add("--format", choices=("tar", "parquet", "tokens"), default="tar", help="of the shards (tar)")
     add("--shard-size", default="256MB", metavar="SIZE", help="bytes, or as 256MB")
@@ -63,14 +67,28 @@ def _parser() -> argparse.ArgumentParser:
         "TFRecordDataset.index find. After an interruption the same command continues.",
     )
     add = index.add_argument
-    add("url", metavar="URL", help="shards: a directory, a glob, or with braces: s3://bucket/{0000..0127}.tar")
-    add("--format", choices=("tar", "lines", "tfrecord"), help="of the shards (by the endings of their names)")
-    add("--output", metavar="PATH", help="path or URL of the index (headrace.index in the folder of the shards)")
+    add(
+        "url",
+        metavar="URL",
+        help="shards: a directory, a glob, or with braces: s3://bucket/{0000..0127}.tar",
+    )
+    add(
+        "--format",
+        choices=("tar", "lines", "tfrecord"),
+        help="of the shards (by the endings of their names)",
+    )
+    add(
+        "--output",
+        metavar="PATH",
+        help="path or URL of the index (headrace.index in the folder of the shards)",
+    )
     about = "function that gives the length of a sample, as its number of tokens; the index keeps lengths"
     add("--length", metavar="MODULE:FUNCTION", help=about)
     add("--check", action="store_true", help="compare the index with the store, and write nothing")
     add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
-    about = "read the I-th of N shares, on one of N machines; then run the command without this option"
+    about = (
+        "read the I-th of N shares, on one of N machines; then run the command without this option"
+    )
     add("--part", type=_part, metavar="I/N", help=about)
     verify = commands.add_parser(
         "verify",

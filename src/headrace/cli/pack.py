@@ -25,7 +25,9 @@ def run(arguments: argparse.Namespace) -> bool:
         format=arguments.format,
         shard_size=arguments.shard_size,
         num_workers=arguments.num_workers,
-        transform=None if arguments.transform is None else function_of(arguments.transform, "--transform"),
+        transform=None
+        if arguments.transform is None
+        else function_of(arguments.transform, "--transform"),
     )
     print(f"{packed.shards:,} shards, {packed.samples:,} samples, {packed.nbytes:,} bytes")
     return True
@@ -35,7 +37,11 @@ def _dataset(source: str) -> Any:
     for kind in (TarDataset, LinesDataset):
         if source.endswith(kind.suffixes):
             return kind(source, shards_in_parallel=1)  # in the order of the shards
-    return ParquetDataset(source) if source.endswith(ParquetDataset._suffixes) else ObjectDataset(source)
+    return (
+        ParquetDataset(source)
+        if source.endswith(ParquetDataset._suffixes)
+        else ObjectDataset(source)
+    )
 
 
 def function_of(name: str, option: str) -> Any:

@@ -18,7 +18,9 @@ def run(arguments: argparse.Namespace) -> bool:
     """Print what was delivered; returns whether no sample is missing or repeated."""
     states = [None if name == "-" else _state_in(name) for name in arguments.states]
     if len(states) % 2:
-        raise ValueError("give two states for each part of the run: the restored state (- for none), and the last")
+        raise ValueError(
+            "give two states for each part of the run: the restored state (- for none), and the last"
+        )
     loader = function_of(arguments.loader, "--loader")()
     found = verify(zip(states[::2], states[1::2], strict=True), loader)
     problems = 0

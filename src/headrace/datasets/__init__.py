@@ -21,7 +21,11 @@ else:
         from headrace._core.shards import discovery, reading
         from headrace.datasets import cached, sharded
 
-        return next(getattr(module, name) for module in (discovery, reading, cached, sharded) if hasattr(module, name))
+        return next(
+            getattr(module, name)
+            for module in (discovery, reading, cached, sharded)
+            if hasattr(module, name)
+        )
 
 
 __all__ = [

@@ -22,19 +22,21 @@ __all__ = ["ArrayDataset"]
 class ArrayDataset(RangedShards[torch.Tensor]):
     """Rows of arrays in ``.npy`` files, map-style: sample i is ``array[i]``, a tensor of the array's type.
 
-    Of several files the arrays are concatenated along their first axis. A loader reads neighbouring rows by one
-    request; with ``shuffle=True`` and no sampler the order has blocks of neighbours. The constructor requests the first
-    bytes of each file; in an async program call it in a thread, as ``await asyncio.to_thread(ArrayDataset, ...)``.
+    Of several files the arrays are concatenated along their first axis. A loader reads neighbouring
+    rows by one request; with ``shuffle=True`` and no sampler the order has blocks of neighbours.
+    The constructor requests the first bytes of each file; in an async program call it in a thread,
+    as ``await asyncio.to_thread(ArrayDataset, ...)``.
 
     Args:
-        shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in ``.npy``.
+        shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in
+            ``.npy``.
         on_error: what a broken or missing file is for the constructor, as for `ParquetDataset`.
         store: store of all files, as for `TarDataset`.
 
     Raises:
         EmptyListingError: a glob or a directory has no file, or there is no such file or directory.
-        ShardError: a file is no ``.npy`` file, is compressed or truncated, has its columns first, a type that torch
-            lacks, or rows of another type or shape than the first file.
+        ShardError: a file is no ``.npy`` file, is compressed or truncated, has its columns first, a
+            type that torch lacks, or rows of another type or shape than the first file.
         StoreError: a request failed.
 
     Example:
@@ -45,14 +47,18 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         tensor([4., 5.], dtype=torch.float64)
     """
 
-    def __init__(self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None) -> None:
+    def __init__(
+        self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None
+    ) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
         files = opened(found, _open_file, on_error=on_error)
         arrays, begins, dtypes, shapes = zip(*files, strict=True)
         self._dtype, self._shape = dtypes[0], shapes[0][1:]
         for shard, _, dtype, shape in files:
             if (dtype, shape[1:]) != (self._dtype, self._shape):
-                what = f"{dtype} of shape {shape}, but the first file has {self._dtype} of {shapes[0]}"
+                what = (
+                    f"{dtype} of shape {shape}, but the first file has {self._dtype} of {shapes[0]}"
+                )
                 raise shard.error(what)
         super().__init__(arrays, [shape[0] for shape in shapes])
         self._row_bytes = self._dtype.itemsize * math.prod(self._shape)
@@ -68,14 +74,18 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         """The row in `data`."""
         return self._tensor(data, self._shape)
 
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
+    def samples_of(
+        self, indices: Sequence[int], data: Sequence[memoryview]
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
         """The rows of a batch as a tensor."""
         if type(self).sample_of is not ArrayDataset.sample_of:
             return super().samples_of(indices, data)
         return self._tensor(b"".join(data), (len(data), *self._shape))
 
     def _tensor(self, data: memoryview | bytes, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("=")))
+        return torch.from_numpy(
+            np.frombuffer(data, self._dtype).reshape(shape).astype(self._dtype.newbyteorder("="))
+        )
 
 
 async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
@@ -87,7 +97,11 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...
     except TypeError:
         raise shard.error(f"torch has no type for {dtype}; save a view or a copy of one") from None
     if fortran or not math.prod(shape[1:]) or not shape:
-        what = "columns come first; save numpy.ascontiguousarray(array)" if fortran else f"shape {shape} has no rows"
+        what = (
+            "columns come first; save numpy.ascontiguousarray(array)"
+            if fortran
+            else f"shape {shape} has no rows"
+        )
         raise shard.error(what)
     if begin + dtype.itemsize * math.prod(shape) != shard.size:
         what = f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"

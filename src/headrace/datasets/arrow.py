@@ -34,10 +34,14 @@ class _ArrowFile(TableFile):
     schema: Any
     schema_message: bytes
     rows: tuple[int, ...]  # of each record batch
-    extents: tuple[tuple[tuple[int, int], ...], ...]  # of each, its message, after those of dictionaries
+    extents: tuple[
+        tuple[tuple[int, int], ...], ...
+    ]  # of each, its message, after those of dictionaries
 
     def row_groups(self, selection: Selection, filters: Any = None) -> list[RowGroup]:
-        return [_RecordBatch(self, number, selection) for number, rows in enumerate(self.rows) if rows]
+        return [
+            _RecordBatch(self, number, selection) for number, rows in enumerate(self.rows) if rows
+        ]
 
 
 class _RecordBatch(RowGroup):
@@ -67,7 +71,9 @@ class _RecordBatch(RowGroup):
         columns, names = self.selection.columns, self.footer.schema.names
         wanted = [number for number, name in enumerate(names) if columns is None or name in columns]
         options = pyarrow.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options)
+        reader = pyarrow.ipc.open_stream(
+            pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options
+        )
         table = reader.read_all()
         table.validate(full=True)  # wrong offsets would be followed out of its memory
         return table if wanted else table.select([])
@@ -87,7 +93,11 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
 def _message(data: Buffer) -> tuple[int, int, int]:
     """Kind, number of rows, and bytes of the body of a message, by its header."""
     (root,) = struct.unpack_from("<I", data)
-    return _field(data, root, 1, "<B"), _field(data, _field(data, root, 2, "*"), 0, "<q"), _field(data, root, 3, "<q")
+    return (
+        _field(data, root, 1, "<B"),
+        _field(data, _field(data, root, 2, "*"), 0, "<q"),
+        _field(data, root, 3, "<q"),
+    )
 
 
 def unpacked_size(header: Buffer, body: memoryview) -> int:
@@ -100,8 +110,14 @@ def unpacked_size(header: Buffer, body: memoryview) -> int:
             return 0
         buffers = _field(header, batch, 2, "*")
         (count,) = struct.unpack_from("<I", header, buffers)
-        places = [struct.unpack_from("<qq", header, buffers + 4 + 16 * number) for number in range(count)]
-        return sum(max(0, struct.unpack_from("<q", body, start)[0]) for start, length in places if length >= 8)
+        places = [
+            struct.unpack_from("<qq", header, buffers + 4 + 16 * number) for number in range(count)
+        ]
+        return sum(
+            max(0, struct.unpack_from("<q", body, start)[0])
+            for start, length in places
+            if length >= 8
+        )
     except (struct.error, IndexError) as error:
         raise ValueError(f"corrupt message: {error}") from None
 
@@ -111,8 +127,19 @@ async def _open(shard: Shard) -> _ArrowFile:
     import pyarrow
 
     shard, first = await shard.read_version(_PIECE)
-    reader, size, is_file = HeaderReader(shard, first, _PIECE), shard.size, first[: len(_MAGIC)] == _MAGIC
-    at, schema, message, rows, extents, dictionaries = 8 * is_file, None, b"", list[int](), [], list[tuple[int, int]]()
+    reader, size, is_file = (
+        HeaderReader(shard, first, _PIECE),
+        shard.size,
+        first[: len(_MAGIC)] == _MAGIC,
+    )
+    at, schema, message, rows, extents, dictionaries = (
+        8 * is_file,
+        None,
+        b"",
+        list[int](),
+        [],
+        list[tuple[int, int]](),
+    )
     while True:
         start, (mark, length) = at, struct.unpack("<Ii", await reader.take(at, at + 8))
         header, at = bytes(await reader.take(start, at + 8 + length)), at + 8 + length
@@ -141,12 +168,20 @@ async def _open(shard: Shard) -> _ArrowFile:
 def _one_split(shards: Sequence[Shard]) -> list[Shard]:
     """The files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
     given = list(shards)
-    saved = {named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))}
+    saved = {
+        named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))
+    }
     if len(saved) > 1:
-        raise ValueError(f"several splits or saves, {sorted(saved)}: give the folder of one, or files by their names")
+        raise ValueError(
+            f"several splits or saves, {sorted(saved)}: give the folder of one, or files by their names"
+        )
     for (folder, count), one in saved.items():
         kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
-        given = [each for each in given if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder]
+        given = [
+            each
+            for each in given
+            if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder
+        ]
         others = kept - {each.name for each in given}
         keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
         map_shards(one.store.head, keys)  # or not asked for
@@ -156,12 +191,13 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
 class ArrowDataset(TableDataset):
     """The rows of Arrow IPC files, map-style. Needs ``headrace[parquet]``.
 
-    Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's `save_to_disk`: one split,
-    without the results that `datasets` has cached there. Features (Image, Audio, ClassLabel) are given as stored.
-    Options and errors are those of `ParquetDataset`. In place of row groups there are record batches. Each is read
-    whole by one request, whatever the `columns`, and by one more for each dictionary. Record batches have no
-    statistics and no checksums. No parts of nested columns are read. The constructor reads the headers of all record
-    batches, one after the other.
+    Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's
+    `save_to_disk`: one split, without the results that `datasets` has cached there. Features
+    (Image, Audio, ClassLabel) are given as stored. Options and errors are those of
+    `ParquetDataset`. In place of row groups there are record batches. Each is read whole by one
+    request, whatever the `columns`, and by one more for each dictionary. Record batches have no
+    statistics and no checksums. No parts of nested columns are read. The constructor reads the
+    headers of all record batches, one after the other.
 
     Example:
         >>> import pathlib, tempfile, pyarrow.feather

@@ -27,9 +27,9 @@ def batch_by_tokens(
 ) -> AsyncIterableDataset[list[Any]]:
     """A stream of lists of samples, each as many as fit a budget of tokens; read it with ``batch_size=None``.
 
-    ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``: both functions get the
-    list. Over ranks, `split` the result: then every rank gets the same number of batches. After a restore, samples are
-    read again from the oldest that waits in a bucket.
+    ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``: both
+    functions get the list. Over ranks, `split` the result: then every rank gets the same number of
+    batches. After a restore, samples are read again from the oldest that waits in a bucket.
 
     Args:
         dataset: the stream.
@@ -37,14 +37,16 @@ def batch_by_tokens(
         length: returns the number of tokens of a sample, an int.
             It runs on the loop that reads the stream: keep it cheap.
             An empty sample counts as one token of the budget.
-        boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]`` tokens are batched
-            together, then those of up to ``boundaries[1]``, …, and the longer ones.
-        padded: whether each sample counts as long as the longest of its batch, to which it will be padded.
+        boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]``
+            tokens are batched together, then those of up to ``boundaries[1]``, …, and the longer
+            ones.
+        padded: whether each sample counts as long as the longest of its batch, to which it will be
+            padded.
         drop_last: whether to drop the incomplete batch of each bucket at the end.
 
     Raises:
-        ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that alone exceeds the
-            budget, or has a negative length.
+        ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that
+            alone exceeds the budget, or has a negative length.
         TypeError: `dataset` is not an async stream, or a number is not an int; at a sample whose
             length is not an int.
 
@@ -79,7 +81,8 @@ def batch_by_tokens(
 class _TokenBatchIterator(MarkingOperation[list[object]]):
     """Batches of samples from buckets, each of samples of similar length, until its batch is full.
 
-    A mark has the numbers of samples and tokens in each bucket; the samples in them are unknown after a restore.
+    A mark has the numbers of samples and tokens in each bucket; the samples in them are unknown
+    after a restore.
     """
 
     operation = "batch_by_tokens"
@@ -113,7 +116,9 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
     def _put(self, sample: object) -> Any:
         tokens = whole_number("length(sample)", self._tokens_of(sample))
         if tokens > self._max_tokens:
-            raise ValueError(f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it")
+            raise ValueError(
+                f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it"
+            )
         bucket = bisect.bisect_left(self._boundaries, tokens)
         tokens = max(1, tokens)  # otherwise no number of empty samples fills a batch
         padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)

@@ -45,8 +45,8 @@ class Extent(NamedTuple):
     Attributes:
         store: identifier of the store, without secrets; None for a store in this process's memory.
         key: key of the object.
-        version: entity tag of the object, or the time of its last modification; None if unknown: a change of the
-            object is not noticed then.
+        version: entity tag of the object, or the time of its last modification; None if unknown: a
+            change of the object is not noticed then.
         start: offset of the first byte.
         length: number of bytes; None for all to the end.
         checksum: expected checksum; None if unknown.
@@ -86,25 +86,30 @@ class Cacheable(AsyncDataset[T_co]):
         return self.sample_of(index, await self.read_bytes(index))
 
     def cache(
-        self, folder: str | os.PathLike[str], max_bytes: int | None = None, *, version: str | int | None = None
+        self,
+        folder: str | os.PathLike[str],
+        max_bytes: int | None = None,
+        *,
+        version: str | int | None = None,
     ) -> CachedDataset[T_co]:
         """This dataset with its bytes cached in a folder of the local disk.
 
-        All processes that use the folder read what any of them has fetched; two that want a sample at the same time
-        fetch it twice. Results of `map` and `transform` are not cached: apply them after it, as
-        ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
+        All processes that use the folder read what any of them has fetched; two that want a sample
+        at the same time fetch it twice. Results of `map` and `transform` are not cached: apply them
+        after it, as ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
 
-        An object that is overwritten is fetched again if the store reports entity tags and the dataset has listed them.
-        Otherwise give another `version`; also where credentials decide which bytes come, since neither they nor
-        headers such as `Authorization` or `Cookie` separate entries. Other `default_headers` do.
+        An object that is overwritten is fetched again if the store reports entity tags and the
+        dataset has listed them. Otherwise give another `version`; also where credentials decide
+        which bytes come, since neither they nor headers such as `Authorization` or `Cookie`
+        separate entries. Other `default_headers` do.
 
-        Problems with the folder lose no sample: what is damaged is fetched again, and a full or read-only disk causes a
-        warning and no caching.
+        Problems with the folder lose no sample: what is damaged is fetched again, and a full or
+        read-only disk causes a warning and no caching.
 
         Args:
             folder: path of the folder; created if it does not exist, for this user only.
-            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a time. None for no
-                limit.
+            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a
+                time. None for no limit.
             version: distinguishes these bytes from earlier ones under the same keys.
 
         Raises:
@@ -114,8 +119,13 @@ class Cacheable(AsyncDataset[T_co]):
             OSError: the folder cannot be created.
         """
         lineage = type(self).__mro__
-        first = {name: next(c for c in lineage if name in vars(c)) for name in ("aget", "extent", "sample_of")}
-        if lineage.index(first["aget"]) < min(lineage.index(first["extent"]), lineage.index(first["sample_of"])):
+        first = {
+            name: next(c for c in lineage if name in vars(c))
+            for name in ("aget", "extent", "sample_of")
+        }
+        if lineage.index(first["aget"]) < min(
+            lineage.index(first["extent"]), lineage.index(first["sample_of"])
+        ):
             raise TypeError(
                 f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes "
                 f"returns, and makes samples of it with sample_of. Define sample_of instead of aget."
@@ -139,13 +149,20 @@ class CachedDataset(AsyncDataset[T_co]):
         b'seven'
     """
 
-    def __init__(self, dataset: Cacheable[T_co], cache: DiskCache, version: str | int | None = None) -> None:
+    def __init__(
+        self, dataset: Cacheable[T_co], cache: DiskCache, version: str | int | None = None
+    ) -> None:
         if len(dataset) and dataset.extent(0).store is None:
-            raise ValueError(f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster")
+            raise ValueError(
+                f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster"
+            )
         self.dataset: RangedShards[T_co] = dataset  # type: ignore[assignment]  # or only `Cacheable`
-        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have changed.
-        self._joined = capabilities(dataset).ranges and type(dataset).read_bytes is RangedDataset.read_bytes  # type: ignore[comparison-overlap]
-        if self._joined:  # the methods of a `RangedDataset`; `read_range` reads from the store, not from the cache
+        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have
+        # changed.
+        reads: object = type(dataset).read_bytes
+        self._joined = capabilities(dataset).ranges and reads is RangedDataset.read_bytes
+        # the methods of a `RangedDataset`; `read_range` reads from the store, not from the cache
+        if self._joined:
             self.ranges = self.dataset.ranges
             self.read_range = self.dataset.read_range
             self.sample_of = self.dataset.sample_of
@@ -154,7 +171,8 @@ class CachedDataset(AsyncDataset[T_co]):
         self._version = version
         self._classes = getattr(dataset, "_classes", None)
         self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
-        # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is computed once.
+        # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is
+        # computed once.
         self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -174,7 +192,9 @@ class CachedDataset(AsyncDataset[T_co]):
             return dataset.sample_of(index, memoryview(b""))
         (data,) = await self._cache.read_many([name])
         if data is not None:
-            with contextlib.suppress(Exception):  # fresh bytes will show whether the cache was at fault
+            with contextlib.suppress(
+                Exception
+            ):  # fresh bytes will show whether the cache was at fault
                 return dataset.sample_of(index, data)
             self._cache.discard(name)
         try:
@@ -265,7 +285,8 @@ class IndexedShards(AsyncDataset[T_co]):
         Args:
             shuffle: whether the order is random, in blocks as that of a loader of this dataset.
             seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-            rank: the part to read; by default the rank of `headrace.get_rank_info` when reading starts.
+            rank: the part to read; by default the rank of `headrace.get_rank_info` when reading
+                starts.
             world_size: number of ranks.
 
         Raises:
@@ -277,7 +298,9 @@ class IndexedShards(AsyncDataset[T_co]):
         """
         if isinstance(self, RangedDataset) and type(self).aget is not RangedDataset.aget:
             name = type(self).__name__
-            raise TypeError(f"{name} defines aget, which a stream does not call; define sample_of instead")
+            raise TypeError(
+                f"{name} defines aget, which a stream does not call; define sample_of instead"
+            )
         return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -314,7 +337,9 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
         """The sizes of blocks for a random order, by the bytes of some samples."""
         some = range(0, len(self), -(-len(self) // _ASKED) or 1)
         ranges = self.ranges(some)
-        return Blocks.within(BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some)))
+        return Blocks.within(
+            BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some))
+        )
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
@@ -323,6 +348,8 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
         version = None if shard.head is None else shard.head.version
         return Extent(shard.store.store_id, shard.key, version, start, stop - start)
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
         """Read bytes of the shard with that number; raises `StoreError`, as if it has changed since it was opened."""
         return await self._shards[number].read(start, stop, index=index)

@@ -35,12 +35,12 @@ _TENSORS = {
 class CocoDataset(ObjectDataset):
     """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
 
-    A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may be none: `image_id`,
-    `size` ([height, width], None where unknown) and `ids` (int64 [N], or a list of text); of
-    annotations with boxes also `boxes` (float32 [N, 4] of left, top, right and bottom in pixels),
-    `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the box's if the file has
-    none) and `iscrowd` (bool [N]); and a list of N for each other field, such as `segmentation`,
-    `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
+    A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may
+    be none: `image_id`, `size` ([height, width], None where unknown) and `ids` (int64 [N], or a
+    list of text); of annotations with boxes also `boxes` (float32 [N, 4] of left, top, right and
+    bottom in pixels), `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the box's
+    if the file has none) and `iscrowd` (bool [N]); and a list of N for each other field, such as
+    `segmentation`, `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
 
     Positions refer to the stored pixels: `headrace.decode.image` ignores the orientation of EXIF,
     unless `size` fits the upright image alone.
@@ -51,7 +51,8 @@ class CocoDataset(ObjectDataset):
 
     Args:
         store: where the images are; each `file_name` is a key in it.
-        annotations: path or URL of the file (read by `store` if it is below its URL), shard of `headrace.hub`, or dict.
+        annotations: path or URL of the file (read by `store` if it is below its URL), shard of
+            `headrace.hub`, or dict.
 
     Attributes:
         classes: names of the categories, in the order of their ids.
@@ -73,8 +74,12 @@ class CocoDataset(ObjectDataset):
         self._store, name = as_store(store), "annotations"
         content: Any = annotations
         if not isinstance(annotations, Mapping):
-            inside = isinstance(annotations, str) and annotations.startswith(f"{self._store.url.rstrip('/')}/")
-            (shard,) = find_shards(annotations, suffixes=(".json",), store=self._store if inside else None)
+            inside = isinstance(annotations, str) and annotations.startswith(
+                f"{self._store.url.rstrip('/')}/"
+            )
+            (shard,) = find_shards(
+                annotations, suffixes=(".json",), store=self._store if inside else None
+            )
             name, content = shard.name, background_loop().run(shard.store.read_all(shard.key))
         with shard_errors("not as annotations of COCO", name):
             content = content if isinstance(content, Mapping) else json.loads(bytes(content))

@@ -12,7 +12,11 @@ import numpy as np
 
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.streams.epochs import checked_seed
-from headrace._core.streams.iterable_style import AsyncIterableDataset, ConcatenatedStreams, OperatedStream
+from headrace._core.streams.iterable_style import (
+    AsyncIterableDataset,
+    ConcatenatedStreams,
+    OperatedStream,
+)
 from headrace._core.streams.map_style import IndexedParts, MixedParts
 from headrace._core.streams.mixing import Mix, Stop
 from headrace._core.streams.resumable import is_stateful, start_stream
@@ -27,8 +31,8 @@ T = TypeVar("T")
 def concat(datasets: Sequence[object]) -> Any:
     """Datasets one after the other: all map-style, or all streams.
 
-    Functions of `map` on the parts run in the loader's workers. Batches are read with `agets` if all parts have it, and
-    neighbouring byte ranges by one request if all parts can.
+    Functions of `map` on the parts run in the loader's workers. Batches are read with `agets` if
+    all parts have it, and neighbouring byte ranges by one request if all parts can.
 
     Args:
         datasets: at least one; torch's `Subset`, `ConcatDataset`, … of async datasets, too.
@@ -97,8 +101,9 @@ def mix(
             A stream that ends without a sample is not drawn from any more.
             ``"once"``, of streams: a stream that has ended is not drawn from any more, and the mix
             ends with the last stream that has a weight.
-        unit: what weights are shares of: ``"samples"``; or ``"lengths"``, as the tokens of map-style
-            datasets with `lengths` (`TokenDataset`; an index that was made with ``--length``).
+        unit: what weights are shares of: ``"samples"``; or ``"lengths"``, as the tokens of
+            map-style datasets with `lengths` (`TokenDataset`; an index that was made with
+            ``--length``).
 
     Raises:
         ValueError: a weight is not positive, there is not one for each dataset, steps do not
@@ -118,11 +123,17 @@ def mix(
         >>> list(mix(parts, [(0, {"a": 1, "b": 0}), (2, {"a": 0, "b": 1})]).take(4))
         ['a', 'a', 'b', 'b']
     """
-    named = datasets if isinstance(datasets, Mapping) else {str(number): each for number, each in enumerate(datasets)}
+    named = (
+        datasets
+        if isinstance(datasets, Mapping)
+        else {str(number): each for number, each in enumerate(datasets)}
+    )
     names = list(named)
     parts, are_streams = require_async([*named.values()])
     if stop not in get_args(Stop) or not temperature > 0:
-        raise ValueError(f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero")
+        raise ValueError(
+            f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero"
+        )
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
     if not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
@@ -175,7 +186,9 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[
     numbers = [*map(float, found)]
     in_range = all(0 <= number < math.inf for number in numbers)
     if len(weights) != len(names) or not any(numbers) or not in_range:
-        expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (found is not weights)
+        expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (
+            found is not weights
+        )
         raise ValueError(f"weights={weights!r} must be {expected}")
     largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
     return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
@@ -185,10 +198,10 @@ def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDa
     """A stream of anything that can be read with `async for`: a socket, a queue, a database's cursor.
 
     Args:
-        make: an async generator function, or another function that returns an async iterable. It is called at each
-            epoch, on the loader's event loop: open connections inside, and close them in a `finally` or `async with`.
-            After a restore, its samples are read again from the first, unless what it returns has `state_dict()` and
-            `load_state_dict(state)`.
+        make: an async generator function, or another function that returns an async iterable. It is
+            called at each epoch, on the loader's event loop: open connections inside, and close
+            them in a `finally` or `async with`. After a restore, its samples are read again from
+            the first, unless what it returns has `state_dict()` and `load_state_dict(state)`.
 
     Raises:
         TypeError: `make` is not callable.

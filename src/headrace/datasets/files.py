@@ -44,15 +44,18 @@ class FileSample(NamedTuple):
 class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
     """The files under a directory, one sample each: `FileSample(key, data, label)`.
 
-    The directory is searched once, when the dataset is made; the keys are sorted, so an index means the same file every
-    time. Only regular files count, and links to them; links to directories are followed.
+    The directory is searched once, when the dataset is made; the keys are sorted, so an index means
+    the same file every time. Only regular files count, and links to them; links to directories are
+    followed.
 
     Args:
         root: the directory.
-        pattern: which files, as for `pathlib.Path.glob`, relative to `root`; all of them, at any depth, if not given.
+        pattern: which files, as for `pathlib.Path.glob`, relative to `root`; all of them, at any
+            depth, if not given.
         suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
-            a function of the key, a mapping from it, or a sequence in the order of `keys`.
+        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that
+            it begins with; or a function of the key, a mapping from it, or a sequence in the order
+            of `keys`.
         classes: names of the folders in the order of their numbers; by default all folders found,
             sorted. Give the validation set ``classes=train.classes``: there, a class without a file
             would renumber the other classes.
@@ -84,12 +87,17 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
             raise ValueError(
                 f"FileDataset reads a directory by its path; ObjectDataset takes URLs: {redact_url(str(root))}"
             )
-        # Absolute, so that it stays the same place when the process changes its directory, or is another one.
+        # Absolute, so that it stays the same place when the process changes its directory, or is
+        # another one.
         self._root = str(Path(root).absolute())
         parts = Path(pattern).parts
         match = glob_expression("/".join(parts), hidden=True)
         levels = None if any("**" in part for part in parts) else len(parts)
-        keys = [key for key in _regular_files(self._root, "", levels, frozenset()) if match.fullmatch(key)]
+        keys = [
+            key
+            for key in _regular_files(self._root, "", levels, frozenset())
+            if match.fullmatch(key)
+        ]
         self._keys = tuple(sorted(key for key in keys if suffix is None or key.endswith(suffix)))
         if not self._keys:
             searched = f"pattern={pattern!r}, suffix={suffix!r}"
@@ -120,7 +128,8 @@ async def _read_in_pieces(path: str) -> bytes:
 
 def _read(path: str) -> bytes | None:
     """The whole file; None if it is large."""
-    # Four system calls, where `open` and `read` make nine: after each, the thread may have to wait for the GIL.
+    # Four system calls, where `open` and `read` make nine: after each, the thread may have to wait
+    # for the GIL.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -137,20 +146,26 @@ def _read(path: str) -> bytes | None:
         os.close(descriptor)
 
 
-def _regular_files(folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+def _regular_files(
+    folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]
+) -> Iterator[str]:
     """The keys of the regular files in a directory, through links, that begin with `prefix`.
 
-    `levels` of directories are looked into, this one included; None for all. `above` has device and inode of those
-    above; one that is reached again by a link is left out.
+    `levels` of directories are looked into, this one included; None for all. `above` has device and
+    inode of those above; one that is reached again by a link is left out.
     """
     status = os.stat(folder)
     if levels == 0 or (here := (status.st_dev, status.st_ino)) in above:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # a link to nothing, or a file that went while we looked
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # a link to nothing, or a file that went while we looked
                 if entry.is_dir():
                     below = None if levels is None else levels - 1
-                    yield from _regular_files(entry.path, f"{prefix}{entry.name}/", below, above | {here})
+                    yield from _regular_files(
+                        entry.path, f"{prefix}{entry.name}/", below, above | {here}
+                    )
                 elif entry.is_file():
                     yield f"{prefix}{entry.name}"

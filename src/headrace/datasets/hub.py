@@ -35,17 +35,19 @@ def hub(
 ) -> tuple[Shard, ...]:
     """List files of a repository on the Hugging Face Hub, for the `shards` of any dataset. Needs ``headrace[hub]``.
 
-    `huggingface_hub` lists them, with the token and settings of its environment (``hf auth login``, ``HF_TOKEN``,
-    ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit here: later pushes change nothing,
-    and files are checked by their sizes only. Between ranks and restarts a branch may move on: name a commit, or list
-    on one rank and broadcast the result, which has the token. A state of another commit is a `StateError`.
+    `huggingface_hub` lists them, with the token and settings of its environment (``hf auth login``,
+    ``HF_TOKEN``, ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit
+    here: later pushes change nothing, and files are checked by their sizes only. Between ranks and
+    restarts a branch may move on: name a commit, or list on one rank and broadcast the result,
+    which has the token. A state of another commit is a `StateError`.
 
-    Each read is a request to the hub, which its rate limits count, and one to the host that it redirects to, which
-    never gets the token. Blocks; in an async program call it by `asyncio.to_thread`.
+    Each read is a request to the hub, which its rate limits count, and one to the host that it
+    redirects to, which never gets the token. Blocks; in an async program call it by
+    `asyncio.to_thread`.
 
     Args:
-        repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, also after ``hf://``; then ``@`` and a
-            branch, tag, commit or ``refs/…``, or the main branch.
+        repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, also after
+            ``hf://``; then ``@`` and a branch, tag, commit or ``refs/…``, or the main branch.
         files: path in the repository, or several, with braces and globs as for `TarDataset`.
         token: an access token; None for that of the environment, False for none.
         timeout: as for `Store`.
@@ -56,7 +58,8 @@ def hub(
 
     Raises:
         EmptyListingError: no file matches.
-        StoreError: the hub refused, failed or does not respond; `ObjectNotFoundError` if it has no such repository.
+        StoreError: the hub refused, failed or does not respond; `ObjectNotFoundError` if it has no
+            such repository.
         ValueError: the name is not that of a repository.
 
     Example:
@@ -71,7 +74,9 @@ def hub(
     name, _, revision = repository.removeprefix("hf://").partition("@")
     kind, _, name = name.strip("/").partition("/")
     if kind not in _KINDS or not name:
-        raise ValueError(f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it")
+        raise ValueError(
+            f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it"
+        )
     api = HfApi(token=token, library_name="headrace", library_version=__version__)
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
     headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
@@ -86,12 +91,18 @@ def hub(
             status = getattr(getattr(error, "response", None), "status_code", None)
             text = describe_error(error, secrets_in(store_options)).rstrip(".")
         cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
-        remedy = "Check the network, and HF_ENDPOINT" if status is None else HUB_REMEDY * (status in (401, 403, 404))
+        remedy = (
+            "Check the network, and HF_ENDPOINT"
+            if status is None
+            else HUB_REMEDY * (status in (401, 403, 404))
+        )
         # Raised here, so that the request, which has the token, is not its context.
         raise cause.error(f"listing: {text}. {remedy}".rstrip(), url=page, status=status)
 
     where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
-    where["revision"] = commit = converted(lambda: api.repo_info(name, timeout=timeout, **where)).sha
+    where["revision"] = commit = converted(
+        lambda: api.repo_info(name, timeout=timeout, **where)
+    ).sha
     url = f"{page}@{commit}"
     given = [files] if isinstance(files, str) else files
     patterns = [each for pattern in given for each in expand_braces(pattern)]
@@ -110,9 +121,13 @@ def hub(
                 if hasattr(entry, "size"):
                     heads[entry.path] = Head(entry.path, entry.size, None)
         for pattern in patterns:
-            matching = {path: heads[path] for path in filter(glob_expression(pattern).fullmatch, heads)}
+            matching = {
+                path: heads[path] for path in filter(glob_expression(pattern).fullmatch, heads)
+            }
             if not matching:
-                raise EmptyListingError(f"no file matches {pattern!r}; * and ? match within one directory", url=url)
+                raise EmptyListingError(
+                    f"no file matches {pattern!r}; * and ? match within one directory", url=url
+                )
             found |= matching
         return found
 

@@ -24,9 +24,12 @@ from headrace._core.streams.resumable import StreamOperation
 
 __all__ = ["IndexStream"]
 
-_IN_ORDER = 32  # blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
+# blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
+_IN_ORDER = 32
 _SINGLY = 32  # samples fetched at once from a dataset that has no batches
-_AT_MOST = 1 << 14  # samples of a call: they are made on the event loop, where other tasks wait, in up to 40 ms
+_AT_MOST = (
+    1 << 14
+)  # samples of a call: they are made on the event loop, where other tasks wait, in up to 40 ms
 
 
 class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
@@ -38,7 +41,12 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     splits_by_rank = splits_over_workers = True
 
     def __init__(
-        self, dataset: Any, shards: Sequence[Shard], ranks: RankChoice, shuffle: bool, seed: int | None
+        self,
+        dataset: Any,
+        shards: Sequence[Shard],
+        ranks: RankChoice,
+        shuffle: bool,
+        seed: int | None,
     ) -> None:
         self._dataset = dataset
         self._shards = shards
@@ -88,7 +96,11 @@ class _IndexIterator(StreamOperation[Any]):
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset
-        self._shards, self._shuffle, self._blocks = stream.digest, stream._shuffle, list(dataset.blocks.shown)
+        self._shards, self._shuffle, self._blocks = (
+            stream.digest,
+            stream._shuffle,
+            list(dataset.blocks.shown),
+        )
         self._reader = [reader.index, reader.count]
         self._order = order
         self._given = 0
@@ -127,7 +139,9 @@ class _IndexIterator(StreamOperation[Any]):
         indices = list(itertools.islice(self._rest, min(at_once, most)))
         try:
             return deque(await self._dataset.agets(indices) if indices else ())
-        except Exception:  # of one request or sample: read sample by sample, the error names the sample
+        except (
+            Exception
+        ):  # of one request or sample: read sample by sample, the error names the sample
             return deque(await map_all(self._alone, indices, _SINGLY))
 
     async def _alone(self, index: int) -> Any:

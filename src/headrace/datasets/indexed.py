@@ -41,12 +41,7 @@ class IndexedDataset(RangedShards[T_co]):
         decoder_of: makes the decoder of a shard.
     """
 
-    def __init__(
-        self,
-        opened: OpenedIndex,
-        unpacked_bytes: int,
-        decoder_of: DecoderOf,
-    ) -> None:
+    def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
         super().__init__(opened.shards, opened.file.counts[opened.numbers].tolist())
         self._unpacked, self._most_unpacked = UnpackedShards(unpacked_bytes), unpacked_bytes
         self._compressed = [compression_of(shard.key) is not None for shard in opened.shards]
@@ -103,7 +98,9 @@ class IndexedDataset(RangedShards[T_co]):
         size = -(-len(self) // max(len(rows), parts // PARTS_IN_BLOCK))
         return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
         """Read bytes of a shard; a part of a compressed shard is unpacked once for all samples that wait."""
         if not self._compressed[number]:
             return await super().read_range(number, start, stop, index=index)
@@ -112,7 +109,9 @@ class IndexedDataset(RangedShards[T_co]):
         parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 
         async def unpacked(part: Any) -> Any:
-            return await self._unpacked.get((number, part[0][0]), functools.partial(self._unpack, number, *part))
+            return await self._unpacked.get(
+                (number, part[0][0]), functools.partial(self._unpack, number, *part)
+            )
 
         found = await map_all(unpacked, parts)
         data: Any = found[0] if len(found) == 1 else np.concatenate(found)

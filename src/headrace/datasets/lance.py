@@ -21,30 +21,34 @@ from headrace.errors import StoreError
 
 __all__ = ["LanceDataset"]
 
-_THREADS = 64  # of an event loop, which wait for requests; of asyncio's own there are six on two cores
+_THREADS = (
+    64  # of an event loop, which wait for requests; of asyncio's own there are six on two cores
+)
 _limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("headrace.lance")
 
 
 class LanceDataset(AsyncDataset[Any]):
     """The rows of a Lance dataset, map-style, as dicts of Python objects. Needs ``headrace[lance]``.
 
-    A loader takes the rows of a batch by one call of lance, which requests only their bytes of the columns. A list of
-    indices as one index gives a `pyarrow.Table`, as do samplers of batches with ``batch_size=None``.
+    A loader takes the rows of a batch by one call of lance, which requests only their bytes of the
+    columns. A list of indices as one index gives a `pyarrow.Table`, as do samplers of batches with
+    ``batch_size=None``.
 
-    One version is read, in every process: what is appended, deleted or overwritten later is not seen, and a version
-    that is cleaned up meanwhile is an error. Give a job that is to be resumed its `version`. Requests are lance's own:
-    without headrace's retries, limits and statistics.
+    One version is read, in every process: what is appended, deleted or overwritten later is not
+    seen, and a version that is cleaned up meanwhile is an error. Give a job that is to be resumed
+    its `version`. Requests are lance's own: without headrace's retries, limits and statistics.
 
     Args:
         url: URL or path of the dataset.
         columns: names of columns to read; None for all.
         version: number or tag of the version; None for the latest.
-        storage_options: for lance: credentials, region, endpoint. Those of `headrace.Store` that are strings.
+        storage_options: for lance: credentials, region, endpoint. Those of `headrace.Store` that
+            are strings.
 
     Raises:
         MissingExtraError: pylance is not installed.
-        StoreError: the dataset or the version cannot be opened, or lacks a column; when it is read, that a request
-            failed.
+        StoreError: the dataset or the version cannot be opened, or lacks a column; when it is read,
+            that a request failed.
 
     Example:
         >>> import pathlib, tempfile, lance, pyarrow
@@ -99,7 +103,9 @@ class LanceDataset(AsyncDataset[Any]):
 
     async def aget(self, index: int | list[int]) -> Any:
         """Take the row at `index`, or a table of the rows at several; negative indices count from the end."""
-        return await self._take(index) if isinstance(index, list) else (await self.agets([index]))[0]
+        return (
+            await self._take(index) if isinstance(index, list) else (await self.agets([index]))[0]
+        )
 
     async def agets(self, indices: Sequence[int]) -> list[Any]:
         """Take the rows at `indices`, in order."""

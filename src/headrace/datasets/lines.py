@@ -24,28 +24,31 @@ Format = Literal["auto", "json", "text", "bytes"]
 _TYPES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
 _JSON = (".jsonl", ".ndjson", ".json")
 _DOCUMENT = "write each record on a line (jq -c '.[]'), or give format='json' for one sample a line"
-LINE_LIMIT = 64 << 20  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
+LINE_LIMIT = (
+    64 << 20
+)  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
 
 
 class LinesDataset(ShardedStream[Any]):
     r"""A stream of the lines of files: parsed JSON, text, or bytes.
 
-    Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or zstd, in the same
-    order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the last may lack it. Empty lines of JSON
-    are ignored, as usual; those of text are samples.
+    Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or
+    zstd, in the same order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the
+    last may lack it. Empty lines of JSON are ignored, as usual; those of text are samples.
 
     An index of lines of JSON has no empty lines, and an index of text has them.
 
-    An invalid line raises a `ShardError` with the file, the line and the offset, and the stream continues with the next
-    line. So does a corrupt or truncated compressed file; the rest of that file is lost, and the stream continues with
-    the others.
+    An invalid line raises a `ShardError` with the file, the line and the offset, and the stream
+    continues with the next line. So does a corrupt or truncated compressed file; the rest of that
+    file is lost, and the stream continues with the others.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``, ``.ndjson``,
-            ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
-        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8, without a byte order mark. ``"bytes"``:
-            undecoded. ``"auto"``: JSON for the first three endings, compressed or not, else text. A file of one
-            JSON document with records, and a web page in place of a file, are then errors.
+        shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``,
+            ``.ndjson``, ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
+        format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8, without a byte order mark.
+            ``"bytes"``: undecoded. ``"auto"``: JSON for the first three endings, compressed or not,
+            else text. A file of one JSON document with records, and a web page in place of a file,
+            are then errors.
         line_limit: bytes; a longer line is an error.
         options: as for `TarDataset`.
 
@@ -57,7 +60,9 @@ class LinesDataset(ShardedStream[Any]):
         [{'x': 1}, {'x': 2}]
     """
 
-    suffixes = tuple(kind + compression for kind in _TYPES for compression in ("", *compression_suffixes))
+    suffixes = tuple(
+        kind + compression for kind in _TYPES for compression in ("", *compression_suffixes)
+    )
 
     def __init__(
         self,
@@ -68,7 +73,9 @@ class LinesDataset(ShardedStream[Any]):
         **options: Unpack[StreamOptions],
     ) -> None:
         if format not in get_args(Format):
-            raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}")
+            raise ValueError(
+                f"format={format!r} must be one of {', '.join(map(repr, get_args(Format)))}"
+            )
         self._format = format
         self._line_limit = line_limit
         super().__init__(shards, **options)
@@ -78,7 +85,12 @@ class LinesDataset(ShardedStream[Any]):
 
     def decoder(self, shard: Shard) -> _Lines:
         """The decoder of one shard."""
-        return _Lines(shard.name, _format_of(self._format, shard), self._line_limit, given=self._format != "auto")
+        return _Lines(
+            shard.name,
+            _format_of(self._format, shard),
+            self._line_limit,
+            given=self._format != "auto",
+        )
 
     def _name_of(self, part: int, number: int) -> str:
         line = "non-empty line" if _format_of(self._format, self._parts[part]) == "json" else "line"
@@ -102,7 +114,9 @@ def _is_document(value: Any) -> bool:
         return False
     lists = [each for each in value.values() if isinstance(each, list)]
     columns = [each for each in value.values() if isinstance(each, dict)]
-    return any(isinstance(each, dict) for part in lists for each in part) or 0 < len(columns) == len(value)
+    return any(isinstance(each, dict) for part in lists for each in part) or 0 < len(
+        columns
+    ) == len(value)
 
 
 class _Lines(RecordDecoder):
@@ -111,7 +125,9 @@ class _Lines(RecordDecoder):
     def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
         super().__init__(shard)
         self.pages = given and format != "json"
-        self._first = format == "json" and not given  # whether the next value may be all of the file
+        self._first = (
+            format == "json" and not given
+        )  # whether the next value may be all of the file
         self._held: list[tuple[Any, int]] = []  # that value, and the byte after its line
         self._format = format
         self.format = "lines of JSON" if format == "json" else "lines of text"
@@ -168,10 +184,15 @@ class _Lines(RecordDecoder):
                 value = content.decode()
             elif self._format == "json":
                 value = json.loads(content)
-        except (ValueError, RecursionError) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
             what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
-                raise self._error(f"{what}; if the file is one JSON document, {_DOCUMENT}") from None
+                raise self._error(
+                    f"{what}; if the file is one JSON document, {_DOCUMENT}"
+                ) from None
             value = BadRecord(self._error(what))
         if self._held:
             held, self.complete = self._held.pop()

@@ -31,44 +31,58 @@ _TORCH_TYPES = (
     "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16",
 )  # fmt: skip
 _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
-_FRAMES = struct.Struct("<8sHHIII")  # magic, version, flags; the numbers of samples, of those in a frame, of frames
+_FRAMES = struct.Struct(
+    "<8sHHIII"
+)  # magic, version, flags; the numbers of samples, of those in a frame, of frames
 _ARROW = b"LDARW01\0"  # at the end of a chunk of rows in an Arrow table
 _ROWS_AT_ONCE = 64  # of an Arrow table, that become Python objects
-_FRAME = np.dtype([("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")])
+_FRAME = np.dtype(
+    [("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")]
+)
 
 
 class LitDataset(tables.OffsetTableDataset[Any]):
     """The samples of a folder of LitData's chunks, map-style, as the function of `optimize` returned them.
 
-    Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays. Nothing is unpickled.
-    Chunks are read by ranges. As a whole, as by `headrace.MDSDataset`, are read those that are compressed, and those of
-    Arrow tables, in which LitData keeps dicts of text, numbers and bytes alone: all rows of a chunk then have all its
-    keys, None where there was none. Refused are encrypted chunks, and those compressed sample by sample.
+    Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays.
+    Nothing is unpickled. Chunks are read by ranges. As a whole, as by `headrace.MDSDataset`, are
+    read those that are compressed, and those of Arrow tables, in which LitData keeps dicts of text,
+    numbers and bytes alone: all rows of a chunk then have all its keys, None where there was none.
+    Refused are encrypted chunks, and those compressed sample by sample.
 
-    The constructor requests the index and the beginning of each chunk; in an async program call it in a thread.
+    The constructor requests the index and the beginning of each chunk; in an async program call it
+    in a thread.
 
     Args:
         url: the folder with the index.json.
-        seq_len: for chunks of LitData's `TokensLoader`: tokens of a sample, which is an int64 tensor. Samples do not
-            cross chunks.
-        unpacked_bytes: bytes of unpacked chunks that each process keeps. A chunk may unpack to these, to 256 MiB or
-            to 100 times its size, whichever is the most.
+        seq_len: for chunks of LitData's `TokensLoader`: tokens of a sample, which is an int64
+            tensor. Samples do not cross chunks.
+        unpacked_bytes: bytes of unpacked chunks that each process keeps. A chunk may unpack to
+            these, to 256 MiB or to 100 times its size, whichever is the most.
 
     Raises:
-        MissingExtraError: ``headrace[compression]``, or for Arrow tables ``headrace[parquet]``, is not installed.
-        ShardError: the index, or a chunk, is corrupt, they are not of each other, or they are refused.
+        MissingExtraError: ``headrace[compression]``, or for Arrow tables ``headrace[parquet]``, is
+            not installed.
+        ShardError: the index, or a chunk, is corrupt, they are not of each other, or they are
+            refused.
         StoreError: a request failed.
         ValueError: `seq_len` is missing, or is for chunks that are not of tokens.
     """
 
-    def __init__(self, url: StoreLike, *, seq_len: int | None = None, unpacked_bytes: int = UNPACKED_BYTES) -> None:
+    def __init__(
+        self, url: StoreLike, *, seq_len: int | None = None, unpacked_bytes: int = UNPACKED_BYTES
+    ) -> None:
         store, (files, self._config) = tables.read_index(url, _parse)
         self._dims: dict[str, int] = self._config["dims"]
-        if bool(self._dims) is (seq_len is None) or (seq_len is not None and operator.index(seq_len) < 1):
+        if bool(self._dims) is (seq_len is None) or (
+            seq_len is not None and operator.index(seq_len) < 1
+        ):
             what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
             raise ValueError(f"{what} ({store.name('index.json')})")
         self._seq_len = seq_len or 0
-        self._width = _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0  # of a token
+        self._width = (
+            _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0
+        )  # of a token
         counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
         self._of_arrow: set[str] = set()  # chunks
         super().__init__(store, files, unpacked_bytes, counts)
@@ -81,12 +95,17 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             return torch.as_tensor(_decoder(formats[0])(data)).to(torch.int64)
         if self._files[number].key in self._of_arrow:
             return marshal.loads(data)  # of `_rows_of_arrow`
-        fields = [(f"leaf {leaf}, {format}", _decoder(format), None) for leaf, format in enumerate(formats)]
+        fields = [
+            (f"leaf {leaf}, {format}", _decoder(format), None)
+            for leaf, format in enumerate(formats)
+        ]
         return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> IntArray:
         begin = file.begin
-        is_arrow = len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(4, "little")
+        is_arrow = len(data) == begin < file.size and data[begin - 4 :] == begin.to_bytes(
+            4, "little"
+        )
         if is_arrow and not self._seq_len:
             require_pyarrow("reading rows of Arrow tables")
             self._of_arrow.add(file.key)
@@ -97,7 +116,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
         if tokens * self._width != size:
             raise shard.error(f"{size:,} bytes are not the {tokens:,} tokens of its index")
-        return np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width) + offsets[:1]
+        return (
+            np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width)
+            + offsets[:1]
+        )
 
     def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
         begin, end = super()._row(number, 0 if self._seq_len else row, data)
@@ -113,7 +135,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         with shard_errors("no chunk of compressed frames", shard.name):
             magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
-                raise ValueError(f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index")
+                raise ValueError(
+                    f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index"
+                )
             offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(file.begin)
             frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
             size = sum(frame[-1] for frame in frames)
@@ -127,7 +151,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return whole
 
 
-def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, largest: int) -> ByteArray:
+def _rows_of_arrow(
+    file: tables.TableFile, shard: Shard, data: memoryview, largest: int
+) -> ByteArray:
     """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
     import pyarrow
 
@@ -137,14 +163,19 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
         begin = len(data) - 12 - struct.unpack_from("<I", data, len(data) - 12)[0]
         stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
         for message in pyarrow.ipc.MessageReader.open_stream(stored):
-            check_unpacked(unpacked_size(message.metadata, memoryview(message.body)), len(data), largest)
+            check_unpacked(
+                unpacked_size(message.metadata, memoryview(message.body)), len(data), largest
+            )
         rows, size, left = list[bytes](), 0, file.rows
         for batch in pyarrow.ipc.open_stream(stored):
             batch.validate(full=True)  # wrong offsets would be followed out of its memory
             left -= batch.num_rows
             for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):
-                # Plain values and bytes, or a `ValueError`; an old version of marshal, which every Python reads.
-                rows += [marshal.dumps(row, 2) for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist()]
+                # Plain values and bytes, or a `ValueError`; an old version of marshal, which every
+                # Python reads.
+                rows += [
+                    marshal.dumps(row, 2) for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist()
+                ]
                 size += sum(map(len, rows[-_ROWS_AT_ONCE:]))
                 check_unpacked(size, len(data), largest)
         if left:
@@ -156,22 +187,38 @@ def _rows_of_arrow(file: tables.TableFile, shard: Shard, data: memoryview, large
 
 def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     config, files = index["config"], list[tables.TableFile]()
-    loader, level = config.get("item_loader") or "PyTreeLoader", config.get("compression_level") or "chunk"
+    loader, level = (
+        config.get("item_loader") or "PyTreeLoader",
+        config.get("compression_level") or "chunk",
+    )
     compression = config["compression"]
-    if config.get("encryption") or loader not in ("PyTreeLoader", "TokensLoader") or level not in ("chunk", "batch"):
-        raise ValueError(f"chunks of {loader} with compression_level={level!r}, encrypted or not, are not read")
+    if (
+        config.get("encryption")
+        or loader not in ("PyTreeLoader", "TokensLoader")
+        or level not in ("chunk", "batch")
+    ):
+        raise ValueError(
+            f"chunks of {loader} with compression_level={level!r}, encrypted or not, are not read"
+        )
     config["framed"] = bool(compression) and level == "batch"
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
-        files.append(tables.checked(name, rows, size, compression, size if config["framed"] else None))
+        files.append(
+            tables.checked(name, rows, size, compression, size if config["framed"] else None)
+        )
     config["dims"], of_arrow = {}, list[str]()
     if loader == "TokensLoader":
-        config["dims"] = {chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]}
+        config["dims"] = {
+            chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]
+        }
         (leaf,) = config["data_format"]
         if not leaf.startswith("no_header_") or min(config["dims"].values()) < 0:
             raise ValueError(f"chunks of {leaf!r} are not of tokens")
     else:
-        config["data_spec"], leaves = json.loads(config["data_spec"])[1], iter(config["data_format"])
+        config["data_spec"], leaves = (
+            json.loads(config["data_spec"])[1],
+            iter(config["data_format"]),
+        )
         if isinstance(_assemble(config["data_spec"], leaves), dict):
             of_arrow = ["json", "pickle"]  # lists, and None, which are then in an Arrow table
         if (more := next(leaves, None)) is not None:
@@ -198,7 +245,9 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
 def _decoder(format: str) -> tables.FieldDecoder:
     kind, _, number = format.partition(":")
     if kind == "pickle":
-        raise ValueError(f"leaf {format!r} is pickled, which can run any code: write it in another type")
+        raise ValueError(
+            f"leaf {format!r} is pickled, which can run any code: write it in another type"
+        )
     if kind in ("no_header_tensor", "no_header_numpy"):
         if int(number) >= len(_NUMPY_TYPES if kind.endswith("numpy") else _TORCH_TYPES):
             raise ValueError(f"leaf {format!r} is of an unknown type")
@@ -221,7 +270,9 @@ def _values(kind: str, number: int, shape: tuple[int, ...] | None, data: memoryv
 def _with_header(kind: str, data: memoryview) -> Any:
     order = "<" if kind == "numpy" else ">"
     number, rank = struct.unpack_from(f"{order}II", data)
-    return _values(kind, number, struct.unpack_from(f"{order}{rank}I", data, 8), data[8 + 4 * rank :])
+    return _values(
+        kind, number, struct.unpack_from(f"{order}{rank}I", data, 8), data[8 + 4 * rank :]
+    )
 
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"builtins.list": list, "builtins.tuple": tuple}

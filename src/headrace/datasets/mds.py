@@ -16,9 +16,15 @@ from headrace.datasets import offset_tables as tables
 
 __all__ = ["MDSDataset"]
 
-Columns = tuple[tuple[str, str, int | None], ...]  # their names, encodings, and sizes if these are fixed
+Columns = tuple[
+    tuple[str, str, int | None], ...
+]  # their names, encodings, and sizes if these are fixed
 
-_TYPES = {f"{name}{8 * size}": f"{name[0]}{size}" for name in ("uint", "int", "float") for size in (1, 2, 4, 8)}
+_TYPES = {
+    f"{name}{8 * size}": f"{name[0]}{size}"
+    for name in ("uint", "int", "float")
+    for size in (1, 2, 4, 8)
+}
 del _TYPES["float8"]
 _CODES = {8 * int(code[1]) + "uif".index(code[0]): code for code in _TYPES.values()}
 _DECODERS: dict[str, tables.FieldDecoder] = {
@@ -43,18 +49,21 @@ _DECODERS: dict[str, tables.FieldDecoder] = {
 class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     """The samples of a folder that Mosaic's `MDSWriter` has written, map-style: a dict of the columns of each.
 
-    Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images: ``jpeg`` and ``png`` stay
-    bytes, for `headrace.decode.fields`, and ``pil`` is an array. Nothing is unpickled. Uncompressed shards are read by
-    ranges. A compressed one is fetched and unpacked as a whole. A loader with ``shuffle=True`` and no sampler reads as
-    many compressed shards side by side as `unpacked_bytes` holds. An order that is random over all shards unpacks a
-    shard for almost each sample.
+    Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images:
+    ``jpeg`` and ``png`` stay bytes, for `headrace.decode.fields`, and ``pil`` is an array. Nothing
+    is unpickled. Uncompressed shards are read by ranges. A compressed one is fetched and unpacked
+    as a whole. A loader with ``shuffle=True`` and no sampler reads as many compressed shards side
+    by side as `unpacked_bytes` holds. An order that is random over all shards unpacks a shard for
+    almost each sample.
 
-    The constructor requests the index and the beginning of each shard; in an async program call it in a thread.
+    The constructor requests the index and the beginning of each shard; in an async program call it
+    in a thread.
 
     Args:
-        url: the folder with the index.json; the index of several folders, merged by Mosaic, is read too.
-        unpacked_bytes: bytes of unpacked shards that each process keeps. A shard may unpack to these, to 256 MiB or
-            to 100 times its size, whichever is the most.
+        url: the folder with the index.json; the index of several folders, merged by Mosaic, is read
+            too.
+        unpacked_bytes: bytes of unpacked shards that each process keeps. A shard may unpack to
+            these, to 256 MiB or to 100 times its size, whichever is the most.
 
     Raises:
         MissingExtraError: ``headrace[compression]`` is needed, and not installed.
@@ -70,20 +79,30 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     def decode(self, number: int, data: memoryview) -> dict[str, Any]:
         """Make a sample of its bytes."""
         columns = self._columns[number]
-        values = tables.decode_fields(data, [(name, _decoder(encoding), size) for name, encoding, size in columns])
+        values = tables.decode_fields(
+            data, [(name, _decoder(encoding), size) for name, encoding, size in columns]
+        )
         return dict(zip([name for name, _, _ in columns], values, strict=True))
 
 
 def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
-        raise ValueError(f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read")
+        raise ValueError(
+            f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read"
+        )
     raw, packed = shard["raw_data"], shard.get("zip_data")
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
-    file = tables.checked(name, shard["samples"], raw["bytes"], packed and shard["compression"], stored)
-    columns = tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
+    file = tables.checked(
+        name, shard["samples"], raw["bytes"], packed and shard["compression"], stored
+    )
+    columns = tuple(
+        zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
+    )
     for name, encoding, size in columns:
         if encoding == "pkl":
-            raise ValueError(f"column {name!r} is pickled, which can run any code: write it in another encoding")
+            raise ValueError(
+                f"column {name!r} is pickled, which can run any code: write it in another encoding"
+            )
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(f"column {name!r} has size {size!r}")
         _decoder(encoding)
@@ -96,7 +115,9 @@ def _decoder(encoding: str) -> tables.FieldDecoder:
     if kind == "ndarray":
         type, _, shape = options.partition(":")
         if type and type not in _TYPES:
-            raise ValueError(f"encoding {encoding!r} is of an unknown type; {', '.join(_TYPES)} are read")
+            raise ValueError(
+                f"encoding {encoding!r} is of an unknown type; {', '.join(_TYPES)} are read"
+            )
         return partial(_array, type, tuple(map(int, shape.split(","))) if shape else None)
     if kind in _TYPES:
         return partial(_scalar, kind)

@@ -14,14 +14,25 @@ from headrace.errors import TruncatedShardError
 __all__ = ["clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
-VideoTrack = tuple[Array, int, tuple[bytes, ...]]  # frames in decoding order; ticks a second; boxes for clips
+VideoTrack = tuple[
+    Array, int, tuple[bytes, ...]
+]  # frames in decoding order; ticks a second; boxes for clips
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
 _FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")  # times as FFmpeg's, in ticks
 _FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
-_MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6  # of an index, and what it may state
+_MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = (
+    1 << 28,
+    1 << 24,
+    4e6,
+)  # of an index, and what it may state
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
-_COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))  # into clips, at each depth
+_COPIED = (
+    (b"tkhd",),
+    (b"mdhd", b"hdlr"),
+    (b"vmhd", b"dinf"),
+    (b"stsd",),
+)  # into clips, at each depth
 
 
 def _check(good: object, what: str) -> None:
@@ -46,20 +57,27 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
     with shard_errors("no video that can be read by ranges", shard.name, at):
         track = _parse(await reader.take(at + header, at + length), size)
     if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
-        raise TruncatedShardError(f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size)
+        raise TruncatedShardError(
+            f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size
+        )
     return shard, track
 
 
 def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
     """Kind of a box, length of its header, and length of all; 0 stands for all that is left."""
     length, kind = struct.unpack_from(">I4s", data)
-    return (kind, 16, *struct.unpack_from(">Q", data, 8)) if length == 1 else (kind, 8, length or left)
+    return (
+        (kind, 16, *struct.unpack_from(">Q", data, 8)) if length == 1 else (kind, 8, length or left)
+    )
 
 
 def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     while len(data) >= 8:
         kind, header, length = _header(data, len(data))
-        _check(header <= length <= len(data), f"box {kind!r} of {length} bytes where there are {len(data)}")
+        _check(
+            header <= length <= len(data),
+            f"box {kind!r} of {length} bytes where there are {len(data)}",
+        )
         yield kind, data[header:length]
         yield from _walk(data[header:length]) if kind in _PARENTS else ()
         data = data[length:]
@@ -79,15 +97,24 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
 
 def _parse(moov: memoryview, size: int) -> VideoTrack:
     movie = dict(_walk(moov))
-    tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]  # the first of each kind
+    tracks = [
+        dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"
+    ]  # the first of each kind
     kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
     _check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
     track = kinds[b"vide"]
     _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
     codecs = bytes(track[b"stsd"][4:16])
     _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
-    _check(b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1", "the frames are in another file")
-    mvhd, mdhd, (constant, count) = movie[b"mvhd"], track[b"mdhd"], struct.unpack_from(">II", track[b"stsz"], 4)
+    _check(
+        b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1",
+        "the frames are in another file",
+    )
+    mvhd, mdhd, (constant, count) = (
+        movie[b"mvhd"],
+        track[b"mdhd"],
+        struct.unpack_from(">II", track[b"stsz"], 4),
+    )
     at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
     most = min(_MOST_FRAMES, size // max(1, constant))
     _check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
@@ -99,19 +126,33 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     if b"ctts" in track:
         pts += (delays := _runs(track[b"ctts"], ">u4,>i4", count))
         _check(np.abs(delays).max() <= 1 << 28, "a delay that is out of range")
-    frames["sync"][_rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else slice(None)] = True
+    frames["sync"][
+        _rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else slice(None)
+    ] = True
     if b"elst" in track:
         edits = _rows(track[b"elst"], ">u8,>i8,>u4" if track[b"elst"][0] else ">u4,>i4,>u4")
-        plain = (edits["f1"][:-1] == -1).all() and (edits["f1"][-1:] >= 0).all() and (edits["f2"][-1:] == 1 << 16).all()
+        plain = (
+            (edits["f1"][:-1] == -1).all()
+            and (edits["f1"][-1:] >= 0).all()
+            and (edits["f2"][-1:] == 1 << 16).all()
+        )
         _check(len(edits) and plain, "an edit list of several parts, or of another speed")
         movie_scale = max(1, *struct.unpack_from(">I", mvhd, at))
-        *empty, length = ((2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"])
+        *empty, length = (
+            (2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"]
+        )
         shown = (pts >= edits["f1"][-1]) & (pts - int(edits["f1"][-1]) < length)
-        shift = sum(empty) - int(pts[shown].min())  # not the edit's begin: FFmpeg shows the first frame at once
+        shift = sum(empty) - int(
+            pts[shown].min()
+        )  # not the edit's begin: FFmpeg shows the first frame at once
     _check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
     frames["pts"], frames["shown"] = pts + shift, shown
-    head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])  # edits of clips are in ticks
-    copied = (b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED)
+    head = _box(
+        b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :]
+    )  # edits of clips are in ticks
+    copied = (
+        b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED
+    )
     return frames, scale, (head, *copied)
 
 
@@ -119,13 +160,25 @@ def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
     """Where each frame is: in chunks, whose places and numbers of frames are known."""
     places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
-    runs, inside = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64), rows["f1"].astype(np.int64)
-    counted = (rows["f0"][:1] == 1).any() and (runs > 0).all() and runs.astype(float) @ inside == len(sizes)
-    _check(counted and places.max() < 1 << 60, "tables of chunks and sizes that contradict each other")
+    runs, inside = (
+        np.diff(rows["f0"], append=len(places) + 1).astype(np.int64),
+        rows["f1"].astype(np.int64),
+    )
+    counted = (
+        (rows["f0"][:1] == 1).any()
+        and (runs > 0).all()
+        and runs.astype(float) @ inside == len(sizes)
+    )
+    _check(
+        counted and places.max() < 1 << 60, "tables of chunks and sizes that contradict each other"
+    )
     inside, before = np.repeat(inside, runs), np.cumsum(sizes) - sizes
     first = np.repeat(before[np.minimum(np.cumsum(inside) - inside, len(sizes) - 1)], inside)
     offsets: Array = np.repeat(places.astype(np.int64), inside) + before - first
-    _check((offsets[1:] >= offsets[:-1] + sizes[:-1]).all(), "frames that overlap, or are not in the order of decoding")
+    _check(
+        (offsets[1:] >= offsets[:-1] + sizes[:-1]).all(),
+        "frames that overlap, or are not in the order of decoding",
+    )
     return offsets
 
 
@@ -138,19 +191,27 @@ def _table(kind: bytes, *columns: Any, extra: bytes = b"") -> bytes:
     return _box(kind, bytes(4), extra, struct.pack(">I", len(rows)), rows.tobytes())
 
 
-def clip_file(boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, data: memoryview) -> bytes:
+def clip_file(
+    boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, data: memoryview
+) -> bytes:
     """Make an mp4 file of `frames`, in decoding order, and their `data`, that shows those from `begin` up to `end`."""
     head, track, media, info, description = boxes
     durations, ftyp = frames["duration"].astype(np.int64), _box(b"ftyp", b"isom", bytes(4), b"isom")
     delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
     least = min(0, int(delays.min()))
-    edit = struct.pack(">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16)
+    edit = struct.pack(
+        ">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16
+    )
     times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
-    places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(b"stsc", [1], 1, 1)
+    places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(
+        b"stsc", [1], 1, 1
+    )
     # Of several sync samples FFmpeg chooses where an edit begins and ends: not always right in open
     # groups, which delay frames. Other codecs may need the flag of each frame.
     syncs = [1] if delays.any() else np.union1d(1, np.flatnonzero(frames["sync"]) + 1)
     sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", syncs)
     media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
-    return b"".join((ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak)))
+    return b"".join(
+        (ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak))
+    )

@@ -30,9 +30,10 @@ class ObjectSample(NamedTuple):
 
     Attributes:
         key: relative to the dataset's URL.
-        data: a read-only view of the bytes as the store's client received them, without a copy. Most decoders take
-            it as it is (`io.BytesIO`, `numpy.frombuffer`, `PIL`); write ``bytes(sample.data)`` where `bytes` are
-            needed, ``bytearray(sample.data)`` where it has to be writable, as for `torch.frombuffer`.
+        data: a read-only view of the bytes as the store's client received them, without a copy.
+            Most decoders take it as it is (`io.BytesIO`, `numpy.frombuffer`, `PIL`); write
+            ``bytes(sample.data)`` where `bytes` are needed, ``bytearray(sample.data)`` where it has
+            to be writable, as for `torch.frombuffer`.
         label: from `labels=`, or None.
     """
 
@@ -47,7 +48,8 @@ class ObjectSample(NamedTuple):
         data: Any = self.data
         if not isinstance(data, memoryview):  # of a batch: a list of them
             return ObjectSample, (*self,)
-        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a copy.
+        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a
+        # copy.
         data = out_of_band(data) if protocol >= 5 else bytes(data)
         return _restore_sample, (self.key, data, self.label)
 
@@ -59,33 +61,36 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
 class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
 
-    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in a file). The keys
-    are sorted, so an index means the same object every time. Since a listing tells the sizes, a sample is one GET of a
-    known range, and an object of more than 16 MiB a few of them at once. Since it tells the entity tags, an object that
-    is overwritten later is an error and not a mixture.
+    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in
+    a file). The keys are sorted, so an index means the same object every time. Since a listing
+    tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
+    of them at once. Since it tells the entity tags, an object that is overwritten later is an error
+    and not a mixture.
 
-    Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object `a` is taken for
-    one if there are others whose keys begin with `a/`.
+    Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object
+    `a` is taken for one if there are others whose keys begin with `a/`.
 
     Making one waits for the listing; in an async program make it in a thread, as ``await
     asyncio.to_thread(ObjectDataset, ...)``.
 
     Args:
-        store: where the objects are: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``,
-            ``file:///directory``), a directory's path, or a `headrace.Store` with options, time-out and retries.
-        keys: the objects, relative to the store's URL, in this order; nothing is listed then. Needed for most HTTP
-            servers.
+        store: where the objects are: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``,
+            ``http(s)://``, ``file:///directory``), a directory's path, or a `headrace.Store` with
+            options, time-out and retries.
+        keys: the objects, relative to the store's URL, in this order; nothing is listed then.
+            Needed for most HTTP servers.
         suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that it begins with; or
-            a function of the key, a mapping from it, or a sequence in the order of `keys` (of the sorted listing, if
-            there are none).
+        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that
+            it begins with; or a function of the key, a mapping from it, or a sequence in the order
+            of `keys` (of the sorted listing, if there are none).
         classes: names of the folders in the order of their numbers; by default all folders found,
             sorted. Give the validation set ``classes=train.classes``: there, a class without a file
             would renumber the other classes.
 
     Raises:
         EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
-        StoreError: the store refused or failed, or gave no answer (`StoreUnreachableError`), on every attempt.
+        StoreError: the store refused or failed, or gave no answer (`StoreUnreachableError`), on
+            every attempt.
         ForkedError: this process is a fork of one that had used a store.
         ValueError: an argument makes no sense.
 
@@ -136,23 +141,25 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     ) -> Self:
         """Make a dataset of the objects in the rows of a table, in their order. Nothing is listed.
 
-        An object of unknown size is read by one GET of its first 16 MiB, whose answer has the size. With the size an
-        object is one GET of a known range, or several of a large one; with the entity tag it must be that version (of a
-        size alone, an object that has grown since comes cut off there; one that has shrunk is an error).
+        An object of unknown size is read by one GET of its first 16 MiB, whose answer has the size.
+        With the size an object is one GET of a known range, or several of a large one; with the
+        entity tag it must be that version (of a size alone, an object that has grown since comes
+        cut off there; one that has shrunk is an error).
 
         Args:
             store: where the objects are.
             table: a pyarrow table, a pandas or polars frame, or a dict of columns.
-            key: the column of the keys, relative to the store's URL, or full URLs under it. Several rows may have one
-                key: each is a sample.
+            key: the column of the keys, relative to the store's URL, or full URLs under it. Several
+                rows may have one key: each is a sample.
             label: the column of the labels; several for tuples; None for no labels.
             size: the column of the sizes in bytes.
             etag: the column of the entity tags.
-            checksum: the column of what the bytes must be, as ``algorithm:hexadecimal`` (sha256, sha1, md5, crc32).
+            checksum: the column of what the bytes must be, as ``algorithm:hexadecimal`` (sha256,
+                sha1, md5, crc32).
 
         Raises:
-            ValueError: the table has no row or lacks a column, or a value is not a key under the store's URL, a size or
-                a checksum.
+            ValueError: the table has no row or lacks a column, or a value is not a key under the
+                store's URL, a size or a checksum.
 
         Example:
             >>> import pathlib, tempfile
@@ -174,10 +181,14 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             labels = list(zip(*(_column(table, name) for name in label), strict=True))
         sizes = None if size is None else array("q", map(_size, _column(table, size)))
         etags = None if etag is None else StringArray(map(_etag, _column(table, etag)))
-        checksums = None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
+        checksums = (
+            None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
+        )
         for name, column in ((label, labels), (size, sizes), (etag, etags), (checksum, checksums)):
             if column is not None and len(column) != len(keys):
-                raise ValueError(f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}")
+                raise ValueError(
+                    f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}"
+                )
         dataset._hold(Catalog(StringArray(keys), sizes, etags, checksums), labels, None)
         return dataset
 
@@ -194,15 +205,17 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
 
         Raises:
             IndexError: there is no such index.
-            StoreError: the store refused or failed, on every attempt; of it `ObjectNotFoundError`, `ObjectChangedError`
-                since the listing, `ChecksumError` and `StoreUnreachableError`.
+            StoreError: the store refused or failed, on every attempt; of it `ObjectNotFoundError`,
+                `ObjectChangedError` since the listing, `ChecksumError` and `StoreUnreachableError`.
         """
         return self.sample_of(index, await self.read_bytes(index))
 
     def extent(self, index: int) -> Extent:
         """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
         key, size, etag, checksum = self._object(index)
-        return Extent(self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum)
+        return Extent(
+            self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum
+        )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors are those of `aget`."""
@@ -213,7 +226,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """The sample at `index`, of its bytes."""
-        return ObjectSample(self._keys[index], data, None if self._labels is None else self._labels[index])
+        return ObjectSample(
+            self._keys[index], data, None if self._labels is None else self._labels[index]
+        )
 
     def _object(self, index: int) -> tuple[str, int, str | None, str | None]:
         """Key, size, entity tag and checksum."""
@@ -230,9 +245,15 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
 
 
 def _column(table: Any, name: str) -> list[Any]:
-    names = list(table) if isinstance(table, Mapping) else list(getattr(table, "column_names", None) or table.columns)
+    names = (
+        list(table)
+        if isinstance(table, Mapping)
+        else list(getattr(table, "column_names", None) or table.columns)
+    )
     if name not in names:
-        raise ValueError(f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}"
+        )
     column = table[name]
     for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
         if hasattr(column, method):

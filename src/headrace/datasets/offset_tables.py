@@ -29,7 +29,18 @@ __all__ = [
 
 FieldDecoder = Callable[[memoryview], Any]
 
-_CHANNELS = {"L": 1, "P": 1, "LA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4, "RGBX": 4, "CMYK": 4}
+_CHANNELS = {
+    "L": 1,
+    "P": 1,
+    "LA": 2,
+    "RGB": 3,
+    "YCbCr": 3,
+    "LAB": 3,
+    "HSV": 3,
+    "RGBA": 4,
+    "RGBX": 4,
+    "CMYK": 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,11 @@ class OffsetTableDataset(RangedShards[T_co]):
     """Rows of such shards: define `decode`. If one is compressed, all are read as a whole, else by ranges."""
 
     def __init__(
-        self, store: Store, files: Sequence[TableFile], unpacked_bytes: int, counts: Sequence[int] = ()
+        self,
+        store: Store,
+        files: Sequence[TableFile],
+        unpacked_bytes: int,
+        counts: Sequence[int] = (),
     ) -> None:
         self._files = tuple(files)
         self._whole = any(file.format for file in files)
@@ -62,8 +77,12 @@ class OffsetTableDataset(RangedShards[T_co]):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
         opened = map_shards(partial(self._open, store), files)
-        super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files] or [0])
-        self._offsets = np.concatenate([table for _, table in opened] or [np.zeros(1, np.int64)]).astype(np.uint32)
+        super().__init__(
+            [shard for shard, _ in opened], counts or [file.rows for file in files] or [0]
+        )
+        self._offsets = np.concatenate(
+            [table for _, table in opened] or [np.zeros(1, np.int64)]
+        ).astype(np.uint32)
 
     async def _open(self, store: Store, file: TableFile) -> tuple[Shard, IntArray]:
         if self._whole:
@@ -74,7 +93,9 @@ class OffsetTableDataset(RangedShards[T_co]):
         if size not in (None, shard.size):
             raise shard.error(f"{shard.size:,} bytes, and {size:,} in its index")
         # Without ranges there are more bytes than were asked for.
-        return shard, np.empty(0, np.int64) if data is None else self._table(file, data[: file.begin], shard)
+        return shard, np.empty(0, np.int64) if data is None else self._table(
+            file, data[: file.begin], shard
+        )
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> IntArray:
         """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
@@ -105,13 +126,21 @@ class OffsetTableDataset(RangedShards[T_co]):
         if self._whole:
             return Ranges(shards, rows, rows + 1)
         at = places + shards  # a table has one offset more than samples
-        return Ranges(shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64))
+        return Ranges(
+            shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64)
+        )
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
-        return super().extent(index)._replace(checksum="row of an unpacked shard" if self._whole else None)
+        return (
+            super()
+            .extent(index)
+            ._replace(checksum="row of an unpacked shard" if self._whole else None)
+        )
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
         """Read bytes of a shard, or take a row of one that is read as a whole."""
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
@@ -165,20 +194,28 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
         return store, parse(json.loads(bytes(data)))
 
 
-def checked(name: str, rows: int, size: int, compression: str | None, stored: int | None) -> TableFile:
+def checked(
+    name: str, rows: int, size: int, compression: str | None, stored: int | None
+) -> TableFile:
     """A shard by the values of an index; raises `ValueError` for those that lie."""
     format = compression.partition(":")[0] if compression else None
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
     whole = isinstance(stored, int | None) and type(rows) is type(size) is int
     if not whole or not 0 <= 4 * rows + 8 <= size < 1 << 32:  # 32-bit offsets
-        raise ValueError(f"shard {name!r} has {rows!r} samples in {size!r} bytes (compressed: {stored!r})")
+        raise ValueError(
+            f"shard {name!r} has {rows!r} samples in {size!r} bytes (compressed: {stored!r})"
+        )
     if format is not None and format not in FORMATS:
-        raise ValueError(f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read")
+        raise ValueError(
+            f"shard {name!r} has compression {format!r}; {', '.join(FORMATS)} are read"
+        )
     return TableFile(name, rows, size, format, stored)
 
 
-def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, int | None]]) -> list[Any]:
+def decode_fields(
+    data: memoryview, fields: Sequence[tuple[str, FieldDecoder, int | None]]
+) -> list[Any]:
     """The values of a sample, of fields with a name, a decoder, and a size; those without a size have it in front."""
     begin = 4 * sum(not size for _, _, size in fields)
     sizes, values = iter(np.frombuffer(data[:begin], "<u4").tolist()), []
@@ -197,9 +234,14 @@ def decode_fields(data: memoryview, fields: Sequence[tuple[str, FieldDecoder, in
 def raw_image(data: memoryview) -> ByteArray:
     """The pixels of a raw image of PIL: uint8 of shape (height, width), or (height, width, channels)."""
     width, height, length = np.frombuffer(data[:12], "<u4").tolist()
-    mode, pixels = bytes(data[12 : 12 + length]).decode(), np.frombuffer(data[12 + length :], np.uint8)
+    mode, pixels = (
+        bytes(data[12 : 12 + length]).decode(),
+        np.frombuffer(data[12 + length :], np.uint8),
+    )
     if mode not in _CHANNELS or pixels.size != width * height * _CHANNELS[mode]:
-        raise ValueError(f"{pixels.size} bytes are no raw image of {width} by {height} pixels in mode {mode!r}")
+        raise ValueError(
+            f"{pixels.size} bytes are no raw image of {width} by {height} pixels in mode {mode!r}"
+        )
     return pixels.reshape((height, width, _CHANNELS[mode])[: 2 + (_CHANNELS[mode] > 1)]).copy()
 
 
@@ -209,4 +251,7 @@ def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:
     ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)
     if len(ends) != count or (count and ends[-1] != len(data)):
         raise ValueError(f"{len(data)} bytes are not {count} values")
-    return [decode(data[start:end]) for start, end in zip([4 * count + 4, *ends], ends.tolist(), strict=False)]
+    return [
+        decode(data[start:end])
+        for start, end in zip([4 * count + 4, *ends], ends.tolist(), strict=False)
+    ]

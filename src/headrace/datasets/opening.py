@@ -26,7 +26,9 @@ OnOpeningError = Literal["raise", "skip"]
 _DIGEST = 32  # bytes of the hash
 
 
-def opened(sources: Sequence[S], open_one: Callable[[S], Awaitable[T]], *, on_error: OnOpeningError) -> list[T]:
+def opened(
+    sources: Sequence[S], open_one: Callable[[S], Awaitable[T]], *, on_error: OnOpeningError
+) -> list[T]:
     """Open the files of a dataset at the same time, and return them in order.
 
     With ``on_error="skip"``, broken and missing files are left out, and one warning counts them.
@@ -67,13 +69,14 @@ def opened(sources: Sequence[S], open_one: Callable[[S], Awaitable[T]], *, on_er
 def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
     """Open a dataset by answers of its stores that are kept in a file.
 
-    To open a dataset, its shards are listed, and their headers and indices are read: some requests for each
-    shard, on each rank and at each start. The first call keeps the answers in the file. Later calls make no
-    request but for the file.
+    To open a dataset, its shards are listed, and their headers and indices are read: some requests
+    for each shard, on each rank and at each start. The first call keeps the answers in the file.
+    Later calls make no request but for the file.
 
-    Each answer has the version of its object. A shard that was replaced since is an `ObjectChangedError` when
-    the shard is read. New shards are not noticed: delete the file, so that the next call makes the file again.
-    Requests of other libraries (Lance, the listing of `headrace.hub`) are made each time.
+    Each answer has the version of its object. A shard that was replaced since is an
+    `ObjectChangedError` when the shard is read. New shards are not noticed: delete the file, so
+    that the next call makes the file again. Requests of other libraries (Lance, the listing of
+    `headrace.hub`) are made each time.
 
     Args:
         path: path or URL of the file. Ranks that start at the same time may all write the file.
@@ -96,7 +99,9 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
     except ObjectNotFoundError:
         answers = Answers({}, memoryview(b""))
     else:
-        with shard_errors("no file of headrace.open_cached, or a damaged one; delete it", place.name):
+        with shard_errors(
+            "no file of headrace.open_cached, or a damaged one; delete it", place.name
+        ):
             answers = _parsed(data)
     with bound(carried, answers):
         made = make()

@@ -38,7 +38,8 @@ __all__ = ["ParquetDataset", "TableDataset"]
 
 _FEW = 16  # rows that are converted on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file whose filter columns are read at the same time
-# Of rows an eighth of the row groups side by side is planned ahead: as Python objects they take five times the memory.
+# Of rows an eighth of the row groups side by side is planned ahead: as Python objects they take
+# five times the memory.
 _AHEAD = {"rows": 8, "arrow": 1}
 
 
@@ -72,23 +73,37 @@ class TableDataset(IndexedShards[Any]):
         self._unpacked = UnpackedShards(self._unpacked_bytes)
         filters = as_expression(filters)
         self._filters = filter_text(filters)
-        files = self._open_files(find_shards(shards, suffixes=self._suffixes, store=store), on_error)
-        selections = select_columns(files, names, as_rows=format == "rows")  # columns of all files agree
+        files = self._open_files(
+            find_shards(shards, suffixes=self._suffixes, store=store), on_error
+        )
+        selections = select_columns(
+            files, names, as_rows=format == "rows"
+        )  # columns of all files agree
         self._groups: list[RowGroup] = []
-        self._passing: list[NDArray[np.uint32]] = []  # of each group the rows that pass; empty without a filter
+        self._passing: list[
+            NDArray[np.uint32]
+        ] = []  # of each group the rows that pass; empty without a filter
         if filters is None:
             for file, selection in zip(files, selections, strict=True):
                 self._groups += file.row_groups(selection)
         else:
             self._filter(files, selections, filters, on_error)
-        counts = [*map(len, self._passing)] if self._passing else [group.rows for group in self._groups]
+        counts = (
+            [*map(len, self._passing)] if self._passing else [group.rows for group in self._groups]
+        )
         super().__init__([group.footer.shard for group in self._groups], counts)
         self._schemas = {selection.serialized: selection for selection in selections}
 
     def _filter(
-        self, files: Sequence[TableFile], selections: Sequence[Selection], filters: Any, on_error: OnOpeningError
+        self,
+        files: Sequence[TableFile],
+        selections: Sequence[Selection],
+        filters: Any,
+        on_error: OnOpeningError,
     ) -> None:
-        async def read(file: tuple[TableFile, Selection, Selection]) -> list[tuple[RowGroup, NDArray[np.uint32]]]:
+        async def read(
+            file: tuple[TableFile, Selection, Selection],
+        ) -> list[tuple[RowGroup, NDArray[np.uint32]]]:
             table_file, needed, given = file
             groups = table_file.row_groups(needed, filters)
             found = await map_all(partial(_passing, filters), groups, _FILTERED_AT_ONCE)
@@ -123,7 +138,9 @@ class TableDataset(IndexedShards[Any]):
         """The row groups, as blocks of a random order."""
         nbytes = sum(group.nbytes for group in self._groups)
         ahead = _AHEAD[self._format]
-        return Blocks.whole(self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead)
+        return Blocks.whole(
+            self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead
+        )
 
     def sample_key(self, index: int) -> str:
         """The file and the row of the sample at `index`."""
@@ -144,11 +161,16 @@ class TableDataset(IndexedShards[Any]):
         else:
             wanted, order = self._by_group(indices)
         read = await self._tables([number for number, _ in wanted])
-        parts = [_Part(self._groups[number], read[number], self._passed(number, rows)) for number, rows in wanted]
+        parts = [
+            _Part(self._groups[number], read[number], self._passed(number, rows))
+            for number, rows in wanted
+        ]
         make: Callable[[Sequence[_Part], IntArray | None], Sequence[Any]]
         make = _as_table if self._format == "arrow" else _as_rows
         # A thread would take longer for few rows, and for slices, which are not copied.
-        if len(indices) <= _FEW or (make is _as_table and order is None and all(part.is_slice for part in parts)):
+        if len(indices) <= _FEW or (
+            make is _as_table and order is None and all(part.is_slice for part in parts)
+        ):
             return make(parts, order)
         return await asyncio.to_thread(make, parts, order)
 
@@ -179,13 +201,20 @@ class TableDataset(IndexedShards[Any]):
         """The numbers of rows in a row group, of those that pass the filter."""
         if not self._passing:
             return rows
-        return self._passing[number][rows.start : rows.stop] if isinstance(rows, range) else self._passing[number][rows]
+        return (
+            self._passing[number][rows.start : rows.stop]
+            if isinstance(rows, range)
+            else self._passing[number][rows]
+        )
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The tables of row groups; each is read and decoded once for all that wait."""
         missing = [number for number in numbers if self._unpacked.peek(number) is None]
         read = dict(zip(missing, await map_all(self._load, missing), strict=True))
-        return {number: read[number] if number in read else await self._load(number) for number in numbers}
+        return {
+            number: read[number] if number in read else await self._load(number)
+            for number in numbers
+        }
 
     async def _load(self, number: int) -> Any:
         """The table of a row group, read and decoded once for all that wait."""
@@ -195,46 +224,55 @@ class TableDataset(IndexedShards[Any]):
 class ParquetDataset(TableDataset):
     """The rows of Parquet files, map-style. Needs ``headrace[parquet]``.
 
-    Files must have the same columns. Tables have the types that hold those of all files (`pyarrow.unify_schemas`,
-    permissive: int32 and int64 give int64); a dictionary in some files only gives its values. A row group is read as a
-    whole: only the bytes of the requested columns, neighbours by one request. It is decoded once for all rows that wait
-    for it. A loader without a sampler reads row groups ahead; with ``shuffle=True`` it reads as many row groups side by
-    side as half of `unpacked_bytes` holds. An order that is random over all rows would read a row group for almost each
-    of them. `stream` gives the rows as a stream.
+    Files must have the same columns. Tables have the types that hold those of all files
+    (`pyarrow.unify_schemas`, permissive: int32 and int64 give int64); a dictionary in some files
+    only gives its values. A row group is read as a whole: only the bytes of the requested columns,
+    neighbours by one request. It is decoded once for all rows that wait for it. A loader without a
+    sampler reads row groups ahead; with ``shuffle=True`` it reads as many row groups side by side
+    as half of `unpacked_bytes` holds. An order that is random over all rows would read a row group
+    for almost each of them. `stream` gives the rows as a stream.
 
-    The constructor reads the footers, one request for each file; they are pickled with the dataset, so that no other
-    process reads them again. In an async program use ``await asyncio.to_thread(ParquetDataset, ...)``.
+    The constructor reads the footers, one request for each file; they are pickled with the dataset,
+    so that no other process reads them again. In an async program use ``await
+    asyncio.to_thread(ParquetDataset, ...)``.
 
-    A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None, lists are lists, structs
-    dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`; dictionary columns give the values. The default
-    collate does not accept None: transform such rows, or give a `collate_fn`.
+    A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None,
+    lists are lists, structs dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`;
+    dictionary columns give the values. The default collate does not accept None: transform such
+    rows, or give a `collate_fn`.
 
-    The rows of a corrupt row group raise a `ShardError` with file and row group; other row groups can be read. So does
-    a row with a value that Python's types cannot hold, such as a date after the year 9999, or text that is not UTF-8;
-    ``format="arrow"`` converts no values. Flipped bits are certain to be detected only if the writer stored checksums
-    (``write_page_checksum=True`` in pyarrow). A file that has changed raises `ObjectChangedError`.
+    The rows of a corrupt row group raise a `ShardError` with file and row group; other row groups
+    can be read. So does a row with a value that Python's types cannot hold, such as a date after
+    the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values. Flipped bits
+    are certain to be detected only if the writer stored checksums (``write_page_checksum=True`` in
+    pyarrow). A file that has changed raises `ObjectChangedError`.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``, ``.pq`` or ``.parq``.
-        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A directory called
-            ``label=cat`` on the way to a file (Hive partitions) is a column `label` of its rows.
-        filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of `pyarrow.compute`, or conditions
-            (``[("x", ">", 3), ("label", "in", ["cat"])]``). The constructor reads the columns that they name, but not
-            of row groups that have no such rows by their statistics; as in pyarrow, these leave out NaN, which only a
-            negation would let pass. The numbers of the rows that pass are kept, 4 bytes each.
-        format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` of one row. A batch of a loader reaches
-            `collate_fn` as one table, and without a `collate_fn` the batch is this table. In the order of the dataset
-            the table is a slice of its row group, which stays in memory as long as the batch.
+        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``,
+            ``.pq`` or ``.parq``.
+        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A
+            directory called ``label=cat`` on the way to a file (Hive partitions) is a column
+            `label` of its rows.
+        filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of
+            `pyarrow.compute`, or conditions (``[("x", ">", 3), ("label", "in", ["cat"])]``). The
+            constructor reads the columns that they name, but not of row groups that have no such
+            rows by their statistics; as in pyarrow, these leave out NaN, which only a negation
+            would let pass. The numbers of the rows that pass are kept, 4 bytes each.
+        format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` of one row. A batch of
+            a loader reaches `collate_fn` as one table, and without a `collate_fn` the batch is this
+            table. In the order of the dataset the table is a slice of its row group, which stays in
+            memory as long as the batch.
         unpacked_bytes: bytes of decoded row groups that each process keeps.
-        on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``: left out,
-            with one warning. Failed requests, and columns that files do not share, are errors always.
-        store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or URLs under its URL.
-            By default each URL's own store is opened with default options.
+        on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``:
+            left out, with one warning. Failed requests, and columns that files do not share, are
+            errors always.
+        store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or
+            URLs under its URL. By default each URL's own store is opened with default options.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
-        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first; for tables, also
-            columns of types that no one type holds.
+        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first;
+            for tables, also columns of types that no one type holds.
         StoreError: a request failed.
         ValueError: an invalid argument, or a file lacks a column.
 
@@ -279,11 +317,19 @@ class _Part(NamedTuple):
         rows = self.rows
         if isinstance(rows, range):
             return True
-        return len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+        return (
+            len(rows) > 0
+            and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+            and bool((np.diff(rows) == 1).all())
+        )
 
     def take(self) -> Any:
         """The rows as a table; without a copy if they follow each other."""
-        return self.table.slice(int(self.rows[0]), len(self.rows)) if self.is_slice else _take(self.table, self.rows)
+        return (
+            self.table.slice(int(self.rows[0]), len(self.rows))
+            if self.is_slice
+            else _take(self.table, self.rows)
+        )
 
 
 def _take(table: Any, rows: Any) -> Any:
@@ -293,7 +339,9 @@ def _take(table: Any, rows: Any) -> Any:
     try:
         return table.take(rows)
     except pyarrow.ArrowNotImplementedError:  # views of strings
-        return pyarrow.concat_tables([table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)])
+        return pyarrow.concat_tables(
+            [table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)]
+        )
 
 
 def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
@@ -311,7 +359,9 @@ def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
     columns = [_gathered(parts, place, order) for place in range(len(schema))]
     others = [place for place, column in enumerate(columns) if column is None]
     if others:
-        table = pyarrow.concat_tables([_take(part.table.select(others), part.rows) for part in parts])
+        table = pyarrow.concat_tables(
+            [_take(part.table.select(others), part.rows) for part in parts]
+        )
         if order is not None:
             table = _take(table.combine_chunks(), np.argsort(order))
         for place, column in zip(others, table.columns, strict=True):
@@ -328,7 +378,9 @@ def _gathered(parts: Sequence[_Part], place: int, order: IntArray | None) -> Any
     kind = columns[0].type
     if not (is_integer(kind) or is_floating(kind)) or any(column.null_count for column in columns):
         return None
-    found = np.concatenate([np.asarray(column)[part.rows] for column, part in zip(columns, parts, strict=True)])
+    found = np.concatenate(
+        [np.asarray(column)[part.rows] for column, part in zip(columns, parts, strict=True)]
+    )
     if order is not None:
         found[order] = found.copy()
     return pyarrow.array(found)

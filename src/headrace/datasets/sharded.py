@@ -40,9 +40,10 @@ __all__ = ["ShardedStream", "StreamOptions"]
 # (`benchmarks/tar_stream.py`); a store with 30 ms to the first byte gives about 0.5 GB/s with the
 # 16 requests of the defaults.
 _READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
-# After the first free block of this size, the greatest that counts, glibc keeps up to twice as much of what is freed.
-# Else it returns the memory of chunks and samples to the kernel all the time, for which a sample of 56 KB has 3 page
-# faults, and a loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and the like take precedence.
+# After the first free block of this size, the greatest that counts, glibc keeps up to twice as much
+# of what is freed. Else it returns the memory of chunks and samples to the kernel all the time, for
+# which a sample of 56 KB has 3 page faults, and a loader 0.86 of the rate. The environment's
+# MALLOC_TRIM_THRESHOLD_ and the like take precedence.
 _KEPT_BYTES = (32 << 20) - (64 << 10)
 
 
@@ -63,8 +64,8 @@ class StreamOptions(TypedDict, total=False):
 class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
 
-    The order of the shards in an epoch is the same on all ranks. Each rank reads every W-th shard, and may have more
-    samples than another.
+    The order of the shards in an epoch is the same on all ranks. Each rank reads every W-th shard,
+    and may have more samples than another.
 
     A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`. If the
     decoder keeps `Decoder.complete`, the shards can be indexed.
@@ -86,7 +87,9 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         check_keywords(f"{type(self).__name__}.__init__", options, known)
         self._ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, Any] = options
-        sizes = (whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items())
+        sizes = (
+            whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items()
+        )
         self._ahead = ReadAhead(*sizes)
         self._shuffle = bool(options.get("shuffle", False))
         self._buffer_size = whole_number("buffer_size", options.get("buffer_size", 0))
@@ -124,28 +127,31 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     ) -> IndexedDataset[T_co]:
         """The same samples, map-style: any sample is read by one ranged request.
 
-        One index file has the places of the samples of all shards. The file is ``headrace.index`` in
-        the folder of the shards, and is made by the command ``headrace index URL``. Without the file, each shard is
-        read once, and the index is kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
-        shards. A compressed shard is read as a whole, or in parts if it has several streams of gzip or frames of zstd.
-        Each part is unpacked once for all samples that wait.
-        Blocks: in an async program use ``await asyncio.to_thread(TarDataset.index, ...)``.
+        One index file has the places of the samples of all shards. The file is ``headrace.index``
+        in the folder of the shards, and is made by the command ``headrace index URL``. Without the
+        file, each shard is read once, and the index is kept in the user's cache folder
+        (``~/.cache/headrace``) for these versions of the shards. A compressed shard is read as a
+        whole, or in parts if it has several streams of gzip or frames of zstd. Each part is
+        unpacked once for all samples that wait. Blocks: in an async program use ``await
+        asyncio.to_thread(TarDataset.index, ...)``.
 
         A sample that is invalid raises the `ShardError` of the stream when the sample is read.
 
         Args:
-            shards: as for the class; None for all shards of the index, which need not be listed then.
-            index: path or URL of the index, with `store` a key or URL as for `shards`; None for ``headrace.index`` in
-                the folder of the shards.
-            save: whether an index that is missing, damaged or of other shards is made, and stored at `index`. If
-                storing fails, there is a warning.
+            shards: as for the class; None for all shards of the index, which need not be listed
+                then.
+            index: path or URL of the index, with `store` a key or URL as for `shards`; None for
+                ``headrace.index`` in the folder of the shards.
+            save: whether an index that is missing, damaged or of other shards is made, and stored
+                at `index`. If storing fails, there is a warning.
             store: as for the class.
-            unpacked_bytes: bytes of unpacked shards that each process keeps, beside those that samples wait for.
+            unpacked_bytes: bytes of unpacked shards that each process keeps, beside those that
+                samples wait for.
             options: those of the class that say what a sample is, as ``fields=`` or ``format=``.
 
         Raises:
-            ShardError: a shard is corrupt, not in the index, or was replaced after the index was made; or the index is
-                damaged.
+            ShardError: a shard is corrupt, not in the index, or was replaced after the index was
+                made; or the index is damaged.
             StoreError: a request failed, or there is no index at `index`.
             TypeError: there is no such option.
 
@@ -165,7 +171,9 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         found = stream._parts
         place = beside(found) if index is None else place_of(index, opened)
         if save and place is None:
-            raise ValueError("save=True: no folder has all shards; give index=, for the place of the index")
+            raise ValueError(
+                "save=True: no folder has all shards; give index=, for the place of the index"
+            )
         indexing = Indexing(stream.index_decoder)
         opening = open_index(found, indexing, place, required=index is not None, save=save)
         return stream._indexed(loop.run(opening), unpacked_bytes)

@@ -23,12 +23,13 @@ _LARGEST = 1 << 30  # bytes of a record, which is held in memory
 class TFRecordDataset(ShardedStream[bytes]):
     """A stream of the records of TFRecord files, as `bytes`; ``Example.FromString`` of protobuf decodes them.
 
-    Checksums are verified: a damaged record is a `ShardError`, after which the stream goes on with the next, or with
-    the next file if its length is damaged. Tensorflow is not needed.
+    Checksums are verified: a damaged record is a `ShardError`, after which the stream goes on with
+    the next, or with the next file if its length is damaged. Tensorflow is not needed.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.tfrecord``, ``.tfrecords`` or
-            ``.tfrec``, or these with ``.gz``, ``.zlib`` or ``.zst``. For ``name.tfrecord-00000-of-00100`` give a glob.
+        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.tfrecord``,
+            ``.tfrecords`` or ``.tfrec``, or these with ``.gz``, ``.zlib`` or ``.zst``. For
+            ``name.tfrecord-00000-of-00100`` give a glob.
         options: as for `TarDataset`.
 
     Raises:
@@ -42,7 +43,11 @@ class TFRecordDataset(ShardedStream[bytes]):
         [b'abc']
     """
 
-    suffixes = tuple(name + packed for name in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", *SUFFIXES))
+    suffixes = tuple(
+        name + packed
+        for name in (".tfrecord", ".tfrecords", ".tfrec")
+        for packed in ("", *SUFFIXES)
+    )
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")
@@ -73,7 +78,9 @@ class _Records(RecordDecoder):
         while len(held) >= at + 12:
             length = int.from_bytes(size := held[at : at + 8], "little")
             if not self._is_right(size, held[at + 8 : at + 12]) or length > _LARGEST:
-                raise self._error("length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed")
+                raise self._error(
+                    "length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed"
+                )
             if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length
                 break
@@ -88,7 +95,9 @@ class _Records(RecordDecoder):
 
     def finish(self) -> Iterator[bytes | BadRecord]:
         if any(self._parts):
-            raise TruncatedShardError(f"truncated in {self._name}", shard=self._shard, offset=self._offset)
+            raise TruncatedShardError(
+                f"truncated in {self._name}", shard=self._shard, offset=self._offset
+            )
         return iter(())
 
     def restore(self, position: Any) -> None:
@@ -97,7 +106,9 @@ class _Records(RecordDecoder):
 
     def _is_right(self, data: bytes, masked: bytes) -> bool:
         crc: int = self._crc(data)
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(masked, "little")
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(
+            masked, "little"
+        )
 
     def _error(self, what: str) -> ShardError:
         return super()._error(f"{self._name}: its {what}")

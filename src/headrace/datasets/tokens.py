@@ -27,7 +27,8 @@ TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int
 _SUFFIXES = (".bin", ".ds", ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
 _VOCABULARY = 1 << 20  # tokens, at most
-_LLMC_HEADER = 1024  # bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
+# bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
+_LLMC_HEADER = 1024
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
 
@@ -35,38 +36,42 @@ _LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for ev
 class TokenDataset(RangedShards[torch.Tensor]):
     """Windows of `seq_len` tokens, or documents, map-style: int64 tensors of one dimension, read by ranged requests.
 
-    Window `w` of a shard starts at its token ``w × stride``. Windows do not cross shards; tokens at the end of a shard
-    that do not fill a window are dropped. Training usually takes ``seq_len=context + 1`` with ``stride=context``:
-    inputs are ``window[:-1]``, targets ``window[1:]``.
+    Window `w` of a shard starts at its token ``w × stride``. Windows do not cross shards; tokens at
+    the end of a shard that do not fill a window are dropped. Training usually takes
+    ``seq_len=context + 1`` with ``stride=context``: inputs are ``window[:-1]``, targets
+    ``window[1:]``.
 
-    Without a `seq_len` the samples are documents, of different lengths, also none: of Megatron's ``.bin`` and
-    datatrove's ``.ds``, by the index beside each, which has the type of their tokens too. The format of a file is found
-    by what is in it and beside it.
+    Without a `seq_len` the samples are documents, of different lengths, also none: of Megatron's
+    ``.bin`` and datatrove's ``.ds``, by the index beside each, which has the type of their tokens
+    too. The format of a file is found by what is in it and beside it.
 
-    A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, by one request each, and divides them
-    among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes blocks of other sizes.
+    A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, by one request each,
+    and divides them among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes blocks of
+    other sizes.
 
-    The constructor requests the first bytes of each shard, and its index; in an async program call it in a thread, as
-    ``await asyncio.to_thread(TokenDataset, ...)``.
+    The constructor requests the first bytes of each shard, and its index; in an async program call
+    it in a thread, as ``await asyncio.to_thread(TokenDataset, ...)``.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, llm.c's ``.bin``, Megatron's ``.bin`` with
-            ``.idx``, datatrove's ``.ds``, or raw little-endian integers, ``.bin`` or ``.npy``; of a file or a glob also
-            with another ending, which needs `dtype`.
-        seq_len: tokens in a window; None for documents. All sequences of a document of Megatron are one sample; modes
-            of several modalities are not read.
+        shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, llm.c's ``.bin``,
+            Megatron's ``.bin`` with ``.idx``, datatrove's ``.ds``, or raw little-endian integers,
+            ``.bin`` or ``.npy``; of a file or a glob also with another ending, which needs `dtype`.
+        seq_len: tokens in a window; None for documents. All sequences of a document of Megatron are
+            one sample; modes of several modalities are not read.
         stride: tokens from the start of a window to that of the next; by default `seq_len`.
-        dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have their own, and an index
-            has to agree. None: ``.bin`` without an index is ``"uint16"``.
+        dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have
+            their own, and an index has to agree. None: ``.bin`` without an index is ``"uint16"``.
         on_error: what a broken or missing shard is for the constructor, as for `ParquetDataset`.
         store: store of all shards, as for `TarDataset`.
 
     Raises:
-        EmptyListingError: a glob or a directory has no shard, or there is no such file or directory.
-        ShardError: a shard is not such an array, is compressed, or is truncated within a token; or an index is missing,
-            malformed, or of another shard.
+        EmptyListingError: a glob or a directory has no shard, or there is no such file or
+            directory.
+        ShardError: a shard is not such an array, is compressed, or is truncated within a token; or
+            an index is missing, malformed, or of another shard.
         StoreError: a request failed.
-        ValueError: an invalid argument, no shard is long enough for a window, or an index contradicts `dtype`.
+        ValueError: an invalid argument, no shard is long enough for a window, or an index
+            contradicts `dtype`.
 
     Warns:
         UserWarning: raw tokens look like those of more bits than they are read as.
@@ -130,7 +135,9 @@ class TokenDataset(RangedShards[torch.Tensor]):
         """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
         if self._bounds is None:
             return np.full(len(self), self._seq_len)
-        between = self._ends + np.arange(len(self._ends))  # after each shard but the last: no sample
+        between = self._ends + np.arange(
+            len(self._ends)
+        )  # after each shard but the last: no sample
         lengths = np.delete(np.diff(self._bounds), between[:-1])
         lengths //= self._dtype.itemsize if self._dtype else np.repeat(self._sizes, self.counts)
         return lengths
@@ -149,18 +156,32 @@ class TokenDataset(RangedShards[torch.Tensor]):
         dtype = self._dtype or self._dtypes[self.range(index)[0]]
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> Sequence[torch.Tensor] | torch.Tensor:
+    def samples_of(
+        self, indices: Sequence[int], data: Sequence[memoryview]
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
         """The samples of a batch; windows as a tensor of shape (len(data), seq_len)."""
-        if self._dtype is None or not self._seq_len or type(self).sample_of is not TokenDataset.sample_of:
+        if (
+            self._dtype is None
+            or not self._seq_len
+            or type(self).sample_of is not TokenDataset.sample_of
+        ):
             return super().samples_of(indices, data)
         tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-async def _open_file(shard: Shard, raw: str | None, documents: bool) -> tuple[Shard, int, *TokenIndex]:
+async def _open_file(
+    shard: Shard, raw: str | None, documents: bool
+) -> tuple[Shard, int, *TokenIndex]:
     """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
     shard, data = await shard.read_version(_BEGINNING)
-    first, size, key, begin, bounds = bytes(data[:_BEGINNING]), shard.size, shard.key.lower(), 0, None
+    first, size, key, begin, bounds = (
+        bytes(data[:_BEGINNING]),
+        shard.size,
+        shard.key.lower(),
+        0,
+        None,
+    )
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":
@@ -198,7 +219,12 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
     for other in (4, 8):
         values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")
         varied = len(values) >= 32 and (values % (1 << 16)).max() >= 16
-        if other > width > 1 and varied and values.min() > -_VOCABULARY and values.max() < _VOCABULARY:
+        if (
+            other > width > 1
+            and varied
+            and values.min() > -_VOCABULARY
+            and values.max() < _VOCABULARY
+        ):
             seem = other
     if seem == width:
         return

@@ -19,7 +19,15 @@ __all__ = ["VideoClip", "VideoDataset"]
 
 _MOST_CLIPS = 1 << 20  # of a file, beside 1,000 for each frame: times are only stated
 _CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
-_CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")  # frames, shown ticks, bytes
+_CLIP.names = (
+    "first",
+    "last",
+    "begin",
+    "end",
+    "start",
+    "stop",
+    "seconds",
+)  # frames, shown ticks, bytes
 
 
 class VideoClip(NamedTuple):
@@ -41,18 +49,22 @@ class VideoClip(NamedTuple):
 class VideoDataset(RangedShards[VideoClip]):
     """Clips of the first video track of mp4 and mov files, map-style: `VideoClip`, to be decoded in ``transform=``.
 
-    A clip is read from the key frame before it to the last byte that its frames need. It has the frames that are shown
-    at some time in it. What does not fill a clip at the end of a video is dropped: a shorter video has none.
+    A clip is read from the key frame before it to the last byte that its frames need. It has the
+    frames that are shown at some time in it. What does not fill a clip at the end of a video is
+    dropped: a shorter video has none.
 
-    The constructor reads the index of each file by one to three requests, each time anew, and keeps 26 bytes a frame.
-    Fragmented files, and edit lists that do more than cut and delay, are refused; clips of videos with periodic intra
-    refresh in place of key frames are, by the decoder.
+    The constructor reads the index of each file by one to three requests, each time anew, and keeps
+    26 bytes a frame. Fragmented files, and edit lists that do more than cut and delay, are refused;
+    clips of videos with periodic intra refresh in place of key frames are, by the decoder.
 
     Args:
-        objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v`` and ``.mov``.
-        clip_seconds: length of a clip. Numbers of frames differ: batches need ``hr.decode.video(frames=…)``.
+        objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v``
+            and ``.mov``.
+        clip_seconds: length of a clip. Numbers of frames differ: batches need
+            ``hr.decode.video(frames=…)``.
         frames: number of frames of a clip, in place of `clip_seconds`.
-        stride: from the start of a clip to that of the next, in the same unit; by default the length of a clip.
+        stride: from the start of a clip to that of the next, in the same unit; by default the
+            length of a clip.
         store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
         on_error: ``"skip"`` leaves out files that are broken or missing, with one warning.
 
@@ -79,8 +91,14 @@ class VideoDataset(RangedShards[VideoClip]):
             raise ValueError("give either clip_seconds= or frames=")
         length = frames or clip_seconds or 0
         stride = length if stride is None else stride
-        if not 0 < length < 1e6 or not 0 < stride < 1e6 or (frames is not None and (length % 1 or stride % 1)):
-            raise ValueError(f"a length of {length} or stride={stride} is not positive, or no whole number of frames")
+        if (
+            not 0 < length < 1e6
+            or not 0 < stride < 1e6
+            or (frames is not None and (length % 1 or stride % 1))
+        ):
+            raise ValueError(
+                f"a length of {length} or stride={stride} is not positive, or no whole number of frames"
+            )
         found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
 
         async def read(shard: Shard) -> tuple[Shard, VideoTrack, Array]:
@@ -105,7 +123,10 @@ class VideoDataset(RangedShards[VideoClip]):
 
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
         """The clip at `index`, of its bytes."""
-        number, (first, last, begin, end, _, _, seconds) = self.range(index)[0], self._clips[index].tolist()
+        number, (first, last, begin, end, _, _, seconds) = (
+            self.range(index)[0],
+            self._clips[index].tolist(),
+        )
         frames, scale, boxes = self._tracks[number]
         frames = frames[first:last]
         times = np.sort(frames["pts"][(frames["pts"] >= begin) & (frames["pts"] < end)]) / scale
@@ -130,20 +151,35 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
         room = (ends - times[0] - ticks) / (stride * scale)
         if room > _MOST_CLIPS + 1000 * len(times):
             raise shard.error(f"{room:,.0f} clips of {len(times)} frames")
-        starts = times[0] + np.round(np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale))
-        low, high = np.searchsorted(times, starts, side="right") - 1, np.searchsorted(times, starts + ticks)
+        starts = times[0] + np.round(
+            np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale)
+        )
+        low, high = (
+            np.searchsorted(times, starts, side="right") - 1,
+            np.searchsorted(times, starts + ticks),
+        )
     clips = np.zeros(len(low), _CLIP)
     if not len(low):
         return clips
     slices = np.stack((low, high), axis=1).ravel()
     lowest = np.minimum.reduceat(np.append(shown, len(pts)), slices)[::2]
     clips["last"] = last = np.maximum.reduceat(np.append(shown, -1), slices)[::2] + 1
-    # Of an open group, frames are decoded after a key frame, shown before it, and need the frames before both.
+    # Of an open group, frames are decoded after a key frame, shown before it, and need the frames
+    # before both.
     syncs = np.union1d(0, np.flatnonzero(frames["sync"]))
     by_time = np.searchsorted(np.maximum.accumulate(pts[syncs]), times[low], side="right")
-    clips["first"] = first = syncs[np.maximum(np.minimum(by_time, np.searchsorted(syncs, lowest, side="right")), 1) - 1]
-    clips["begin"], clips["end"], clips["seconds"] = times[low], np.append(times, ends)[high], starts / scale
-    clips["start"], clips["stop"] = frames["offset"][first], frames["offset"][last - 1] + frames["size"][last - 1]
+    clips["first"] = first = syncs[
+        np.maximum(np.minimum(by_time, np.searchsorted(syncs, lowest, side="right")), 1) - 1
+    ]
+    clips["begin"], clips["end"], clips["seconds"] = (
+        times[low],
+        np.append(times, ends)[high],
+        starts / scale,
+    )
+    clips["start"], clips["stop"] = (
+        frames["offset"][first],
+        frames["offset"][last - 1] + frames["size"][last - 1],
+    )
     needed = np.append(0, np.cumsum(frames["size"], dtype=np.int64))
     if (clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])).any():
         raise shard.error("the frames of a clip are spread over the file")

@@ -32,23 +32,27 @@ __all__ = ["ZarrDataset"]
 class ZarrDataset(RangedDataset[Any]):
     """Slices of Zarr arrays along an axis, map-style: format 2 or 3, sharded or not, read by zarr-python.
 
-    A sample is a tensor, of a type that torch lacks (strings, dates) a NumPy array; of several `arrays` a dict of
-    these. ``scale_factor`` and other conventions of attributes are not applied.
+    A sample is a tensor, of a type that torch lacks (strings, dates) a NumPy array; of several
+    `arrays` a dict of these. ``scale_factor`` and other conventions of attributes are not applied.
 
-    Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that each is fetched and
-    decoded once in the order of the array, and in that of a loader with ``shuffle=True`` and no sampler. Chunks are
-    decoded in threads. `concurrency` counts reads of chunks, and `hedge` has no effect.
+    Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that
+    each is fetched and decoded once in the order of the array, and in that of a loader with
+    ``shuffle=True`` and no sampler. Chunks are decoded in threads. `concurrency` counts reads of
+    chunks, and `hedge` has no effect.
 
     Args:
-        url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the ``store`` of an
-            Icechunk session, which makes its own requests, retries and counts.
-        arrays: names of arrays in the group: one for the array itself as the sample, a list for dicts.
+        url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the
+            ``store`` of an Icechunk session, which makes its own requests, retries and counts.
+        arrays: names of arrays in the group: one for the array itself as the sample, a list for
+            dicts.
         axis: the axis of samples, in all arrays, which must agree in its length.
-        missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's fill value, since most
-            writers leave out chunks that have only that. A store of zarr's decides itself; Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way. What is decoded for one
-            sample may take these bytes, or 1 GiB if that is more.
-        store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or under its URL.
+        missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's
+            fill value, since most writers leave out chunks that have only that. A store of zarr's
+            decides itself; Icechunk knows its chunks.
+        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way. What
+            is decoded for one sample may take these bytes, or 1 GiB if that is more.
+        store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or
+            under its URL.
 
     Attributes:
         block_size: samples in a chunk, of the array with the largest samples.
@@ -57,7 +61,8 @@ class ZarrDataset(RangedDataset[Any]):
         IndexError: an array has no such axis.
         MissingExtraError: zarr is not installed.
         ObjectNotFoundError: there is no array.
-        ShardError: metadata are damaged, or the array needs the pickle codec. Later: a chunk is missing or damaged.
+        ShardError: metadata are damaged, or the array needs the pickle codec. Later: a chunk is
+            missing or damaged.
         StoreError: a request failed.
         ValueError: an invalid argument, or arrays of different lengths.
 
@@ -93,17 +98,26 @@ class ZarrDataset(RangedDataset[Any]):
             url, store = "", url
         if isinstance(url, str | os.PathLike):
             opened = None if store is None else as_store(store)
-            base, self._path = split_url(os.fspath(url)) if opened is None else ("", opened.key_of(url))
+            base, self._path = (
+                split_url(os.fspath(url)) if opened is None else ("", opened.key_of(url))
+            )
             opened = opened or Store(base)
-            self._store, self._prefix = ReadStore(opened, missing != "fill", self._reads), opened.name("")
+            self._store, self._prefix = (
+                ReadStore(opened, missing != "fill", self._reads),
+                opened.name(""),
+            )
         self._axis = axis
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
-        opened_as = partial(open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes)
+        opened_as = partial(
+            open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes
+        )
         opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
         lengths = {array.path: array.shape[axis] for array in self._arrays}
         if len({*lengths.values()}) != 1:
-            raise ValueError(f"arrays must have the same length along axis {axis}, but have {lengths}")
+            raise ValueError(
+                f"arrays must have the same length along axis {axis}, but have {lengths}"
+            )
         self._length = self._arrays[0].shape[axis]
         self.block_size = max(self._arrays, key=lambda array: array.nbytes).chunks[axis]
         self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
@@ -131,8 +145,15 @@ class ZarrDataset(RangedDataset[Any]):
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
         keys = [(each, block) for each, (block, _) in enumerate(places)]
-        chunks = await asyncio.gather(*(self._reads.get(key, partial(self._read_block, *key)) for key in keys))
-        rows = _Rows([chunk[row : row + stop - start] for chunk, (_, row) in zip(chunks, places, strict=True)])
+        chunks = await asyncio.gather(
+            *(self._reads.get(key, partial(self._read_block, *key)) for key in keys)
+        )
+        rows = _Rows(
+            [
+                chunk[row : row + stop - start]
+                for chunk, (_, row) in zip(chunks, places, strict=True)
+            ]
+        )
         return rows if index is None else rows[:]
 
     def sample_of(self, index: int, data: Any) -> Any:
@@ -146,7 +167,9 @@ class ZarrDataset(RangedDataset[Any]):
         first = block * array.chunks[axis]
         what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
         with shard_errors(what, self._prefix + array.path):  # of zarr, its codecs, and icechunk
-            values = await array.getitem((slice(None),) * axis + (slice(first, first + array.chunks[axis]),))
+            values = await array.getitem(
+                (slice(None),) * axis + (slice(first, first + array.chunks[axis]),)
+            )
             if array.shards is not None and getattr(self._store, "must_exist", False):
                 await self._store.check_inner(array, axis, block)
         return np.moveaxis(np.asarray(values), axis, 0)
@@ -162,8 +185,16 @@ class _Rows:
         return len(self.arrays[0])
 
     def __getitem__(self, rows: slice) -> _Rows:
-        types = [each.dtype if each.dtype.isnative else each.dtype.newbyteorder("=") for each in self.arrays]
-        return _Rows([np.array(each[rows], type, order="C") for each, type in zip(self.arrays, types, strict=True)])
+        types = [
+            each.dtype if each.dtype.isnative else each.dtype.newbyteorder("=")
+            for each in self.arrays
+        ]
+        return _Rows(
+            [
+                np.array(each[rows], type, order="C")
+                for each, type in zip(self.arrays, types, strict=True)
+            ]
+        )
 
 
 def _tensor(row: Any) -> Any:

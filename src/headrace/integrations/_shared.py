@@ -45,7 +45,11 @@ def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
         return False, seed
     if type(sampler) is SeededRandomSampler:
         return True, sampler.seed
-    whole = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
+    whole = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(sampler.data_source)
+    )
     return (True, seed) if whole else None
 
 
@@ -54,9 +58,10 @@ class BatchwiseSampler(ElasticSampler):
 
     So what pads the last step is at its end: `Accelerator.gather_for_metrics` cuts it off.
 
-    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for all its indices,
-    with generators seeded by seed and epoch for this time, so that every rank has the same order, also on resuming.
-    The last step is padded from the order's beginning with `even_batches`; otherwise the last ranks have fewer samples.
+    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for
+    all its indices, with generators seeded by seed and epoch for this time, so that every rank has
+    the same order, also on resuming. The last step is padded from the order's beginning with
+    `even_batches`; otherwise the last ranks have fewer samples.
 
     Example:
         >>> in_order = torch.utils.data.SequentialSampler(range(9))
@@ -145,7 +150,8 @@ class BatchwiseBatches(BatchSampler):
 
     sampler: BatchwiseSampler
     even_batches = property(
-        lambda self: self.sampler.even_batches, lambda self, even: setattr(self.sampler, "even_batches", even)
+        lambda self: self.sampler.even_batches,
+        lambda self, even: setattr(self.sampler, "even_batches", even),
     )
 
 

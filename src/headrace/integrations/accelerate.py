@@ -21,7 +21,13 @@ from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
 from headrace._core.torchcompat.portable_collate import PortableCollate, without_transform
-from headrace.integrations._shared import BatchwiseBatches, BatchwiseSampler, copied, load_state, save_state
+from headrace.integrations._shared import (
+    BatchwiseBatches,
+    BatchwiseSampler,
+    copied,
+    load_state,
+    save_state,
+)
 from headrace.loader import DataLoader
 
 __all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
@@ -32,28 +38,34 @@ _END = object()
 
 
 def prepare(
-    accelerator: accelerate.Accelerator, loader: DataLoader[Any], *, device_placement: bool | None = None
+    accelerator: accelerate.Accelerator,
+    loader: DataLoader[Any],
+    *,
+    device_placement: bool | None = None,
 ) -> PreparedLoader[Any]:
     """Prepare a headrace loader for accelerate; headrace goes on fetching.
 
-    `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it would do is done: a
-    map-style dataset is divided among the ranks batch by batch, by `even_batches`, `split_batches` and `drop_last`, and
-    any number of ranks can continue an epoch; batches are copied to the accelerator's device; `save_state` and
-    `load_state` include the position. Batches of a batch sampler are divided by accelerate's `BatchSamplerShard`; a
+    `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it
+    would do is done: a map-style dataset is divided among the ranks batch by batch, by
+    `even_batches`, `split_batches` and `drop_last`, and any number of ranks can continue an epoch;
+    batches are copied to the accelerator's device; `save_state` and `load_state` include the
+    position. Batches of a batch sampler are divided by accelerate's `BatchSamplerShard`; a
     `DistributedSampler` and a stream divide themselves.
 
     Args:
         accelerator: the accelerator.
-        loader: the loader; it is not changed, and not to be iterated over. A prepared loader is returned as it is.
-        device_placement: whether batches are copied to the accelerator's device; by default as the accelerator does.
+        loader: the loader; it is not changed, and not to be iterated over. A prepared loader is
+            returned as it is.
+        device_placement: whether batches are copied to the accelerator's device; by default as the
+            accelerator does.
 
     Returns:
         A loader of the same class, which may also be given to `accelerator.prepare`.
 
     Raises:
         TypeError: `loader` is not one of headrace.
-        ValueError: the ranks would get the same samples; `split_batches=True`, and the batch size is no multiple of the
-            number of ranks; or the accelerator needs loaders of its own.
+        ValueError: the ranks would get the same samples; `split_batches=True`, and the batch size
+            is no multiple of the number of ranks; or the accelerator needs loaders of its own.
 
     Example:
         >>> import accelerate                                                             # doctest: +SKIP
@@ -79,8 +91,9 @@ def prepare(
 def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
     """As `accelerate.skip_first_batches`, also for prepared headrace loaders.
 
-    The next epoch begins after `num_batches` batches of this rank, which are not fetched; those of a stream are, and
-    dropped. After `load_state`, which restores the position, it does nothing if that is the same.
+    The next epoch begins after `num_batches` batches of this rank, which are not fetched; those of
+    a stream are, and dropped. After `load_state`, which restores the position, it does nothing if
+    that is the same.
 
     Returns:
         A headrace loader itself, whose `len()` is still that of the whole epoch.
@@ -112,19 +125,26 @@ def _load(accelerator: accelerate.Accelerator, models: Any, folder: str) -> None
         if state is not None:
             loader.load_state_dict(state)
         else:
-            warnings.warn(f"{folder} has no {name}: the loader's next epoch begins anew", UserWarning, stacklevel=3)
+            warnings.warn(
+                f"{folder} has no {name}: the loader's next epoch begins anew",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 class PreparedLoader(DataLoader[T_co]):
     """A headrace loader that has been prepared for accelerate; made by `headrace.integrations.accelerate.prepare`.
 
-    `Accelerator.prepare` returns it unchanged. accelerate has to know of a batch that it is the last: therefore one
-    more batch has been received when a batch is given out. `state_dict()` does not count it.
+    `Accelerator.prepare` returns it unchanged. accelerate has to know of a batch that it is the
+    last: therefore one more batch has been received when a batch is given out. `state_dict()` does
+    not count it.
 
     Attributes:
         end_of_dataloader: whether the batch given out last is the last of its epoch.
-        remainder: number of samples of all ranks in the last step, without padding; 0 if it is full, -1 if unknown.
-        total_batch_size: number of samples of all ranks at one step; None if a batch sampler decides.
+        remainder: number of samples of all ranks in the last step, without padding; 0 if it is
+            full, -1 if unknown.
+        total_batch_size: number of samples of all ranks at one step; None if a batch sampler
+            decides.
     """
 
     _is_accelerate_prepared = True
@@ -132,10 +152,16 @@ class PreparedLoader(DataLoader[T_co]):
     end_of_dataloader = False
     remainder = -1
     total_batch_size: int | None
-    _rank: RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
+    _rank: (
+        RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
+    )
     _draws_alike = False  # whether each rank draws all batches, by the generator of the first rank
-    _samples: int | None = None  # of an epoch of all ranks, where a batch sampler's last step may be cut
-    _takes_parts = False  # whether each batch is of all ranks, from which `_part_of_batch` takes one
+    _samples: int | None = (
+        None  # of an epoch of all ranks, where a batch sampler's last step may be cut
+    )
+    _takes_parts = (
+        False  # whether each batch is of all ranks, from which `_part_of_batch` takes one
+    )
     _iteration: object = None  # the one begun last
     _ahead = 0  # number of calls of `next()` that its position is ahead
     _skipped = 0  # batches of a stream to be dropped by the next iteration
@@ -168,7 +194,9 @@ class PreparedLoader(DataLoader[T_co]):
     def _as_rank(self) -> contextlib.AbstractContextManager[None]:
         return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
 
-    def _one_ahead(self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int) -> Iterator[Any]:
+    def _one_ahead(
+        self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
+    ) -> Iterator[Any]:
         """The batches, each after the next one was received."""
         state, control = GradientState(), self._control
         state._add_dataloader(self)
@@ -217,7 +245,9 @@ class PreparedLoader(DataLoader[T_co]):
         if pending is not None and not (pending.over and batches == 0):
             if pending.steps != batches:
                 restored = f"after {pending.steps} batches of epoch {pending.epoch}"
-                raise ValueError(f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}")
+                raise ValueError(
+                    f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}"
+                )
             return
         self._control.skip_rest()
         if self._control.spec.kind.is_iterable:
@@ -227,10 +257,14 @@ class PreparedLoader(DataLoader[T_co]):
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]
-        return PortableCollate(without_transform(collate_fn), transform, batched=self._auto_collation, warn=_refuse)
+        return PortableCollate(
+            without_transform(collate_fn), transform, batched=self._auto_collation, warn=_refuse
+        )
 
 
-def _part_of_batch(collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]) -> Any:
+def _part_of_batch(
+    collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]
+) -> Any:
     """The number of samples in a batch of all ranks, and one rank's part, collated; of one not full some repeat."""
     return len(samples), collate_fn([samples[number % len(samples)] for number in numbers])
 
@@ -256,7 +290,9 @@ def _divided(
     if isinstance(loader, PreparedLoader):
         return loader
     if (kind := accelerator.distributed_type.value) in ("XLA", "TPU", "MEGATRON_LM"):
-        raise ValueError(f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own")
+        raise ValueError(
+            f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own"
+        )
     placed = accelerator.device_placement if device_placement is None else device_placement
     made: Any = copied(loader, accelerator.device if placed else None)
     cls: Any = type(loader)
@@ -269,20 +305,26 @@ def _divided(
     return cast(PreparedLoader[Any], made)
 
 
-def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool) -> None:
+def _divide(
+    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool
+) -> None:
     rank = _data_parallel_rank(accelerator)
     ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
     stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
     if seed is None:
         seed = accelerator.dataloader_config.data_seed or 0
-    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches: Any = (
+        loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    )
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
     generator: Any = getattr(sampler, "generator", None)
     plain = type(batches) is BatchSampler and batches is loader.batch_sampler
     size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
     if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
         if size % ranks:
-            raise ValueError(f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks")
+            raise ValueError(
+                f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks"
+            )
         size //= ranks
     total = None if size is None else size * ranks
     attributes.update(_rank=rank, total_batch_size=total, _takes_parts=takes_parts)
@@ -300,16 +342,22 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
         if plain:
             batches = BatchSampler(sampler, size, batches.drop_last)
             batches.even_batches = accelerator.even_batches  # join_uneven_inputs() sets it
-            attributes.update(batch_sampler=batches, batch_size=None if loader.batch_size is None else size)
+            attributes.update(
+                batch_sampler=batches, batch_size=None if loader.batch_size is None else size
+            )
     elif plain or batches is None:
         drop_last = plain and batches.drop_last
         if isinstance(generator, torch.Generator):
             seeds = [generator.initial_seed()]
             seed = broadcast_object_list(seeds)[0] if ranks > 1 else seeds[0]
-        dealt = BatchwiseSampler(sampler, size, rank, seed, drop_last=drop_last, even_batches=accelerator.even_batches)
+        dealt = BatchwiseSampler(
+            sampler, size, rank, seed, drop_last=drop_last, even_batches=accelerator.even_batches
+        )
         attributes.update(sampler=dealt, drop_last=drop_last)
         if plain:
-            attributes.update(batch_size=size, batch_sampler=BatchwiseBatches(dealt, size, drop_last))
+            attributes.update(
+                batch_size=size, batch_sampler=BatchwiseBatches(dealt, size, drop_last)
+            )
     else:  # each rank draws all batches, and takes its own
         if not getattr(batches, "drop_last", False) and hasattr(sampler, "__len__"):
             loader._samples = len(sampler)
@@ -318,7 +366,9 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *,
         if hasattr(sampler, "generator"):
             sampler.generator = generator or torch.Generator().manual_seed(seed)
             attributes.update(generator=sampler.generator, _draws_alike=True)
-        shard = BatchSamplerShard(batches, ranks, rank.rank, accelerator.split_batches, accelerator.even_batches)
+        shard = BatchSamplerShard(
+            batches, ranks, rank.rank, accelerator.split_batches, accelerator.even_batches
+        )
         if batches is loader.sampler:
             attributes.update(sampler=shard)
         else:
@@ -330,10 +380,14 @@ def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     mesh: Any = accelerator._prepare_device_mesh()
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     shared = sizes.get("tp", 1) * sizes.get("cp", 1)
-    return RankInfo(accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate")
+    return RankInfo(
+        accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate"
+    )
 
 
-def _check_ranks(loader: PreparedLoader[Any], sampler: DistributedSampler[Any] | None, rank: RankInfo) -> None:
+def _check_ranks(
+    loader: PreparedLoader[Any], sampler: DistributedSampler[Any] | None, rank: RankInfo
+) -> None:
     """Raise `ValueError` unless the sampler, or without one the stream, gives this rank a part of its own."""
     if sampler is not None:
         with provided_rank(rank):
@@ -345,8 +399,13 @@ def _check_ranks(loader: PreparedLoader[Any], sampler: DistributedSampler[Any] |
             )
         return
     stream, _ = unwrap(without_adapter(loader.dataset))
-    of_library = isinstance(stream, IterableDatasetShard) or getattr(stream, "_distributed", None) is not None
-    if rank.world_size > 1 and not of_library and not splits_by_rank(stream):  # `_distributed`: of Hugging Face's
+    of_library = (
+        isinstance(stream, IterableDatasetShard)
+        or getattr(stream, "_distributed", None) is not None
+    )
+    if (
+        rank.world_size > 1 and not of_library and not splits_by_rank(stream)
+    ):  # `_distributed`: of Hugging Face's
         raise ValueError(
             f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: use its .split(), or "
             f"let it read its rank's part, by headrace.get_rank_info(), and declare this: splits_by_rank = True"

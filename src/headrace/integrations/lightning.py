@@ -1,9 +1,10 @@
 """Lightning's Trainer: a callback that keeps the position of headrace loaders in checkpoints, and passes on the epoch.
 
-Lightning finds it by its entry point, so that a program only imports headrace. The Trainer gives a number of the epoch
-to samplers alone, and only after `iter()`; it drops the states of loaders from a checkpoint saved at the end of an
-epoch; and of a loader of unknown length it holds a batch that it has not trained on. What it counts is read from the
-public attributes of its loops, and from the checkpoint.
+Lightning finds it by its entry point, so that a program only imports headrace. The Trainer gives a
+number of the epoch to samplers alone, and only after `iter()`; it drops the states of loaders from
+a checkpoint saved at the end of an epoch; and of a loader of unknown length it holds a batch that
+it has not trained on. What it counts is read from the public attributes of its loops, and from the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
     package: str  # Lightning's
     trainer: Any = None  # while it runs
     checkpoint: dict[str, Any] | None = None  # the one that is continued, until its epoch is over
-    # By training loader, the batches of its earlier iterations in this epoch, and the number of all batches that were
-    # to be trained on when the last of them began.
+    # By training loader, the batches of its earlier iterations in this epoch, and the number of all
+    # batches that were to be trained on when the last of them began.
     begun: dict[Any, tuple[int, int]]
-    before_step: dict[Any, LoaderState]  # the state before the step under way, if steps take batches themselves
-    raised = 0  # by how much Lightning's counts of steps are too high, until the first step, for it to find the end
+    before_step: dict[
+        Any, LoaderState
+    ]  # the state before the step under way, if steps take batches themselves
+    # by how much Lightning's counts of steps are too high, until the first step, for it to find the
+    # end
+    raised = 0
 
     def __reduce__(self) -> tuple[Any, ...]:  # for the processes that Lightning spawns
         return _callback, (self.package,)
@@ -65,7 +70,9 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             counts.update((name, counts[name] - self.raised) for name in _COUNTS)
             self.raised = 0
             loaders = tree_flatten(trainer.train_dataloader)[0]
-            self.before_step = {each: self._position(each) for each in loaders if isinstance(each, DataLoader)}
+            self.before_step = {
+                each: self._position(each) for each in loaders if isinstance(each, DataLoader)
+            }
 
     def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
         self.checkpoint, self.begun = None, {}
@@ -78,18 +85,27 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             trained = None if _steps_take_batches(trainer) else now.processed
             pairs = zip(_stateful(trainer.train_dataloader), states, strict=True)
             saved["combined_loader"] = [
-                self._state(each, trained, kept) if isinstance(each, DataLoader) else state for each, state in pairs
+                self._state(each, trained, kept) if isinstance(each, DataLoader) else state
+                for each, state in pairs
             ]
 
     def _position(self, loader: DataLoader[Any], trained: int | None = None) -> LoaderState:
         """The state after the batches of the epoch that were trained on; without a number after all fetched ones."""
         control = loader._control
-        over = control.progress is not None and control.progress.over  # the call that ended it counts as one
+        over = (
+            control.progress is not None and control.progress.over
+        )  # the call that ended it counts as one
         state = control.states(loader, int(over))[0]
-        untrained = 0 if trained is None else max(self.begun.get(loader, (0, 0))[0] + state.steps - trained, 0)
+        untrained = (
+            0
+            if trained is None
+            else max(self.begun.get(loader, (0, 0))[0] + state.steps - trained, 0)
+        )
         return control.states(loader, min(untrained, state.steps) + over)[0] if untrained else state
 
-    def _state(self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]) -> State:
+    def _state(
+        self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
+    ) -> State:
         """The state of all ranks: that which is `kept`, or the position."""
         control = loader._control
         if control.resumed:
@@ -97,7 +113,9 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         state = kept.get(loader) or self._position(loader, trained)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
-            return states_to_dict((state,))  # while an error is handled, of this rank alone: the others do not call
+            return states_to_dict(
+                (state,)
+            )  # while an error is handled, of this rank alone: the others do not call
         gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
         torch.distributed.all_gather_object(gathered, state, control.group)
         return states_to_dict(gathered)
@@ -106,11 +124,18 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         """Let an iteration begin where the Trainer is; returns whether it must be given an empty one first."""
         trainer, control = self.trainer, loader._control
         if not (trainer.training and loader in tree_flatten(trainer.train_dataloader)[0]):
-            evaluated = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
+            evaluated = (
+                trainer.val_dataloaders,
+                trainer.test_dataloaders,
+                trainer.predict_dataloaders,
+            )
             if loader in tree_flatten(evaluated)[0]:
                 control.set_epoch(loader, trainer.current_epoch)
             return False
-        ready, over = trainer.fit_loop.epoch_loop.batch_progress.total.ready, control.progress and control.progress.over
+        ready, over = (
+            trainer.fit_loop.epoch_loop.batch_progress.total.ready,
+            control.progress and control.progress.over,
+        )
         before, ready_before = self.begun.get(loader, (0, -1))
         earlier = control.states(loader, 1)[0].steps if over and ready_before >= 0 else 0
         self.begun[loader] = before + earlier, ready
@@ -118,7 +143,9 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
         if control.progress is None and not control.next_epoch:
             control.set_epoch(loader, trainer.current_epoch)
-        elif ready == ready_before and not over:  # Lightning calls `iter()` again, and has not trained since
+        elif (
+            ready == ready_before and not over
+        ):  # Lightning calls `iter()` again, and has not trained since
             control.set_epoch(loader, control.next_epoch - 1)
         return False
 
@@ -131,16 +158,24 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         counted = in_batch and _steps(epoch["total"]) == (0, 1, 0) and batches["is_last_batch"]
         steps = trained = batches["current"]["completed"] + in_batch
         states = saved["state_dict"].get("combined_loader")
-        pairs = list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
+        pairs = (
+            list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
+        )
         if pairs and not control.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
         if pairs and _steps_take_batches(trainer):  # the longest loader has not begun again
-            known = [states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)]
+            known = [
+                states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)
+            ]
             trained = max(state.steps for state in known)
         if not control.resumed:
             if trained and not (states or counted or ended):
                 after = f"the checkpoint was saved after batch {trained} of an epoch, and has no state of this loader"
-                warnings.warn(f"{after}: its first samples come again, its last ones do not", UserWarning, stacklevel=1)
+                warnings.warn(
+                    f"{after}: its first samples come again, its last ones do not",
+                    UserWarning,
+                    stacklevel=1,
+                )
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
         if counted or ended:  # nothing more of it is to be read
@@ -149,23 +184,36 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             left, more = control.batches_left(loader, rank), trained - steps
             self.raised += 0 if counted or ended else more  # the next epoch counts anew
             if left is not None and (others := len(loader) - left - trained):
-                # On other ranks, or in other batches. Lightning ends an epoch that it continues by these numbers.
+                # On other ranks, or in other batches. Lightning ends an epoch that it continues by
+                # these numbers.
                 if len(tree_flatten(trainer.train_dataloader)[0]) == 1:
                     more += others
                 elif (ranks := control.resumed[0].ranks) != rank.world_size:
                     counts = f"With several loaders, not on {ranks} ranks as before, Lightning's count is wrong"
-                    warnings.warn(f"{counts}: this epoch may end too early or too late", UserWarning, stacklevel=1)
-            for each in batches["current"], vars(trainer.fit_loop.epoch_loop.batch_progress.current):
+                    warnings.warn(
+                        f"{counts}: this epoch may end too early or too late",
+                        UserWarning,
+                        stacklevel=1,
+                    )
+            for each in (
+                batches["current"],
+                vars(trainer.fit_loop.epoch_loop.batch_progress.current),
+            ):
                 each.update((name, each[name] + more) for name in _COUNTS)
             if counted or (ended and trainer.max_steps == -1):
                 list(control.begin(BatchIterator, loader, rank, late_epoch=True))
-        # Several loaders end an epoch when each has ended once, and Lightning does not save which of them have.
-        return left != 0 and any(state.steps < trained and not state.over for state in control.resumed)
+        # Several loaders end an epoch when each has ended once, and Lightning does not save which
+        # of them have.
+        return left != 0 and any(
+            state.steps < trained and not state.over for state in control.resumed
+        )
 
 
 def _stateful(loaders: Any) -> list[Any]:
     found = tree_flatten(loaders)[0]
-    return [each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+    return [
+        each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+    ]
 
 
 def _steps_take_batches(trainer: Any) -> bool:
@@ -184,7 +232,9 @@ def callbacks(package: str = "lightning.pytorch") -> list[Any]:
 
 
 def _callback(package: str) -> Any:
-    return type("Positions", (_Positions, importlib.import_module(package).Callback), {"package": package})()
+    return type(
+        "Positions", (_Positions, importlib.import_module(package).Callback), {"package": package}
+    )()
 
 
 pytorch_lightning_callbacks = functools.partial(callbacks, "pytorch_lightning")

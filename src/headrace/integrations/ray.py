@@ -21,9 +21,10 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """Prepare a loader in a worker's training function, in place of `ray.train.torch.prepare_data_loader`.
 
-    Ray's function makes a plain torch loader, without headrace's engine. This one returns a headrace loader: `loader`
-    itself, or a copy with ``sampler=ElasticSampler(dataset)``, with the loader's `seed` (0 without) and shuffled as it
-    is, and ``device=ray.train.torch.get_device()``. Streams divide themselves. `set_epoch` need not be called.
+    Ray's function makes a plain torch loader, without headrace's engine. This one returns a
+    headrace loader: `loader` itself, or a copy with ``sampler=ElasticSampler(dataset)``, with the
+    loader's `seed` (0 without) and shuffled as it is, and ``device=ray.train.torch.get_device()``.
+    Streams divide themselves. `set_epoch` need not be called.
 
     Args:
         loader: a headrace loader, not iterated over yet.

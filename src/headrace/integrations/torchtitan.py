@@ -15,11 +15,13 @@ __all__ = ["HeadraceDataLoader"]
 class HeadraceDataLoader:
     """The methods of torchtitan's `BaseDataLoader`, for a headrace loader.
 
-    A dataloader of yours is a subclass of both; this one first. Its one iterator goes through the epochs of the loader.
-    A batch has to be what torchtitan's trainer takes: a dict of inputs, and labels, from your `collate_fn`.
+    A dataloader of yours is a subclass of both; this one first. Its one iterator goes through the
+    epochs of the loader. A batch has to be what torchtitan's trainer takes: a dict of inputs, and
+    labels, from your `collate_fn`.
 
-    Any number of data-parallel ranks can continue a map-style dataset whose position is the same on all
-    (`ElasticSampler`, `BlockShuffleSampler`, in order). Otherwise there must be as many as before.
+    Any number of data-parallel ranks can continue a map-style dataset whose position is the same on
+    all (`ElasticSampler`, `BlockShuffleSampler`, in order). Otherwise there must be as many as
+    before.
 
     Args:
         loader: the loader, which gives this data-parallel rank its part.
@@ -44,7 +46,14 @@ class HeadraceDataLoader:
         ...         super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size)
     """
 
-    def __init__(self, loader: DataLoader[Any], *, dp_rank: int, dp_world_size: int, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        dp_rank: int,
+        dp_world_size: int,
+        epochs: int | None = None,
+    ) -> None:
         self.loader = loader
         self._dp_rank = dp_rank
         self._dp_world_size = dp_world_size
@@ -57,7 +66,10 @@ class HeadraceDataLoader:
         Raises:
             ValueError: an epoch has no batch.
         """
-        while self._epochs is None or self.loader._control.states(self.loader, 0)[0].epoch < self._epochs:
+        while (
+            self._epochs is None
+            or self.loader._control.states(self.loader, 0)[0].epoch < self._epochs
+        ):
             may_be_over, self._restored = self._restored, False
             empty = True
             for batch in self.loader:
@@ -80,8 +92,8 @@ class HeadraceDataLoader:
         """Continue after a saved position; an empty state is ignored, as torchtitan expects.
 
         Raises:
-            StateError: the state does not fit the loader, or the number of data-parallel ranks, or it was saved by
-                another dataloader of torchtitan.
+            StateError: the state does not fit the loader, or the number of data-parallel ranks, or
+                it was saved by another dataloader of torchtitan.
         """
         if not state_dict:
             return

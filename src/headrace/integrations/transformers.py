@@ -39,23 +39,26 @@ _NAME = "headrace_loader"  # of the files in a checkpoint
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose loaders are headrace's.
 
-    A checkpoint has the loader's state (`headrace_loader_rank_0.pth`, and so on), and ``resume_from_checkpoint``
-    continues after the batch it was saved at, without reading those before.
+    A checkpoint has the loader's state (`headrace_loader_rank_0.pth`, and so on), and
+    ``resume_from_checkpoint`` continues after the batch it was saved at, without reading those
+    before.
 
-    The order is that of a `headrace.ElasticSampler` with ``data_seed``, or else ``seed``. ``train_sampling_strategy``
-    and samplers of your own (`_get_train_sampler`) are honoured. For other trainers put this class first:
-    ``class MyTrainer(Trainer, transformers.Seq2SeqTrainer)``. To make a loader yourself, override
-    `get_train_dataloader`; it must give each rank its part, and is saved and restored too.
+    The order is that of a `headrace.ElasticSampler` with ``data_seed``, or else ``seed``.
+    ``train_sampling_strategy`` and samplers of your own (`_get_train_sampler`) are honoured. For
+    other trainers put this class first: ``class MyTrainer(Trainer, transformers.Seq2SeqTrainer)``.
+    To make a loader yourself, override `get_train_dataloader`; it must give each rank its part, and
+    is saved and restored too.
 
     Args:
         args: as of `transformers.Trainer`.
-        loader_options: headrace's own options of each loader (``transform``, ``concurrency``, ``placement``, ...).
-            A dataset's `map` takes functions for this dataset alone.
+        loader_options: headrace's own options of each loader (``transform``, ``concurrency``,
+            ``placement``, ...). A dataset's `map` takes functions for this dataset alone.
         kwargs: as of `transformers.Trainer`.
 
     Raises:
         NotImplementedError: this version of transformers lacks a method that is overridden here.
-        ValueError: the training arguments have an option with which headrace's loaders cannot be used.
+        ValueError: the training arguments have an option with which headrace's loaders cannot be
+            used.
 
     Example:
         >>> trainer = Trainer(                                                            # doctest: +SKIP
@@ -67,10 +70,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         >>> trainer.train(resume_from_checkpoint=True)                                    # doctest: +SKIP
     """
 
-    def __init__(self, *args: Any, loader_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        names = ("_get_dataloader", "set_initial_training_values", "_init_training_state", "_run_epoch")
+    def __init__(
+        self, *args: Any, loader_options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        names = (
+            "_get_dataloader",
+            "set_initial_training_values",
+            "_init_training_state",
+            "_run_epoch",
+        )
         if missing := [name for name in names if not hasattr(transformers.Trainer, name)]:
-            raise NotImplementedError(f"transformers {transformers.__version__} has no Trainer.{missing[0]}")
+            raise NotImplementedError(
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}"
+            )
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
         self._resumed: tuple[int, int, int, int] | None = None
@@ -78,9 +90,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
-            raise ValueError("each rank reads as many batches: no dispatch_batches=True and even_batches=False")
+            raise ValueError(
+                "each rank reads as many batches: no dispatch_batches=True and even_batches=False"
+            )
         if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
-            raise ValueError(f"tensor, context or sequence parallelism of {size} ranks, which need the same batches")
+            raise ValueError(
+                f"tensor, context or sequence parallelism of {size} ranks, which need the same batches"
+            )
 
     def _get_dataloader(
         self,
@@ -95,7 +111,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if is_datasets_available() and isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
-            collate_fn = self._get_collator_with_removed_columns(collate_fn, description=description)
+            collate_fn = self._get_collator_with_removed_columns(
+                collate_fn, description=description
+            )
         rank, ranks, drop_last = args.process_index, args.world_size, args.dataloader_drop_last
         seed = args.seed if args.data_seed is None else args.data_seed
         order: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
@@ -105,7 +123,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             dataset = self._part_of_rank(dataset, of_rank)
         elif stream and ranks > 1:
             if getattr(dataset, "_distributed", None) is not None:
-                raise ValueError("split_dataset_by_node has divided the dataset to evaluate: give the whole one")
+                raise ValueError(
+                    "split_dataset_by_node has divided the dataset to evaluate: give the whole one"
+                )
             takes_parts = True
             order["batch_size"] = of_rank * ranks
         elif not stream:
@@ -127,7 +147,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             prefetch_factor=args.dataloader_prefetch_factor,
             in_order=args.dataloader_in_order,
             **order,
-            **{"seed": seed, "device": args.device if args.device.type != "cpu" else None, **self.loader_options},
+            **{
+                "seed": seed,
+                "device": args.device if args.device.type != "cpu" else None,
+                **self.loader_options,
+            },
         )
         if not rebalances:
             loader = _divided(self.accelerator, loader, takes_parts=takes_parts)
@@ -139,10 +163,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if kind_of(dataset) is not DatasetKind.ITERABLE or ranks == 1:
             return dataset
         if not hasattr(dataset, "_distributed"):
-            return IterableDatasetShard(dataset, batch_size, self.args.dataloader_drop_last, ranks, rank)
-        return datasets.distributed.split_dataset_by_node(dataset, rank, ranks) if not dataset._distributed else dataset
+            return IterableDatasetShard(
+                dataset, batch_size, self.args.dataloader_drop_last, ranks, rank
+            )
+        return (
+            datasets.distributed.split_dataset_by_node(dataset, rank, ranks)
+            if not dataset._distributed
+            else dataset
+        )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As `transformers.Trainer.train`; loaders are closed at its end.
 
         Raises:
@@ -150,7 +182,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        self._checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        self._checkpoint = (
+            Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        )
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -183,10 +217,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if saved is None:
                 if step % steps_per_epoch == 0:  # between two epochs, there is nothing to continue
                     return values
-                raise StateError("the checkpoint has no state of the loader: another Trainer saved it, or without one")
+                raise StateError(
+                    "the checkpoint has no state of the loader: another Trainer saved it, or without one"
+                )
             state = LoaderState.from_dict(saved)
-            if dataloader._control.spec.kind is DatasetKind.ITERABLE and state.ranks != args.world_size:
-                raise StateError(f"a torch stream of {state.ranks} ranks cannot be divided among {args.world_size}")
+            if (
+                dataloader._control.spec.kind is DatasetKind.ITERABLE
+                and state.ranks != args.world_size
+            ):
+                raise StateError(
+                    f"a torch stream of {state.ranks} ranks cannot be divided among {args.world_size}"
+                )
             if not sized and state.steps % accumulation:
                 steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
                 raise StateError(f"{state.steps} batches of a stream of unknown length are {steps}")
@@ -230,11 +271,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if resumed is not None:
             epoch, before, batches, steps = resumed
             arguments.update(steps_in_epoch=batches, num_update_steps_per_epoch=steps)
-            loader.set_epoch(epoch)  # which streams of Hugging Face need, also before a restored epoch
+            loader.set_epoch(
+                epoch
+            )  # which streams of Hugging Face need, also before a restored epoch
             if before:  # which accelerate.skip_first_batches drops
                 rest = _Rest(loader, before)
                 arguments["train_dataloader"] = torch.utils.data.DataLoader(
-                    rest, batch_size=None, collate_fn=lambda batch: batch, generator=torch.Generator()
+                    rest,
+                    batch_size=None,
+                    collate_fn=lambda batch: batch,
+                    generator=torch.Generator(),
                 )
         super()._run_epoch(**arguments)
 
@@ -251,7 +297,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not isinstance(dataloader, DataLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         if self.args.world_size > 1 and dataloader._control.spec.options["on_error"] != "raise":
-            raise ValueError("on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch")
+            raise ValueError(
+                "on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch"
+            )
         loader = _divided(self.accelerator, dataloader)  # one of the user's is prepared here
         try:
             return super().evaluation_loop(loader, *args, **kwargs)

@@ -32,7 +32,9 @@ class BatchRecord(NamedTuple):
     ready: int  # number of batches that were ready after it was taken
     requests: RequestCounts | None  # to stores, since the batch before it
     cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
-    fetches: FetchTimes | None = None  # single fetches since then; measured only while a trace is written
+    fetches: FetchTimes | None = (
+        None  # single fetches since then; measured only while a trace is written
+    )
 
 
 Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
@@ -46,18 +48,21 @@ class LoaderStats:
         epochs: iterations begun.
         batches: batches delivered.
         samples: samples delivered.
-        skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each shard that ended early.
-        skipped: the last 100 failures that were skipped, oldest first; text alone, without exceptions and samples.
+        skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each
+            shard that ended early.
+        skipped: the last 100 failures that were skipped, oldest first; text alone, without
+            exceptions and samples.
         lost_batches: batches skipped by ``on_error="skip"``, since all their samples were.
-        wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in `Report.waited`; the first batch
-            of each iteration included.
+        wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in
+            `Report.waited`; the first batch of each iteration included.
         elapsed_seconds: from the first `iter()` to the last batch delivered.
-        placement: where fetching runs: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"`` in the caller's thread.
+        placement: where fetching runs: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"`` in the
+            caller's thread.
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
-        discarded_batches: batches that were ready and not delivered, since the epoch had ended on another rank, with
-            ``coordinated=True``.
-        worker_deaths: worker processes that died, those included whose batch another worker has made since; counted
-            with the next batch that arrives.
+        discarded_batches: batches that were ready and not delivered, since the epoch had ended on
+            another rank, with ``coordinated=True``.
+        worker_deaths: worker processes that died, those included whose batch another worker has
+            made since; counted with the next batch that arrives.
     """
 
     epochs: int
@@ -82,8 +87,8 @@ class LoaderStats:
 class Counters:
     """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
 
-    Subscribers are given each batch of all loaders as it is delivered, on that thread. Attributes that `LoaderStats`
-    has too are described there. A copy of a loader has counts of its own.
+    Subscribers are given each batch of all loaders as it is delivered, on that thread. Attributes
+    that `LoaderStats` has too are described there. A copy of a loader has counts of its own.
     """
 
     # A dict changes in one step, in whichever thread.
@@ -101,7 +106,9 @@ class Counters:
         self._counted: RequestCounts | None = None
         self._began: float | None = None
         self._ended = 0.0  # when the last batch was returned
-        self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)  # with the one before those that `records` returns
+        self._kept: deque[BatchRecord] = deque(
+            maxlen=KEPT + 1
+        )  # with the one before those that `records` returns
 
     @property
     def last(self) -> BatchRecord:
@@ -148,7 +155,11 @@ class Counters:
 
     def snapshot(self) -> LoaderStats:
         """A frozen copy."""
-        counts = {each.name: getattr(self, each.name) for each in fields(LoaderStats) if hasattr(self, each.name)}
+        counts = {
+            each.name: getattr(self, each.name)
+            for each in fields(LoaderStats)
+            if hasattr(self, each.name)
+        }
         counts["skipped"] = tuple(self.skipped)
         counts["elapsed_seconds"] = self._ended - self._began if self._began is not None else 0.0
         return LoaderStats(**counts)
@@ -156,7 +167,8 @@ class Counters:
     def records(self, last: int = KEPT) -> list[BatchRecord]:
         """The batches of the iteration begun last, at most so many (4,096).
 
-        The first of them has a wait of 0 s where it is not the first of its iteration, whose wait is the start-up.
+        The first of them has a wait of 0 s where it is not the first of its iteration, whose wait
+        is the start-up.
         """
         kept = list(self._kept)[-last - 1 :]
         found = [each for each in kept if each.iteration == kept[-1].iteration]

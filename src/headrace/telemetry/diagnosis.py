@@ -1,7 +1,7 @@
 """What limits a loader, from the figures of an iteration, the change that helps, and the waiting after it.
 
-The limit is the step that the loop waits for longest. Where that is the fetch stage, or transforms and collation, the
-load of the stage says why.
+The limit is the step that the loop waits for longest. Where that is the fetch stage, or transforms
+and collation, the load of the stage says why.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ from headrace.telemetry.figures import Figures
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]
 
-# Below these, waiting is not worth a change: the share of the time, and the mean time of `next()` in seconds.
+# Below these, waiting is not worth a change: the share of the time, and the mean time of `next()`
+# in seconds.
 FEW_WAITS = 0.05
 FAST_NEXT = 50e-6
 BATCHES_AT_LEAST = 10  # for a diagnosis
-WAITING = 0.1  # CPU seconds of a worker for each second of its work, below which it waits for something else
+# CPU seconds of a worker for each second of its work, below which it waits for something else
+WAITING = 0.1
 LONG_START = 0.5  # of the time
 HEADROOM = 1.2  # of a change beyond what is needed
 MOST = 16.0  # times as fast: no change beyond that is advised at once
 THROTTLED = 0.01  # of the requests, above which the store is the limit
-BUSY_LOOP = 0.85  # seconds per second in which the engine's thread computes, or could, above which it is the limit
+# seconds per second in which the engine's thread computes, or could, above which it is the limit
+BUSY_LOOP = 0.85
 BLOCKED_LOOP = 0.1  # of the time
-BLOCKED_WAITING = 0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
-QUEUEING = 2.0  # times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
+BLOCKED_WAITING = (
+    0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
+)
+# times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
+QUEUEING = 2.0
 TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
-MANY_CORES = 3  # above which several engines have one each, beside the training loop and the workers
+MANY_CORES = (
+    3  # above which several engines have one each, beside the training loop and the workers
+)
 IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
 BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
 GAIN = 1.05  # times as many batches a second after a change; one that gives less is not advised
@@ -56,7 +64,9 @@ class Setup(NamedTuple):
     stream: bool  # whether the dataset is a stream
     cores: int  # CPUs that this process may use
     most_concurrency: int  # fetches that the descriptors allow
-    fixed_look_ahead: bool = False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
+    fixed_look_ahead: bool = (
+        False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
+    )
     engines: int = 1
 
 
@@ -73,9 +83,10 @@ class Diagnosis(NamedTuple):
 class _Model:
     """Predicts the waiting from the figures of an iteration, if one stage were faster.
 
-    The loop computes for `u` seconds for each batch, and `next()` takes `c` seconds for a batch that is ready. If
-    batches come each `P` seconds, one step takes `max(P, u + c)`. A faster stage does not bring `P` below what the
-    others allow: their floor is known for the event loop's thread (its CPU time for a batch) and for the workers.
+    The loop computes for `u` seconds for each batch, and `next()` takes `c` seconds for a batch
+    that is ready. If batches come each `P` seconds, one step takes `max(P, u + c)`. A faster stage
+    does not bring `P` below what the others allow: their floor is known for the event loop's thread
+    (its CPU time for a batch) and for the workers.
     """
 
     def __init__(self, figures: Figures, setup: Setup) -> None:
@@ -90,10 +101,16 @@ class _Model:
     def needed(self, *, floor: float | None = None) -> float:
         """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
         figures = self.figures
-        target = max(figures.compute + self.in_call, self.floor if floor is None else floor, figures.period / 100)
+        target = max(
+            figures.compute + self.in_call,
+            self.floor if floor is None else floor,
+            figures.period / 100,
+        )
         return min(MOST, HEADROOM * figures.period / target)
 
-    def at_period(self, period: float, *, floor: float | None = None, in_call: float | None = None) -> float:
+    def at_period(
+        self, period: float, *, floor: float | None = None, in_call: float | None = None
+    ) -> float:
         """The wait share if batches came each so many seconds, and `next()` took `in_call` for those that are ready."""
         compute, call = self.figures.compute, self.in_call if in_call is None else in_call
         step = max(period, self.floor if floor is None else floor, compute + call)
@@ -126,7 +143,10 @@ def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
         return found
     if (1.0 - found.predicted) > GAIN * (1.0 - figures.wait_share):
         return found
-    return Diagnosis(found.limit, f"{found.evidence}; no single change makes it faster, since other stages limit too")
+    return Diagnosis(
+        found.limit,
+        f"{found.evidence}; no single change makes it faster, since other stages limit too",
+    )
 
 
 def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
@@ -141,7 +161,9 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     waiting = figures.start_up + figures.waited
     # Whether the workers, or the thread without them, have work all the time after the first batch.
     working = figures.workers_busy + figures.steps_busy
-    busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(1, setup.num_workers)
+    busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(
+        1, setup.num_workers
+    )
     blocks = figures.blocked * total > max(BLOCKED_LOOP * total, BLOCKED_WAITING * waiting)
     if blocks and not busy and waiting > FEW_WAITS * total:
         place = f" in {figures.blocked_in}" if figures.blocked_in else ""
@@ -151,7 +173,10 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
             "transform=",
         )
-    if figures.start_up > max(figures.waited, LONG_START * total) and figures.wait_share < LONG_START:
+    if (
+        figures.start_up > max(figures.waited, LONG_START * total)
+        and figures.wait_share < LONG_START
+    ):
         return Diagnosis(
             "start-up",
             f"the first batch took {seconds(figures.start_up)} of {seconds(total)}; later ones {seconds(wait)} in "
@@ -160,9 +185,14 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             "built",
             figures.wait_share,
         )
-    # A thread that always computes makes the loop wait for the GIL, which looks as its own time, without CPU time.
+    # A thread that always computes makes the loop wait for the GIL, which looks as its own time,
+    # without CPU time.
     holds_gil = setup.placement == "thread" and figures.engine_cpu > BUSY_LOOP
-    if holds_gil and figures.consumer_cpu < 1 - BUSY_LOOP and (found := _busy_loop(model)) is not None:
+    if (
+        holds_gil
+        and figures.consumer_cpu < 1 - BUSY_LOOP
+        and (found := _busy_loop(model)) is not None
+    ):
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
@@ -200,7 +230,10 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "the loop computes",
             model.without(waited),
         )
-    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)) is not None:
+    if (
+        figures.waits["loop"] > figures.waits["hand-over"]
+        and (found := _busy_loop(model)) is not None
+    ):
         return found
     change: dict[str, Any] = {}
     advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
@@ -208,7 +241,9 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
         change["placement"] = "thread"
         advice = f'placement="thread"; or {advice}'
     evidence = f"{part} of the waiting is for batches that are assembled, on their way to the loop"
-    return Diagnosis("transport", evidence, advice, model.without(waited + figures.waits["delivery"]), change)
+    return Diagnosis(
+        "transport", evidence, advice, model.without(waited + figures.waits["delivery"]), change
+    )
 
 
 def _fetching(model: _Model) -> Diagnosis:
@@ -258,7 +293,9 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
             memory_budget=mebibytes * 2**20,
         )
-    if setup.in_order and figures.slow_waits > 0.5 * (figures.waits["queue"] + figures.waits["fetch"]):
+    if setup.in_order and figures.slow_waits > 0.5 * (
+        figures.waits["queue"] + figures.waits["fetch"]
+    ):
         return _order(model)
     return _more_in_flight(
         model,
@@ -289,7 +326,9 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     if setup.placement == "thread" and busy + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
         evidence += f" and your loop {share(figures.consumer_cpu)}, under one GIL"
         advice = 'placement="process"'
-        return model.faster("event-loop", evidence, advice, 1 / max(0.05, busy), placement="process")
+        return model.faster(
+            "event-loop", evidence, advice, 1 / max(0.05, busy), placement="process"
+        )
     return None
 
 
@@ -301,16 +340,26 @@ def _order(model: _Model) -> Diagnosis:
         f"than three times the usual time, while later batches are complete"
     )
     advice = 'in_order=False, or hedge="auto" if a second request is faster'
-    return Diagnosis("order", evidence, advice, model.without(figures.slow_waits), {"in_order": False})
+    return Diagnosis(
+        "order", evidence, advice, model.without(figures.slow_waits), {"in_order": False}
+    )
 
 
 def _saturated(model: _Model) -> Diagnosis | None:
     """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
     figures, setup = model.figures, model.setup
-    searched = setup.concurrency == "auto" and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
+    searched = (
+        setup.concurrency == "auto"
+        and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
+    )
     if figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
         shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
-    elif searched and figures.full > 0.5 and figures.grown <= 1.0 and figures.concurrency < setup.most_concurrency:
+    elif (
+        searched
+        and figures.full > 0.5
+        and figures.grown <= 1.0
+        and figures.concurrency < setup.most_concurrency
+    ):
         shown = 'concurrency="auto" gets no more by more in flight'
     else:
         return None
@@ -331,7 +380,9 @@ def _saturated(model: _Model) -> Diagnosis | None:
     )
 
 
-def _more_in_flight(model: _Model, limit: str, evidence: str, wanted: float, condition: str = "") -> Diagnosis:
+def _more_in_flight(
+    model: _Model, limit: str, evidence: str, wanted: float, condition: str = ""
+) -> Diagnosis:
     """The diagnosis with a change by which so many samples are fetched at once, or the power of two after it."""
     figures, setup = model.figures, model.setup
     in_flight = figures.concurrency
@@ -393,5 +444,7 @@ def _working(model: _Model) -> Diagnosis:
         advice += ', or num_workers="auto", which finds the number'
     if waits:
         advice = f"await in aget what transforms wait for: a worker waits for one thing at a time; or {advice}"
-    predicted = model.at_period(each / number, floor=figures.engine_cpu * figures.period, in_call=others)
+    predicted = model.at_period(
+        each / number, floor=figures.engine_cpu * figures.period, in_call=others
+    )
     return Diagnosis("workers", evidence, advice, predicted, change)

@@ -70,11 +70,14 @@ _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDiction
 """The collector of each registry."""
 
 
-def prometheus(loader: object, *, name: str = "default", registry: CollectorRegistry | None = None) -> Export:
+def prometheus(
+    loader: object, *, name: str = "default", registry: CollectorRegistry | None = None
+) -> Export:
     """Export a loader's metrics to a registry of the Prometheus client.
 
-    The registry has to be served in the process that iterates over the loader. Counters continue over all iterations,
-    also after `close()`; gauges are those of the last batch. A loader that is no longer referenced leaves the registry.
+    The registry has to be served in the process that iterates over the loader. Counters continue
+    over all iterations, also after `close()`; gauges are those of the last batch. A loader that is
+    no longer referenced leaves the registry.
 
     Args:
         loader: a `DataLoader`.
@@ -87,8 +90,8 @@ def prometheus(loader: object, *, name: str = "default", registry: CollectorRegi
     Raises:
         ImportError: `headrace[prometheus]` is not installed.
         TypeError: `loader` is no `DataLoader`.
-        ValueError: a loader is exported to this registry by this name already; or the registry has metrics of these
-            names from elsewhere.
+        ValueError: a loader is exported to this registry by this name already; or the registry has
+            metrics of these names from elsewhere.
 
     Example:
         >>> import headrace as hr
@@ -123,7 +126,10 @@ class _Collector:
 
         loaders = list(self.exports.items())
         begun = [(name, counters) for name, counters in loaders if counters.batches]
-        for kind, metrics, of in ((CounterMetricFamily, COUNTERS, loaders), (GaugeMetricFamily, GAUGES, begun)):
+        for kind, metrics, of in (
+            (CounterMetricFamily, COUNTERS, loaders),
+            (GaugeMetricFamily, GAUGES, begun),
+        ):
             for name, about, source in metrics:
                 family = kind(f"headrace_{name}", about, labels=["loader"])
                 for loader, counters in of:

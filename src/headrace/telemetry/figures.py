@@ -37,18 +37,22 @@ class Figures:
         waited: seconds in `next()`.
         wait_share: share of the time in which the consumer waited there, from 0 to 1.
         waits: those seconds, by the step that the awaited batch was in.
-        in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and work inside it.
+        in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and
+            work inside it.
         compute: mean seconds of the consumer between two calls of `next()`.
-        fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if unknown.
+        fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if
+            unknown.
         in_flight: mean number of fetches in flight, when a batch was complete.
         concurrency: how many were allowed, at the last batch.
-        full: share of the batches at whose completion as many fetches were in flight as allowed, and more waited.
+        full: share of the batches at whose completion as many fetches were in flight as allowed,
+            and more waited.
         nbytes: approximate size of the samples fetched.
         workers_busy: mean number of batches that are transformed and collated at the same time.
         workers_cpu: CPU seconds per second of these, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
         engine_queued: seconds per second in which that thread could have computed and had no core.
-        blocked: share of the time, that of the first batch included, in which user code blocked the event loop.
+        blocked: share of the time, that of the first batch included, in which user code blocked the
+            event loop.
         blocked_in: the line that blocked it last.
         requests: to stores, those before the first batch included.
     """
@@ -60,11 +64,15 @@ class Figures:
     waited: float = 0.0
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
-    slow_waits: float = 0.0  # seconds of waiting for the fetch of batches which took three times the median
+    slow_waits: float = (
+        0.0  # seconds of waiting for the fetch of batches which took three times the median
+    )
     in_call_seconds: float = 0.0
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
-    first_fetch_seconds: float = 0.0  # the second shortest of the first twenty, which few others kept waiting
+    first_fetch_seconds: float = (
+        0.0  # the second shortest of the first twenty, which few others kept waiting
+    )
     quick_fetch_seconds: float = 0.0  # the 20th percentile of all
     in_flight: float = 0.0
     concurrency: int = 0
@@ -75,7 +83,9 @@ class Figures:
     work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
-    steps_busy: float = 0.0  # mean number of calls of a stream's functions before batching at the same time
+    steps_busy: float = (
+        0.0  # mean number of calls of a stream's functions before batching at the same time
+    )
     engine_cpu: float = 0.0
     engine_queued: float = 0.0
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
@@ -97,7 +107,9 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     seconds = rest[-1].returned - first.returned if rest else 0.0
     of_all: dict[str, Any] = {
         "start_up": start_up,
-        "requests": sum((each.requests for each in records if each.requests is not None), RequestCounts()),
+        "requests": sum(
+            (each.requests for each in records if each.requests is not None), RequestCounts()
+        ),
     }
     if seconds <= 0:
         return Figures(**of_all, blocked_in=first.times.blocked_in)
@@ -107,18 +119,26 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         parts = waits_of(record)
         for step, wait in parts.items():
             waits[step] += wait
-        by_batch.append((parts["queue"] + parts["fetch"], record.times.fetched - record.times.began))
+        by_batch.append(
+            (parts["queue"] + parts["fetch"], record.times.fetched - record.times.began)
+        )
     waited = sum(record.returned - record.called for record in rest)
     typical = _percentile([taken for _, taken in by_batch if taken > 0], 0.5)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
-    ends = sorted((record.times for record in records), key=lambda times: times.assembled)  # may come in another order
+    ends = sorted(
+        (record.times for record in records), key=lambda times: times.assembled
+    )  # may come in another order
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(max(0.0, record.times.work_ended - record.times.work_began) for record in rest)
-    in_call = _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
+    in_call = (
+        _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
+    )
     delivering = sum(record.returned - record.taken for record in rest)
-    blocked_before = first.times.blocked - min(start_up, first.times.blocked - first.times.blocked_before)
+    blocked_before = first.times.blocked - min(
+        start_up, first.times.blocked - first.times.blocked_before
+    )
     return Figures(
         **of_all,
         batches=len(rest),
@@ -169,8 +189,14 @@ def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
         ("loop", times.assembled),
         ("hand-over", record.taken),
     ]
-    if times.work_began > times.assembled:  # on the consumer's thread, after the engine is done with the batch
-        steps[3:6] = [("loop", times.assembled), ("hand-over", times.work_began), ("work", times.work_ended)]
+    if (
+        times.work_began > times.assembled
+    ):  # on the consumer's thread, after the engine is done with the batch
+        steps[3:6] = [
+            ("loop", times.assembled),
+            ("hand-over", times.work_began),
+            ("work", times.work_ended),
+        ]
     return steps
 
 

@@ -24,11 +24,13 @@ REPORTED = 256  # batches of which rate, waiting share and limit are computed, i
 REPORT_SECONDS = 2.0  # until they are computed again
 
 
-def progress(loader: Iterable[T_co], *, name: str = "", file: TextIO | None = None) -> _Progress[T_co]:
+def progress(
+    loader: Iterable[T_co], *, name: str = "", file: TextIO | None = None
+) -> _Progress[T_co]:
     """Show a tqdm progress bar while a loader is iterated, with the rate, the waiting share and the limit.
 
-    It is drawn by the iteration itself, after a batch: each 0.5 s, or 30 s where standard error, or `file`, is no
-    terminal. On ranks other than 0 nothing is shown.
+    It is drawn by the iteration itself, after a batch: each 0.5 s, or 30 s where standard error, or
+    `file`, is no terminal. On ranks other than 0 nothing is shown.
 
     Args:
         loader: a `DataLoader`. Each iteration over the result is one over the loader.
@@ -36,7 +38,8 @@ def progress(loader: Iterable[T_co], *, name: str = "", file: TextIO | None = No
         file: where the bar is shown; by default standard error, or the notebook.
 
     Returns:
-        An iterable over the loader's batches, for `for` and for `async for`, with the loader's length.
+        An iterable over the loader's batches, for `for` and for `async for`, with the loader's
+        length.
 
     Raises:
         TypeError: `loader` is no `DataLoader`.

@@ -20,15 +20,16 @@ class Report(Figures):
     """How a loader spent the time of its last iteration, and what limits it. Its figures are those of `Figures`.
 
     Attributes:
-        limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``, ``"throttling"``,
-            ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
-            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``, ``"look-ahead"``; ``"few-batches"`` if
-            it is not known.
+        limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``,
+            ``"throttling"``, ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``,
+            ``"order"``, ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``,
+            ``"look-ahead"``; ``"few-batches"`` if it is not known.
         evidence: the numbers that show it.
         advice: the change to make; empty if none is needed.
-        predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the assumption that the
-            text names; None if that is not known.
-        change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is made elsewhere.
+        predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the
+            assumption that the text names; None if that is not known.
+        change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is
+            made elsewhere.
     """
 
     limit: str
@@ -49,7 +50,11 @@ class Report(Figures):
     def headline(self) -> str:
         """The first line: how much the loop waits, what limits the loader, and the change that helps."""
         if not self.batches:
-            return "No batch was delivered after the first." if self.start_up else "No batch has been delivered."
+            return (
+                "No batch was delivered after the first."
+                if self.start_up
+                else "No batch has been delivered."
+            )
         waits = f"{share(self.wait_share)} of the time your loop waits for data."
         if self.limit == "consumer":
             return f"{waits} The loader is not the limit: {self.evidence}."
@@ -64,7 +69,9 @@ class Report(Figures):
     def _facts(self) -> dict[str, str]:
         facts = {"first batch after": seconds(self.start_up)} if self.start_up else {}
         parts = [
-            f"{step} {share(each / self.waited)}" for step, each in self.waits.items() if each > 0.01 * self.waited
+            f"{step} {share(each / self.waited)}"
+            for step, each in self.waits.items()
+            if each > 0.01 * self.waited
         ]
         if parts:
             facts["waits for"] = ", ".join(parts)
@@ -92,7 +99,10 @@ _IN_FLIGHT = "if more fetches at once take no longer each"
 # What limits, and what the prediction assumes.
 _LIMITS = {
     "latency": ("Fetching is the limit", _IN_FLIGHT),
-    "throttling": ("The store's rate limit is the limit", "if the store answers as many requests as now"),
+    "throttling": (
+        "The store's rate limit is the limit",
+        "if the store answers as many requests as now",
+    ),
     "source": ("The source, or the link to it, is the limit", "if it gives as much as now"),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
     "blocked-loop": ("A blocking call on the event loop is the limit", ""),
@@ -110,6 +120,10 @@ _LIMITS = {
 def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
     """The report on one iteration, given its batches in the order of delivery."""
     figures = figures_of(records) if records else Figures(0.0)
-    diagnosis = diagnose(figures, setup) if records else Diagnosis("start-up", "no batch has been delivered")
+    diagnosis = (
+        diagnose(figures, setup)
+        if records
+        else Diagnosis("start-up", "no batch has been delivered")
+    )
     values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
     return Report(**values, **diagnosis._asdict())

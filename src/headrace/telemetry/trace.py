@@ -1,9 +1,9 @@
 """A trace of all loaders of this process, for ui.perfetto.dev.
 
-Batches become events in Chrome's trace event format, one JSON object in a line. Slices of threads (phase X) must not
-overlap but by nesting, or the trace processor drops them. What overlaps are async events (phases b and e) with ids of
-their own: batches on their way, fetches, the calls of one iteration. Times are rounded down to microseconds, which
-keeps their order.
+Batches become events in Chrome's trace event format, one JSON object in a line. Slices of threads
+(phase X) must not overlap but by nesting, or the trace processor drops them. What overlaps are
+async events (phases b and e) with ids of their own: batches on their way, fetches, the calls of one
+iteration. Times are rounded down to microseconds, which keeps their order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["trace"]
 def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write what all loaders of this process do inside the block to a file that ui.perfetto.dev opens.
 
-    The file has a track for each process and thread. It is written when the block ends, also by an exception. Loaders
-    that run already are in it from their next batch on.
+    The file has a track for each process and thread. It is written when the block ends, also by an
+    exception. Loaders that run already are in it from their next batch on.
 
     Args:
-        path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. A file that exists is
-            replaced: give each rank a file of its own.
+        path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. A file
+            that exists is replaced: give each rank a file of its own.
 
     Yields:
         The file's path.
@@ -55,7 +55,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     place, pid = Path(path), os.getpid()
     place.write_bytes(b"")  # an error before the block, not after it
     delivered: list[tuple[Counters, BatchRecord, int]] = []
-    end = Counters.subscribe(lambda loader, record: delivered.append((loader, record, threading.get_native_id())))
+    end = Counters.subscribe(
+        lambda loader, record: delivered.append((loader, record, threading.get_native_id()))
+    )
     try:
         yield place
     finally:
@@ -82,9 +84,13 @@ class _Events:
         self.pid = os.getpid()
         self._ids = itertools.count(1)
         self._names: dict[Counters, str] = {}  # of loaders, escaped
-        self._numbers: collections.Counter[str] = collections.Counter()  # of loaders of the same class
+        self._numbers: collections.Counter[str] = (
+            collections.Counter()
+        )  # of loaders of the same class
         self._named = {(self.pid, 0)}  # processes (with 0) and threads
-        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}  # id, batch and end of each iteration's last call
+        self._last: dict[
+            tuple[str, int], tuple[int, int, int]
+        ] = {}  # id, batch and end of each iteration's last call
 
     def of(self, loader: Counters, record: BatchRecord, thread: int) -> Iterator[str]:
         """The events of a batch that was delivered on a thread."""
@@ -122,7 +128,9 @@ class _Events:
         yield from self._name(pid, tid, f"event loop of {name}")
         for batch, slot, began, ended in struct.iter_unpack("4d", fetches.rows):
             args = f'{{"batch":{batch:.0f},"slot":{slot:.0f}}}'
-            yield from _span("single fetch", name, pid, tid, next(self._ids), _us(began), _us(ended), args)
+            yield from _span(
+                "single fetch", name, pid, tid, next(self._ids), _us(began), _us(ended), args
+            )
         if load.limit:
             values = (
                 f'"fetches in flight":{load.in_flight},"fetches allowed":{load.limit},'
@@ -148,9 +156,15 @@ class _Events:
     def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
         """The call of `next()`, and the step of the loop before it."""
         begin, end = _us(record.called), _us(record.returned)
-        call, batch, ended = self._last.get((name, record.iteration)) or (next(self._ids), -1, begin)
+        call, batch, ended = self._last.get((name, record.iteration)) or (
+            next(self._ids),
+            -1,
+            begin,
+        )
         if ended < begin:
-            yield from _span("step", name, self.pid, thread, call, ended, begin, f'{{"batch":{batch}}}')
+            yield from _span(
+                "step", name, self.pid, thread, call, ended, begin, f'{{"batch":{batch}}}'
+            )
         yield from _span("next()", name, self.pid, thread, call, begin, end, _args(record))
         self._last[name, record.iteration] = call, record.number, end
 
@@ -174,7 +188,9 @@ def _named(pid: int, tid: int, name: str) -> str:
     return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":"{name}"}}}}'
 
 
-def _span(name: str, loader: str, pid: int, tid: int, number: int, begin: int, end: int, args: str) -> tuple[str, str]:
+def _span(
+    name: str, loader: str, pid: int, tid: int, number: int, begin: int, end: int, args: str
+) -> tuple[str, str]:
     """The begin and the end of an async slice."""
     of = f'"cat":"{loader}","id2":{{"local":{number}}},"pid":{pid},"tid":{tid},"name":"{name}"'
     return f'{{"ph":"b",{of},"ts":{begin},"args":{args}}}', f'{{"ph":"e",{of},"ts":{end}}}'

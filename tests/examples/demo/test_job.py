@@ -19,13 +19,20 @@ def processes_of_session(session: int) -> list[str]:
                 found.append((folder / "cmdline").read_text())
         except (ProcessLookupError, FileNotFoundError):
             continue  # it ended while we looked
-    return [command for command in found if command]  # one that has ended, and is not yet reaped, has none
+    return [
+        command for command in found if command
+    ]  # one that has ended, and is not yet reaped, has none
 
 
 def test_the_demo_trains_compares_and_leaves_no_process():
     command = [sys.executable, "examples/demo", "--latency", "1", "--epochs", "3", "--copies", "2"]
     demo = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     output, errors = demo.communicate()  # returns when all processes have closed the pipes
     assert demo.returncode == 0, errors

@@ -15,7 +15,9 @@ BATCHES = [[3, 1], [0, 11], [7, 5], [2]]
 
 def test_both_loaders_deliver_the_given_batches_in_order():
     def timed(loader, seen):
-        timing = time_epoch(loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now))
+        timing = time_epoch(
+            loader, order, BATCHES, workers=0, on_batch=lambda *now: seen.append(now)
+        )
         return timing, [number for number, _ in seen], [labels.tolist() for _, labels in loader]
 
     order = FixedOrder(2)
@@ -26,7 +28,9 @@ def test_both_loaders_deliver_the_given_batches_in_order():
             contextlib.closing(gets) as dataset,
             torch_loader(dataset, order, 0) as torchs,
             hr.DataLoader(
-                objects, batch_sampler=order, transform=lambda sample: (torch.tensor(sample.data[0]), sample.label)
+                objects,
+                batch_sampler=order,
+                transform=lambda sample: (torch.tensor(sample.data[0]), sample.label),
             ) as ours,
         ):
             for loader in (torchs, ours):

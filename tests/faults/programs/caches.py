@@ -46,8 +46,8 @@ async def read_through(cache, name, fetch):
 def write_until_killed(wire, folder, names, data, max_bytes):
     """Write entries, one and then two together, and die before every third call, each time in a fork of this process.
 
-    Sends the number of the call before which no process died: the write had ended. Folders have numbers of calls.
-    """
+    Sends the number of the call before which no process died: the write had ended. Folders have
+    numbers of calls."""
 
     async def make_full(cache):
         for other in (b"1" * 16, b"2" * 16):  # so that the write has to make room
@@ -84,7 +84,9 @@ def read_objects(wire, store, folder, expected, epochs, cache_options):
     dataset = hr.ObjectDataset(store).cache(folder, **cache_options)
     wire.send("ready")
     wire.recv()
-    with hr.DataLoader(dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True
+    ) as loader:
         for _ in range(epochs):
             for batch in loader:
                 for sample in batch:

@@ -33,7 +33,9 @@ def write_shards(folder: Path) -> None:
         (folder / f"{number}.txt").write_text("".join(f"{value}\n" for value in values))
         tar = members(*((f"{value:04}.txt", f"{value:<700}".encode()) for value in values))
         (folder / f"{number}.tar").write_bytes(tar)
-    pyarrow.parquet.write_table(pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7
+    )
 
 
 def number_of_member(sample):
@@ -55,7 +57,11 @@ def lines(folder, **options):
 
 
 def rows(folder, **options):
-    return hr.ParquetDataset(folder / "rows.parquet").stream(shuffle=True, **options).map(number_of_row)
+    return (
+        hr.ParquetDataset(folder / "rows.parquet")
+        .stream(shuffle=True, **options)
+        .map(number_of_row)
+    )
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,10 @@ class Kind:
     """A loader, and what about it may change at a restart.
 
     Attributes:
-        make: makes the dataset and the sampler, None for `DataLoader`'s own, from the folder of the shards.
-        global_cursor: whether any number of ranks continues from the state of one rank; otherwise as many ranks
-            continue, each from its own state.
+        make: makes the dataset and the sampler, None for `DataLoader`'s own, from the folder of the
+            shards.
+        global_cursor: whether any number of ranks continues from the state of one rank; otherwise
+            as many ranks continue, each from its own state.
         state_bytes: the state is shorter than this; 0 where it grows with the ranks or readers.
     """
 
@@ -88,7 +95,9 @@ KINDS = {
 }
 
 
-def rank(kind: str, shards: Path, path: Path, state: Any, options: dict[str, Any], killed_after: int) -> None:
+def rank(
+    kind: str, shards: Path, path: Path, state: Any, options: dict[str, Any], killed_after: int
+) -> None:
     """Give out batches until the epoch ends, or save the state after some of them, go on, and wait to be killed.
 
     Args:

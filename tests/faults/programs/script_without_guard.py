@@ -34,7 +34,9 @@ def increased(record):
     return dataclasses.replace(record, value=record.value + 1)
 
 
-loader = hr.DataLoader(Dataset(), 4, num_workers=2, transform=increased, collate_fn=lambda records: tuple(records))
+loader = hr.DataLoader(
+    Dataset(), 4, num_workers=2, transform=increased, collate_fn=lambda records: tuple(records)
+)
 for batch in loader:
     assert all(type(record) is Record and record.colour is Colour.RED for record in batch)
     print([int(record.value) for record in batch])

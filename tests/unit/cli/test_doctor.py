@@ -8,11 +8,21 @@ import sys
 
 from headrace._core.cgroup import CgroupLimits
 from headrace.cli import doctor
-from headrace.cli.doctor import Finding, _check_cores, _check_descriptors, _check_event_loop, _check_memory
+from headrace.cli.doctor import (
+    Finding,
+    _check_cores,
+    _check_descriptors,
+    _check_event_loop,
+    _check_memory,
+)
 from headrace.cli.main import main
 
 FINE = Finding("clock", "tsc")
-BAD = Finding("memory", "100 MiB available: the kernel may kill a job that fetches ahead", "memory_budget=25 << 20")
+BAD = Finding(
+    "memory",
+    "100 MiB available: the kernel may kill a job that fetches ahead",
+    "memory_budget=25 << 20",
+)
 
 
 def test_few_descriptors_and_one_core_are_problems_with_remedies():
@@ -30,15 +40,23 @@ def test_few_descriptors_and_one_core_are_problems_with_remedies():
         found["descriptors"].text,
     )
     assert found["descriptors"].remedy == "ulimit -n 2048"
-    assert found["cores"].text == f"1 of {os.cpu_count()} (CPU affinity): fetching, workers and training share them"
+    assert (
+        found["cores"].text
+        == f"1 of {os.cpu_count()} (CPU affinity): fetching, workers and training share them"
+    )
     assert found["threads"].remedy == "export OMP_NUM_THREADS=1"
 
 
 def test_few_descriptors_are_a_problem_with_a_remedy(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 128))
     (found,) = _check_descriptors()
-    assert found.text.startswith('64 (hard limit 128): concurrency="auto" uses up to 32 requests of 1,024')
-    assert found.remedy == "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
+    assert found.text.startswith(
+        '64 (hard limit 128): concurrency="auto" uses up to 32 requests of 1,024'
+    )
+    assert (
+        found.remedy
+        == "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
+    )
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
     (found,) = _check_descriptors()
     assert found.remedy is None
@@ -63,7 +81,10 @@ def test_a_pipe_gets_one_plain_line_for_each_finding(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "CHECKS", (_check_everything,))
     assert main(["doctor"]) == 1
-    assert "everything        could not be examined: ValueError: another form" in capsys.readouterr().out
+    assert (
+        "everything        could not be examined: ValueError: another form"
+        in capsys.readouterr().out
+    )
 
 
 def write(folder, **files):
@@ -74,7 +95,12 @@ def write(folder, **files):
 
 def test_limits_of_control_groups_version_2_are_the_tightest_of_all_parents(tmp_path):
     write(tmp_path / "root/job", cpu__max="200000 100000", memory__max="max")
-    write(tmp_path / "root/job/inner", cpu__max="max 100000", memory__max=str(1 << 30), memory__current=str(1 << 29))
+    write(
+        tmp_path / "root/job/inner",
+        cpu__max="max 100000",
+        memory__max=str(1 << 30),
+        memory__current=str(1 << 29),
+    )
     write(tmp_path, membership="0::/job/inner")
     limits = CgroupLimits.here(tmp_path / "root", tmp_path / "membership")
     assert limits == CgroupLimits(cores=2.0, memory=1 << 30, memory_left=1 << 29)
@@ -83,7 +109,9 @@ def test_limits_of_control_groups_version_2_are_the_tightest_of_all_parents(tmp_
     assert CgroupLimits.here(tmp_path / "absent", tmp_path / "absent") == CgroupLimits()
 
 
-def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tmp_path, monkeypatch):
+def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(
+    tmp_path, monkeypatch
+):
     root, membership = tmp_path / "root", tmp_path / "membership"
     here = CgroupLimits.here
     monkeypatch.setattr(CgroupLimits, "here", lambda: here(root, membership))
@@ -91,7 +119,12 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     monkeypatch.setattr(doctor, "available_memory", lambda: here(root, membership).memory_left)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write(tmp_path, membership="0::/job")
-    write(root / "job", cpu__max="150000 100000", memory__max=str(1 << 30), memory__current=str(512 << 20))
+    write(
+        root / "job",
+        cpu__max="150000 100000",
+        memory__max=str(1 << 30),
+        memory__current=str(512 << 20),
+    )
 
     def found():
         return {each.name: each for check in (_check_memory, _check_cores) for each in check()}
@@ -103,7 +136,9 @@ def test_limits_of_control_groups_are_problems_and_each_remedy_mends_its_line(tm
     )
     assert small["memory"].remedy == "memory_budget=128 << 20, or more memory for the container"
     assert small["cores"].text.startswith("1.5 of ")
-    assert small["cores"].text.endswith("(the container's quota): fetching, workers and training share them")
+    assert small["cores"].text.endswith(
+        "(the container's quota): fetching, workers and training share them"
+    )
     assert small["cores"].remedy.startswith("a larger quota, for example docker run --cpus=")
     assert small["threads"].remedy == "export OMP_NUM_THREADS=1"
 

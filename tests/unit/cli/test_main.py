@@ -18,7 +18,8 @@ def test_python_m_headrace_is_the_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["pack"], ["pack", "a", "b", "--format", "zip"], ["pack", "a", "b", "--num-workers", "x"]]
+    "arguments",
+    [["pack"], ["pack", "a", "b", "--format", "zip"], ["pack", "a", "b", "--num-workers", "x"]],
 )
 def test_invalid_arguments_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

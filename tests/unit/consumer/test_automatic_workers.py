@@ -74,7 +74,9 @@ def test_batches_are_those_of_a_fixed_number(numbers, script, placement):
     numbers.update(script)
     with loader(shuffle=True, placement=placement) as automatic:
         assert automatic.num_workers == 1
-        assert [str(batch) for batch in list(automatic) + list(automatic)] == [str(batch) for batch in expected]
+        assert [str(batch) for batch in list(automatic) + list(automatic)] == [
+            str(batch) for batch in expected
+        ]
         assert automatic.num_workers == list(numbers.values())[-1]
 
 
@@ -98,10 +100,15 @@ def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
 
 @pytest.mark.parametrize("placement", ["auto", "thread"])
 def test_batches_are_made_by_the_workers_there_are(numbers, placement):
-    with loader(Numbers(10**8), transform=worker, worker_init_fn=remember, placement=placement) as automatic:
+    with loader(
+        Numbers(10**8), transform=worker, worker_init_fn=remember, placement=placement
+    ) as automatic:
         for expected in ({0}, {0, 1}, {0, 1, 2, 3, 4}, {0}):
             numbers[automatic._control.search.looks + 1] = len(expected)
-            batches, last = iter(automatic), deque(maxlen=100)  # each epoch has the workers of the one before
+            batches, last = (
+                iter(automatic),
+                deque(maxlen=100),
+            )  # each epoch has the workers of the one before
             while len(last) < 100 or set(last) != expected:
                 last.append(int(next(batches)[0]))
         assert automatic.stats().worker_deaths == 0
@@ -140,7 +147,10 @@ def test_functions_are_in_workers_from_the_first_batch():
 
     with loader(transform=worker, worker_init_fn=remember) as automatic:
         assert next(iter(automatic)).tolist() == [0, 0, 0, 0]
-    with loader(transform=locked) as automatic, pytest.raises(hr.errors.NotPicklableError, match="transform"):
+    with (
+        loader(transform=locked) as automatic,
+        pytest.raises(hr.errors.NotPicklableError, match="transform"),
+    ):
         iter(automatic)
 
 
@@ -204,9 +214,13 @@ def test_arguments_that_exclude_it(arguments, message):
 def test_loader_is_rebuilt_with_it():
     automatic = loader()
     assert (automatic.num_workers, automatic.prefetch_factor) == (1, 2)
-    rebuilt = loader(**{name: vars(automatic)[name] for name in ("num_workers", "prefetch_factor", "collate_fn")})
+    rebuilt = loader(
+        **{name: vars(automatic)[name] for name in ("num_workers", "prefetch_factor", "collate_fn")}
+    )
     assert vars(rebuilt)["num_workers"] == "auto"
-    assert rebuilt._control.spec.look_ahead(rebuilt) == automatic._control.spec.look_ahead(automatic)
+    assert rebuilt._control.spec.look_ahead(rebuilt) == automatic._control.spec.look_ahead(
+        automatic
+    )
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3
 

@@ -15,7 +15,8 @@ class Liar(data.IterableDataset):
         return iter(range(3))
 
 
-# Python 3.12 and later say so of every fork of a process with threads, torch's too; it points at where they fork.
+# Python 3.12 and later say so of every fork of a process with threads, torch's too; it points at
+# where they fork.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 async def test_warning_of_a_stream_that_is_too_long_points_at_the_loop():
     loader = hr.DataLoader(Liar())

@@ -18,7 +18,14 @@ from tests.unit.consumer.test_skipping import Mine, Numbers, lists
 from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import Count
 
-STOPS = [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
+STOPS = [
+    StopIteration,
+    StopAsyncIteration,
+    SystemExit,
+    KeyboardInterrupt,
+    asyncio.CancelledError,
+    GeneratorExit,
+]
 
 
 def drain(iterator, most=100):
@@ -42,8 +49,12 @@ def note_of(error):
 # Both faces, all loops
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 0), (Count(10), 2), (range(10), 2)])
-def test_async_for_delivers_the_same_batches_on_every_event_loop(dataset, num_workers, consumer_loop, engine_loop):
+@pytest.mark.parametrize(
+    ("dataset", "num_workers"), [(Numbers(10), 0), (Count(10), 2), (range(10), 2)]
+)
+def test_async_for_delivers_the_same_batches_on_every_event_loop(
+    dataset, num_workers, consumer_loop, engine_loop
+):
     async def scenario():
         async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
             found = [[batch.tolist() async for batch in loader] for _ in range(2)]
@@ -163,13 +174,18 @@ def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, nu
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
         assert (type(error), str(error)) == (Mine, "no")
         place = f"headrace: stage {stage}, batch 2"
-        place += ", indices [4, 5], keys ['key-4', 'key-5']" if stage == "collate" else ", index 5, key 'key-5'"
+        place += (
+            ", indices [4, 5], keys ['key-4', 'key-5']"
+            if stage == "collate"
+            else ", index 5, key 'key-5'"
+        )
         place += ", worker 0" if num_workers and stage != "fetch" else ""
         assert note_of(error) == place
         assert error.__traceback__ is not None
 
 
-# On this thread KeyboardInterrupt and SystemExit may be a signal handler's, and pass: see the next test.
+# On this thread KeyboardInterrupt and SystemExit may be a signal handler's, and pass: see the next
+# test.
 STOPPED = [
     (stage, workers, stop)
     for stage in ("fetch", "transform", "collate")
@@ -194,7 +210,10 @@ def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, num_workers, s
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
     interrupts = iter([stop])
-    fails = Fails(5, lambda: next(interrupts, None) or NotImplementedError("not interrupted, but called again"))
+    fails = Fails(
+        5,
+        lambda: next(interrupts, None) or NotImplementedError("not interrupted, but called again"),
+    )
     with failing(stage, fails, num_workers=0) as loader:
         running = iter(loader)
         assert lists([next(running), next(running)]) == [[0, 1], [2, 3]]
@@ -225,10 +244,14 @@ class InterruptedDraws:
         return [next(self.indices)]
 
 
-@pytest.mark.parametrize(("at", "placement"), [(1, "thread"), (15, "thread"), (36, "thread"), (15, "process")])
+@pytest.mark.parametrize(
+    ("at", "placement"), [(1, "thread"), (15, "thread"), (36, "thread"), (15, "process")]
+)
 def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
     dataset = Numbers(40)
-    with hr.DataLoader(dataset, batch_sampler=InterruptedDraws(40, at), concurrency=2, placement=placement) as loader:
+    with hr.DataLoader(
+        dataset, batch_sampler=InterruptedDraws(40, at), concurrency=2, placement=placement
+    ) as loader:
         taken, interrupted = [], 0
         try:
             running = iter(loader)  # which draws the first plans
@@ -315,7 +338,9 @@ def test_no_batch_is_lost_to_ctrl_c_in_next(dataset, options, request, monkeypat
             assert next(iter(loader), None) == next((each for each in taken if each > batch), None)
 
 
-@pytest.mark.parametrize(("error", "num_workers"), [(Mine, 0), (Mine, 1), *((stop, 0) for stop in STOPS)])
+@pytest.mark.parametrize(
+    ("error", "num_workers"), [(Mine, 0), (Mine, 1), *((stop, 0) for stop in STOPS)]
+)
 def test_stream_that_cannot_start_raises_once(num_workers, error):
     class CannotStart:
         def __aiter__(self):
@@ -342,7 +367,10 @@ def test_error_of_the_sampler_is_raised_after_the_batches_before_it():
         assert lists([first, second]) == [[0, 1], [2, 3]]
         assert isinstance(error, Mine)
         assert "stage sampling, batch 2" in note_of(error)
-    with hr.DataLoader(Numbers(10), batch_sampler=CannotStart()) as loader, pytest.raises(Mine) as caught:
+    with (
+        hr.DataLoader(Numbers(10), batch_sampler=CannotStart()) as loader,
+        pytest.raises(Mine) as caught,
+    ):
         list(loader)
     assert "stage sampling" in note_of(caught.value)
 
@@ -452,12 +480,16 @@ class Volumes(hr.AsyncDataset):
 
 
 @pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"engines": 2}], ids=str)
-def test_memory_of_taken_batches_is_used_again_in_an_epoch_shorter_than_the_look_ahead(tmp_path, options):
+def test_memory_of_taken_batches_is_used_again_in_an_epoch_shorter_than_the_look_ahead(
+    tmp_path, options
+):
     with hr.DataLoader(
         Volumes(tmp_path), 1, concurrency=64, collate_fn=len, memory_budget=8 << 20, **options
     ) as loader:
         assert list(loader) == [1] * 40
-    assert list(tmp_path.iterdir()), "one fetch at a time, since no plan shows that batches were taken"
+    assert list(tmp_path.iterdir()), (
+        "one fetch at a time, since no plan shows that batches were taken"
+    )
 
 
 class ManyNumbers(Numbers):
@@ -469,7 +501,9 @@ def test_plans_larger_than_the_buffer_of_a_socket_arrive_from_any_loop(consumer_
     dataset = ManyNumbers(10**6)
 
     async def sizes():
-        async with hr.DataLoader(dataset, 50_000, shuffle=True, collate_fn=len, placement="process") as loader:
+        async with hr.DataLoader(
+            dataset, 50_000, shuffle=True, collate_fn=len, placement="process"
+        ) as loader:
             return [size async for size in loader]
 
     assert consumer_loop(sizes) == [50_000] * 20
@@ -487,7 +521,9 @@ async def failing_stream():
         yield await Failing(4).aget(index)
 
 
-@pytest.mark.parametrize("dataset", [Failing(8), hr.from_async_iterable(failing_stream)], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "dataset", [Failing(8), hr.from_async_iterable(failing_stream)], ids=["map", "stream"]
+)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
 def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, options):
     gc.disable()

@@ -10,10 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from tests.unit.consumer.test_skipping import Bad, Count, Mine, Numbers, TorchCount, TorchNumbers, lists
+from tests.unit.consumer.test_skipping import (
+    Bad,
+    Count,
+    Mine,
+    Numbers,
+    TorchCount,
+    TorchNumbers,
+    lists,
+)
 from tests.unit.shards import tars
 
-pytestmark = pytest.mark.filterwarnings("ignore:a sample was skipped", "ignore:batch .* lost all its samples")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:a sample was skipped", "ignore:batch .* lost all its samples"
+)
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
 STREAMS = pytest.mark.parametrize("stream", [Count, TorchCount])
 
@@ -54,13 +64,17 @@ def test_failures_in_a_row_are_counted_within_a_delivered_batch():
     loader = loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(2, 3, 4))
     with loader, pytest.raises(hr.errors.TooManySkippedError, match="3 samples in a row"):
         next(iter(loader))
-    with loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(1, 2, 4, 5)) as loader:
+    with loading(
+        Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(1, 2, 4, 5)
+    ) as loader:
         assert lists(loader) == [[0, 3, 6, 7]]
 
 
 @STREAMS
 def test_stream_that_always_fails_ends_with_the_limit(stream):
-    with loading(stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list) as loader:
+    with loading(
+        stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
+    ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
         with pytest.raises(hr.errors.TooManySkippedError, match="6 samples in a row"):
@@ -70,11 +84,14 @@ def test_stream_that_always_fails_ends_with_the_limit(stream):
 
 def test_share_is_compared_when_it_amounts_to_ten_samples():
     policy = hr.SkipErrors(max_share=0.1, max_in_a_row=100)
-    with loading(Numbers(1000), policy, 10, transform=Bad(*range(0, 1000, 5)), collate_fn=len) as loader:
+    with loading(
+        Numbers(1000), policy, 10, transform=Bad(*range(0, 1000, 5)), collate_fn=len
+    ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 9)) == [8] * 9
         with pytest.raises(
-            hr.errors.TooManySkippedError, match=r"20\.00% of the samples failed, and max_share is 10\.00%"
+            hr.errors.TooManySkippedError,
+            match=r"20\.00% of the samples failed, and max_share is 10\.00%",
         ):
             next(batches)
 
@@ -124,7 +141,11 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
         return "skip" if failure.index == 2 else "raise"
 
     bad = Bad(2, 5)
-    options = {"dataset": Numbers(8, bad)} if stage == "fetch" else {"dataset": Numbers(8), "transform": bad}
+    options = (
+        {"dataset": Numbers(8, bad)}
+        if stage == "fetch"
+        else {"dataset": Numbers(8), "transform": bad}
+    )
     with loading(**options, on_error=decide, num_workers=num_workers) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [3]]
@@ -187,12 +208,19 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
     ("damage", "options", "lost", "words"),
     [
         (b"?", {}, 57, "from byte 52,224 of 112,640 cannot be read: about 57 samples"),
-        (b"", {"shards_in_parallel": 1}, 50, "from byte 52,224 of 52,224 cannot be read: about 50 samples"),
+        (
+            b"",
+            {"shards_in_parallel": 1},
+            50,
+            "from byte 52,224 of 52,224 cannot be read: about 50 samples",
+        ),
         (b"", {}, 1, "from byte 52,224 of 52,224 cannot be read: an unknown number of samples"),
         (None, {"shards_in_parallel": 1}, 100, "nothing of it can be read: about 100 samples"),
     ],
 )
-def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(tmp_path, damage, options, lost, words, num_workers):
+def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(
+    tmp_path, damage, options, lost, words, num_workers
+):
     for number in range(3):
         data = tars.shard(f"{number}-{sample:03}" for sample in range(100))
         if number == 1 and damage is not None:  # in the header of sample 51; None: no such file
@@ -200,12 +228,19 @@ def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(tmp_path, damage
         if number != 1 or damage is not None:
             (tmp_path / f"{number}.tar").write_bytes(data)
     dataset = hr.TarDataset([tmp_path / f"{number}.tar" for number in range(3)], **options)
-    with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
-        with pytest.warns(RuntimeWarning, match=f"the rest of a shard was skipped, owing to .*{words}"):
+    with hr.DataLoader(
+        dataset, batch_size=None, num_workers=num_workers, on_error="skip"
+    ) as loader:
+        with pytest.warns(
+            RuntimeWarning, match=f"the rest of a shard was skipped, owing to .*{words}"
+        ):
             assert len(list(loader)) == (200 if damage is None else 250)
         assert loader.stats().skipped_samples == lost
     refused = pytest.raises(hr.errors.TooManySkippedError, match="max_share is 15")
-    with loading(dataset, hr.SkipErrors(max_share=0.15), None) as loader, refused if lost > 1 else nullcontext():
+    with (
+        loading(dataset, hr.SkipErrors(max_share=0.15), None) as loader,
+        refused if lost > 1 else nullcontext(),
+    ):
         list(loader)
 
 
@@ -216,6 +251,8 @@ def test_undecodable_row_group_counts_as_its_rows_and_the_next_is_read(tmp_path)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "a.parquet").write_bytes(data)
-    with hr.DataLoader(hr.ParquetDataset(tmp_path), 5, on_error="skip") as loader:  # 200 batches in a row
+    with hr.DataLoader(
+        hr.ParquetDataset(tmp_path), 5, on_error="skip"
+    ) as loader:  # 200 batches in a row
         assert sum(len(batch["x"]) for batch in loader) == 2000
         assert loader.stats().skipped_samples == 1000

@@ -64,7 +64,9 @@ def test_no_more_is_transformed_ahead_than_the_budget_holds(tmp_path, options):
     def enlarge(index):
         return torch.full((SIZE,), max(0, index - taken.stat().st_size), dtype=torch.uint8)
 
-    with hr.DataLoader(Small(), 1, transform=enlarge, concurrency=30, memory_budget=8 * SIZE, **options) as loader:
+    with hr.DataLoader(
+        Small(), 1, transform=enlarge, concurrency=30, memory_budget=8 * SIZE, **options
+    ) as loader:
         list(loader)  # after which the sizes are known
         ahead = []
         for batch in loader:
@@ -73,17 +75,25 @@ def test_no_more_is_transformed_ahead_than_the_budget_holds(tmp_path, options):
             time.sleep(0.005)  # the loop is slower than the loader
             ahead.append(batch[0, 0].item())
     assert len(ahead) == LENGTH
-    # One is with the consumer, which counts it later. Each of two engines may be ahead of the other.
+    # One is with the consumer, which counts it later. Each of two engines may be ahead of the
+    # other.
     assert max(ahead) <= (2 * 4 + 1 + 4 if "engines" in options else 8 + 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "budget", "in_order"),
-    [(Large, 1, True), (Large, 3 * SIZE, False), (LargeBatches, 3 * SIZE, True), (LargeRanges, 3 * SIZE, True)],
+    [
+        (Large, 1, True),
+        (Large, 3 * SIZE, False),
+        (LargeBatches, 3 * SIZE, True),
+        (LargeRanges, 3 * SIZE, True),
+    ],
 )
 @pytest.mark.parametrize("options", PLACES, ids=str)
 def test_each_sample_arrives_once_within_any_budget(options, kind, budget, in_order):
-    with hr.DataLoader(kind(), 2, collate_fn=list, memory_budget=budget, in_order=in_order, **options) as loader:
+    with hr.DataLoader(
+        kind(), 2, collate_fn=list, memory_budget=budget, in_order=in_order, **options
+    ) as loader:
         for _ in range(2):
             numbers = [sample[0] for batch in loader for sample in batch]
             assert sorted(numbers) == list(range(LENGTH))
@@ -97,7 +107,9 @@ def test_lost_batches_are_skipped_within_any_budget(options):
             raise ValueError("not this one")
         return sample
 
-    loader = hr.DataLoader(Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=1, **options)
+    loader = hr.DataLoader(
+        Large(), 2, collate_fn=list, transform=refuse, on_error="skip", memory_budget=1, **options
+    )
     with loader:
         given = [sample[0] for batch in loader for sample in batch]
     assert given == [number for number in range(LENGTH) if number % 7]
@@ -107,7 +119,12 @@ def test_lost_batches_are_skipped_within_any_budget(options):
 def test_async_for_and_a_device_get_each_batch_within_any_budget(options):
     async def numbers():
         loader = hr.DataLoader(
-            Small(), 2, transform=lambda index: torch.full((SIZE,), index), device="cpu", memory_budget=1, **options
+            Small(),
+            2,
+            transform=lambda index: torch.full((SIZE,), index),
+            device="cpu",
+            memory_budget=1,
+            **options,
         )
         async with loader:
             return [int(number) async for batch in loader for number in batch[:, 0]]

@@ -63,7 +63,9 @@ def test_plans_are_sent_one_by_one_at_first_and_for_longer_after_each_stall():
         engine.stall()
         before = len(engine.sent)
         engine.run_without_waiting(PROMPT << doubled)
-        assert [len(group) for group in engine.sent[before + 1 :]] == [1] * ((PROMPT << doubled) - 1)
+        assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (
+            (PROMPT << doubled) - 1
+        )
 
 
 def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
@@ -89,7 +91,9 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
 
 
 def test_plans_of_a_group_of_blocks_are_sent_together():
-    plans_of_four = (BatchPlan(n, range(4), 0, positions=range(4 * n, 4 * n + 4)) for n in itertools.count())
+    plans_of_four = (
+        BatchPlan(n, range(4), 0, positions=range(4 * n, 4 * n + 4)) for n in itertools.count()
+    )
     engine = Engine(plans_of_four, 6, group=0.5, group_of=lambda position: position // 10)
     engine.ahead.fill()
     engine.run_without_waiting(200)
@@ -145,7 +149,9 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
 
 
 @pytest.mark.parametrize("options", [{"free": 0}, {"by_size": True, "in_workers": True}], ids=str)
-@pytest.mark.parametrize("waits", [lambda batch: True, lambda batch: False, lambda batch: batch % 7 < 3])
+@pytest.mark.parametrize(
+    "waits", [lambda batch: True, lambda batch: False, lambda batch: batch % 7 < 3]
+)
 def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     engine = Engine(plans(), 4, most=32, **options)
     engine.ahead.fill()
@@ -160,7 +166,9 @@ def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     grown = itertools.accumulate((4, *[2] * 3), int.__mul__)
     assert sorted(set(ahead)) == ([4] if "free" in options else list(grown))
     assert ahead.index(max(ahead)) <= CALM
-    assert numbers([*engine.sent, [plan.number for plan in engine.ahead.held]]) == list(range(engine.ahead.planned))
+    assert numbers([*engine.sent, [plan.number for plan in engine.ahead.held]]) == list(
+        range(engine.ahead.planned)
+    )
 
 
 def test_last_plans_are_drawn_as_by_torch():
@@ -201,7 +209,9 @@ def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():
         for _ in range(batches):
             engine.stall()
             engine.arrive()
-            engine.take(StageTimes(fetched=0.5, work_began=2.0, work_ended=2.0 + seconds, nbytes=nbytes))
+            engine.take(
+                StageTimes(fetched=0.5, work_began=2.0, work_ended=2.0 + seconds, nbytes=nbytes)
+            )
             yield engine.look_ahead.batches
 
     assert set(sizes(1 << 18, 0.0005, CALM - 8)) == {4}  # an epoch may be short

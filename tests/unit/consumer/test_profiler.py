@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from tests.unit.consumer.test_skipping import Bad, Numbers
 
-pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")  # which concerns schedules
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Profiler clears events:UserWarning"
+)  # which concerns schedules
 
 SYNC = "enumerate(DataLoader)#BatchIterator.__next__"
 ASYNC = "enumerate(DataLoader)#AsyncBatchIterator.__next__"
@@ -40,13 +42,18 @@ async def read(loader, batches=None):
 
 
 def test_each_call_of_next_has_a_record_named_as_torchs():
-    loaders = {TORCH: TorchDataLoader(TENSORS, batch_size=2), SYNC: hr.DataLoader(TENSORS, batch_size=2)}
+    loaders = {
+        TORCH: TorchDataLoader(TENSORS, batch_size=2),
+        SYNC: hr.DataLoader(TENSORS, batch_size=2),
+    }
     for name, loader in loaders.items():
         with recorded() as events:
             assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert len(named(events, name)) == 4 + 1  # and the end of the epoch
         stacks = [event for event in events if event.name == "aten::stack"]
-        assert [event.cpu_parent.name for event in stacks] == [name] * 4  # the default collate function's
+        assert [event.cpu_parent.name for event in stacks] == [
+            name
+        ] * 4  # the default collate function's
 
 
 def test_records_of_tasks_that_take_turns_are_all_kept():
@@ -61,7 +68,9 @@ def test_records_of_tasks_that_take_turns_are_all_kept():
             asyncio.run(both())
         torch.ones(1)
     # Not `events()`, which drops a record that lies inside another of the same name.
-    assert [event.name() for event in profiler.profiler.kineto_results.events()].count(ASYNC) == 5 + 9
+    assert [event.name() for event in profiler.profiler.kineto_results.events()].count(
+        ASYNC
+    ) == 5 + 9
     (last,) = named(profiler.events(), "aten::ones")
     assert last.cpu_parent is None, "a record has not ended"
 

@@ -2,8 +2,8 @@
 
 Each sample comes once.
 
-As `tests/faults/test_resume.py`, in one process and without kills, so that many more are tried. `HEADRACE_RESUME_RUNS`
-is the number of epochs for each kind of dataset.
+As `tests/faults/test_resume.py`, in one process and without kills, so that many more are tried.
+`HEADRACE_RESUME_RUNS` is the number of epochs for each kind of dataset.
 """
 
 import collections
@@ -55,7 +55,9 @@ def test_each_sample_is_given_once(name, number, shards, as_rank):
 
     def transform(sample):
         if int(sample) in late:
-            time.sleep(0.004)  # the latency of some samples, so that batches arrive in another order
+            time.sleep(
+                0.004
+            )  # the latency of some samples, so that batches arrive in another order
         return sample
 
     given, states, parts, story, lost = collections.Counter(), [], [], [], 0

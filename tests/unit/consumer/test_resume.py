@@ -102,7 +102,9 @@ def drawn_by(count, state=None, **options):
 
 @pytest.mark.parametrize("count", [2, 6, 8])
 @pytest.mark.parametrize("persistent", [[True] * 3, [True, False, False], [False] * 3], ids=str)
-def test_workers_of_a_torch_dataset_do_not_draw_again_what_was_drawn_before_the_state(count, persistent):
+def test_workers_of_a_torch_dataset_do_not_draw_again_what_was_drawn_before_the_state(
+    count, persistent
+):
     seen, state = [], None
     for persists in persistent:
         numbers, state = drawn_by(count, state, persistent_workers=persists)
@@ -242,10 +244,19 @@ async def test_async_iterators_have_a_state_too():
 
 
 DIFFERENT = {
-    "length": (lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0), r"len\(dataset\) was 13, and is 12"),
+    "length": (
+        lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0),
+        r"len\(dataset\) was 13, and is 12",
+    ),
     "seed": (lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
-    "order": (lambda: DataLoader(Numbers(N), 3, seed=0), "sampler was .*, and is SequentialSampler"),
-    "kind": (lambda: DataLoader(range(N), 3, shuffle=True, seed=0), "dataset was async map, and is map"),
+    "order": (
+        lambda: DataLoader(Numbers(N), 3, seed=0),
+        "sampler was .*, and is SequentialSampler",
+    ),
+    "kind": (
+        lambda: DataLoader(range(N), 3, shuffle=True, seed=0),
+        "dataset was async map, and is map",
+    ),
 }
 
 
@@ -283,7 +294,9 @@ def test_damaged_states_are_refused():
 WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
 
 
-@pytest.mark.parametrize("name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"])
+@pytest.mark.parametrize(
+    "name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"]
+)
 def test_edited_states_are_refused(name):
     for count in (0, 2):
         _, state = saved_after(CASES[name](), count)
@@ -302,8 +315,16 @@ def test_sampler_with_another_order_than_before_is_refused():
 
     short = ([[0], [1], [2]], [[0]])
     for saved, now, message in (
-        ({"batch_size": 3, "sampler": Unseeded()}, {"batch_size": 3, "sampler": Unseeded()}, "Unseeded gives another"),
-        ({"batch_sampler": short[0]}, {"batch_sampler": short[1]}, "ended after 1 draws, but 2 were given out"),
+        (
+            {"batch_size": 3, "sampler": Unseeded()},
+            {"batch_size": 3, "sampler": Unseeded()},
+            "Unseeded gives another",
+        ),
+        (
+            {"batch_sampler": short[0]},
+            {"batch_sampler": short[1]},
+            "ended after 1 draws, but 2 were given out",
+        ),
     ):
         _, state = saved_after(DataLoader(Numbers(N), **saved), 2)
         restored = DataLoader(Numbers(N), **now)
@@ -320,11 +341,15 @@ def test_order_that_one_rank_drew_is_refused_on_another(name, as_rank):
     as_rank(1, 2)
     restored = CASES[name]()
     restored.load_state_dict(state)
-    with pytest.raises(StateError, match=r"saved by rank 0 of 2, and this is rank 1 of 2.*merge_states"):
+    with pytest.raises(
+        StateError, match=r"saved by rank 0 of 2, and this is rank 1 of 2.*merge_states"
+    ):
         iter(restored)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
     make = CASES["shuffled by seed"]
     whole = epochs(make(), 2)
@@ -341,5 +366,7 @@ def test_state_with_fields_of_another_release_is_refused():
     (values,) = state["state"]
     values = {name: value for name, value in values.items() if name not in ("checksum", "lost")}
     values["checksum"] = _checksum(values)
-    with pytest.raises(StateError, match=r"another release of headrace, whose fields differ in \['lost'\]"):
+    with pytest.raises(
+        StateError, match=r"another release of headrace, whose fields differ in \['lost'\]"
+    ):
         CASES["shuffled by seed"]().load_state_dict({**state, "state": [values]})

@@ -132,7 +132,9 @@ class NoiseStream(IterableDataset):
     ],
     ids=["torch", "torch, a stream", "async"],
 )
-def test_state_between_epochs_changes_no_epoch_and_the_next_one_follows_torchs_generator(make, epochs):
+def test_state_between_epochs_changes_no_epoch_and_the_next_one_follows_torchs_generator(
+    make, epochs
+):
     def run(saves):
         torch.manual_seed(7)
         loader = make()
@@ -150,7 +152,9 @@ def test_state_between_epochs_changes_no_epoch_and_the_next_one_follows_torchs_g
     assert list(restored) == whole[-1]
 
 
-@pytest.mark.parametrize(("make", "is_iterator_made"), [(Log, True), (lambda: Log().map(int), False)])
+@pytest.mark.parametrize(
+    ("make", "is_iterator_made"), [(Log, True), (lambda: Log().map(int), False)]
+)
 def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made):
     loader = DataLoader(make(), batch_size=1)
     list(loader)
@@ -184,7 +188,10 @@ def test_order_of_a_sampler_whose_epoch_the_program_sets_is_restored():
 
 
 def test_sampler_of_another_length_is_refused():
-    for make in (lambda n: SequentialSampler(range(n)), lambda n: RandomSampler(range(N), num_samples=n)):
+    for make in (
+        lambda n: SequentialSampler(range(n)),
+        lambda n: RandomSampler(range(N), num_samples=n),
+    ):
         first = DataLoader(list(range(N)), 2, sampler=make(6))
         next(iter(first))
         with pytest.raises(StateError, match="length=6"):

@@ -24,13 +24,19 @@ def by_permutation(held, batch_size, in_order):
 
 def by_sampler(held, batch_size, in_order):
     return hr.DataLoader(
-        Held(*(N - 1 - each for each in held), length=N), batch_size, sampler=ORDERS[by_sampler], in_order=in_order
+        Held(*(N - 1 - each for each in held), length=N),
+        batch_size,
+        sampler=ORDERS[by_sampler],
+        in_order=in_order,
     )
 
 
 KINDS = [in_sequence, by_permutation, by_sampler]
 
-ORDERS = {by_permutation: hr.Permutation(N, seed=0, epoch=0)[:].tolist(), by_sampler: range(N - 1, -1, -1)}
+ORDERS = {
+    by_permutation: hr.Permutation(N, seed=0, epoch=0)[:].tolist(),
+    by_sampler: range(N - 1, -1, -1),
+}
 
 
 def take(loader, batches):
@@ -39,11 +45,16 @@ def take(loader, batches):
         return list(itertools.chain(*given)), json.loads(json.dumps(loader.state_dict()))
 
 
-@pytest.mark.parametrize(("kind", "in_order"), [*((kind, False) for kind in KINDS), (in_sequence, True)])
+@pytest.mark.parametrize(
+    ("kind", "in_order"), [*((kind, False) for kind in KINDS), (in_sequence, True)]
+)
 def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(kind, in_order):
     given, state = take(kind({2, 10}, 2, in_order=False), 4)
     assert ORDERS.get(kind, range(N))[2] not in given
-    for held, batches in (({10}, 1), ({10, 20}, 2)):  # the first ends between batches that were given out before
+    for held, batches in (
+        ({10}, 1),
+        ({10, 20}, 2),
+    ):  # the first ends between batches that were given out before
         loader = kind(held, 2, in_order=False)
         loader.load_state_dict(state)
         more, state = take(loader, batches)
@@ -58,7 +69,9 @@ def test_another_batch_size_is_refused_until_the_epoch_has_ended():
     _, state = take(in_sequence({2}, 2, in_order=False), 3)
     loader = in_sequence(set(), 3, in_order=False)
     loader.load_state_dict(state)
-    with pytest.raises(hr.StateError, match=r"batch_size=2, and batch_size is 3 now: .* the end of epoch 0"):
+    with pytest.raises(
+        hr.StateError, match=r"batch_size=2, and batch_size is 3 now: .* the end of epoch 0"
+    ):
         iter(loader)
 
 
@@ -101,6 +114,10 @@ class FirstWaitsForSecond:
 
 def test_batches_of_an_async_stream_come_in_order(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    options = {"transform": FirstWaitsForSecond(tmp_path / "pipe"), "num_workers": 2, "in_order": False}
+    options = {
+        "transform": FirstWaitsForSecond(tmp_path / "pipe"),
+        "num_workers": 2,
+        "in_order": False,
+    }
     with hr.DataLoader(stream(*range(6)), 1, **options) as loader:
         assert [int(batch) for batch in loader] == list(range(6))

@@ -36,7 +36,10 @@ def test_restored_stream_of_torch_continues_after_the_last_delivered_batch():
             assert given == whole[0][:delivered]
             loader.load_state_dict(state)
             assert json.dumps(loader.state_dict()) == json.dumps(state)
-            assert [[values(batch) for batch in loader] for _ in range(2)] == [whole[0][delivered:], whole[1]]
+            assert [[values(batch) for batch in loader] for _ in range(2)] == [
+                whole[0][delivered:],
+                whole[1],
+            ]
 
 
 def test_stream_without_a_state_warns_that_it_is_read_again():

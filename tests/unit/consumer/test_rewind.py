@@ -33,7 +33,9 @@ def loader_of(kind, **options):
         options |= {"shuffle": True}
     else:
         of_blocks = {"block_size": 10, "blocks_at_once": 6}
-        make, arguments = (hr.ElasticSampler, {}) if kind == "elastic" else (hr.BlockShuffleSampler, of_blocks)
+        make, arguments = (
+            (hr.ElasticSampler, {}) if kind == "elastic" else (hr.BlockShuffleSampler, of_blocks)
+        )
         options |= {"sampler": make(data, seed=5, **arguments)}
     return hr.DataLoader(data, 4, seed=5, transform=noisy, **options)
 
@@ -89,7 +91,9 @@ def test_torchs_distributed_sampler():
 
 
 def test_distributed_sampler_without_set_epoch_keeps_its_order():
-    loader = hr.DataLoader(list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0), seed=0)
+    loader = hr.DataLoader(
+        list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0), seed=0
+    )
     for epoch in range(3):
         given = [batch.tolist() for batch in loader]
         assert [loader.batch_at(epoch, step).tolist() for step in range(4)] == given
@@ -139,9 +143,13 @@ def test_steps_of_samplers_with_a_state(kind):
         given.append([])
         for batch in loader:
             given[epoch].append(batch)
-            assert torch.equal(loader.batch_at(epoch, len(given[epoch]) // 2), given[epoch][len(given[epoch]) // 2])
+            assert torch.equal(
+                loader.batch_at(epoch, len(given[epoch]) // 2), given[epoch][len(given[epoch]) // 2]
+            )
     for epoch, batches in enumerate(given):
-        assert all(torch.equal(loader.batch_at(epoch, step), batch) for step, batch in enumerate(batches))
+        assert all(
+            torch.equal(loader.batch_at(epoch, step), batch) for step, batch in enumerate(batches)
+        )
         with pytest.raises(IndexError):
             loader.batch_at(epoch, len(batches))
 
@@ -195,7 +203,9 @@ def test_dataset_keeps_its_epoch_when_a_step_is_computed_again():
 def test_streams_are_refused():
     with hr.DataLoader(reading.stream(1), batch_size=4, seed=1) as loader:
         for look in (loader.batch_at, lambda epoch, step: loader.samples_at(epoch, [step])):
-            with pytest.raises(TypeError, match="the samples of a stream are known only when it is read"):
+            with pytest.raises(
+                TypeError, match="the samples of a stream are known only when it is read"
+            ):
                 look(0, 1)
 
 
@@ -211,7 +221,10 @@ def test_keys_of_samples(tmp_path):
     [
         ({"shuffle": True}, "give the loader seed="),
         ({"seed": 0, "in_order": False}, "in_order=False"),
-        ({"seed": 0, "sampler": RandomSampler(range(10))}, "the order of RandomSampler does not follow from the seed"),
+        (
+            {"seed": 0, "sampler": RandomSampler(range(10))},
+            "the order of RandomSampler does not follow from the seed",
+        ),
     ],
 )
 def test_steps_that_cannot_be_computed_are_refused(options, problem):
@@ -296,9 +309,11 @@ def test_steps_of_another_batch_size_are_left_out():
     batches, numbers = iter(before), []
     for _ in range(3):
         numbers += next(batches).tolist()
-    rest = list(itertools.chain(*(batch.tolist() for batch in hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0))))[
-        12:
-    ]
+    rest = list(
+        itertools.chain(
+            *(batch.tolist() for batch in hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0))
+        )
+    )[12:]
     state = before.state_dict()
     after = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
     after.load_state_dict(state)

@@ -34,13 +34,17 @@ def test_torchs_generators_neither_change_the_order_nor_are_drawn_from():
 def test_torchs_own_loader_draws_the_same_orders():
     sampler = SeededRandomSampler(range(40), seed=5)
     loader = TorchDataLoader(NUMBERS, batch_size=4, sampler=sampler, num_workers=1)
-    assert [order_of(loader) for _ in range(2)] == [hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(2)]
+    assert [order_of(loader) for _ in range(2)] == [
+        hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(2)
+    ]
 
 
 def test_without_set_epoch_each_iteration_is_the_next_epoch():
     sampler = SeededRandomSampler(range(9), seed=1)
     assert isinstance(sampler, RandomSampler)
-    assert [list(sampler) for _ in range(3)] == [hr.Permutation(9, 1, epoch)[:].tolist() for epoch in range(3)]
+    assert [list(sampler) for _ in range(3)] == [
+        hr.Permutation(9, 1, epoch)[:].tolist() for epoch in range(3)
+    ]
     iter(sampler)  # draws nothing, and counts for nothing
     assert list(sampler) == hr.Permutation(9, 1, 3)[:].tolist()
 
@@ -69,7 +73,11 @@ def test_list_that_a_batch_sampler_reuses_is_copied():
                 batch[:] = [i]
                 yield batch
 
-    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [[0], [1], [2]]
+    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def draw(most):
@@ -106,12 +114,22 @@ def run(loader_class, dataset, draw, **options):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_when_torch_does(persistent):
+def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_when_torch_does(
+    persistent,
+):
     def drawn(loader_class):
         generator = torch.Generator().manual_seed(3)
-        options = {"shuffle": True, "generator": generator, "num_workers": 2, "persistent_workers": persistent}
+        options = {
+            "shuffle": True,
+            "generator": generator,
+            "num_workers": 2,
+            "persistent_workers": persistent,
+        }
         return run(
-            loader_class, Numbers100(), lambda most: int(torch.randint(most, (), generator=generator)), **options
+            loader_class,
+            Numbers100(),
+            lambda most: int(torch.randint(most, (), generator=generator)),
+            **options,
         )
 
     assert drawn(hr.DataLoader) == drawn(TorchDataLoader)
@@ -158,7 +176,9 @@ class Noise(Numbers100):
 
 @pytest.mark.parametrize("dataset", [Endless, Noise])
 @pytest.mark.parametrize("prefetch_factor", [2, 5])
-def test_epoch_after_one_that_was_left_begins_as_by_torch_in_workers_that_persist(dataset, prefetch_factor):
+def test_epoch_after_one_that_was_left_begins_as_by_torch_in_workers_that_persist(
+    dataset, prefetch_factor
+):
     def given(loader_class):
         torch.manual_seed(1)
         options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": prefetch_factor}

@@ -120,7 +120,9 @@ class WithoutAttributes(Exception):
 
 
 @pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
-@pytest.mark.parametrize(("error", "num_workers"), [(Mine, 0), (Mine, 1), (WithoutAttributes, 1), (GeneratorExit, 1)])
+@pytest.mark.parametrize(
+    ("error", "num_workers"), [(Mine, 0), (Mine, 1), (WithoutAttributes, 1), (GeneratorExit, 1)]
+)
 def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
     bad = Bad(5, error=error)
     options = {
@@ -133,12 +135,24 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
         stats = loader.stats()
         (record,) = stats.skipped
         assert (record.stage, record.batch) == (stage, 2)
-        assert record.type_name == ("ControlFlowError" if error is GeneratorExit else error.__name__)
+        assert record.type_name == (
+            "ControlFlowError" if error is GeneratorExit else error.__name__
+        )
         if stage == "collate":
-            assert (stats.samples, stats.skipped_samples, stats.lost_batches, record.index) == (6, 2, 1, None)
+            assert (stats.samples, stats.skipped_samples, stats.lost_batches, record.index) == (
+                6,
+                2,
+                1,
+                None,
+            )
             assert "indices [4, 5], keys ['key-4', 'key-5']" in str(record)
         else:
-            assert (stats.samples, stats.skipped_samples, record.index, record.key) == (7, 1, 5, "key-5")
+            assert (stats.samples, stats.skipped_samples, record.index, record.key) == (
+                7,
+                1,
+                5,
+                "key-5",
+            )
             assert stats.lost_batches == 0
             assert "5 is bad" in record.message
 
@@ -152,14 +166,18 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
     ],
 )
 def test_batch_that_lost_all_its_samples_is_skipped(dataset, num_workers, in_order):
-    with skipping(dataset, num_workers=num_workers, transform=Bad(0, 1, 6, 7), in_order=in_order) as loader:
+    with skipping(
+        dataset, num_workers=num_workers, transform=Bad(0, 1, 6, 7), in_order=in_order
+    ) as loader:
         for _ in range(2):
             assert sorted(lists(loader)) == [[2, 3], [4, 5], [8, 9]]
         assert (loader.stats().batches, loader.stats().lost_batches) == (6, 4)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("async", 0), ("torch", 1)])
-def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(kind, num_workers, as_rank):
+def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(
+    kind, num_workers, as_rank
+):
     as_rank(1, 2)
     dataset = MAPS[kind](10, Bad(2, 6))
     with skipping(dataset, sampler=range(0, 10, 2), num_workers=num_workers) as loader:
@@ -170,7 +188,9 @@ def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(ki
     with skipping(dataset, sampler=sampler, num_workers=num_workers) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1]
-        with pytest.raises(hr.errors.TooManySkippedError, match=r"batch 1 lost all its samples.*coordinated=True"):
+        with pytest.raises(
+            hr.errors.TooManySkippedError, match=r"batch 1 lost all its samples.*coordinated=True"
+        ):
             next(batches)
         assert lists(batches) == [[4], [6, 7]], "iteration can go on"
 
@@ -188,7 +208,9 @@ def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(ki
 )
 def test_epoch_in_which_everything_fails_is_an_error(options):
     with skipping(**options) as loader:
-        with pytest.raises(hr.errors.TooManySkippedError, match=r"every sample failed.*8 samples") as caught:
+        with pytest.raises(
+            hr.errors.TooManySkippedError, match=r"every sample failed.*8 samples"
+        ) as caught:
             list(loader)
         assert isinstance(caught.value.__cause__, Mine)
         assert caught.value.skipped == loader.stats().skipped_samples == 8
@@ -200,7 +222,8 @@ def test_endless_sampler_whose_samples_all_fail_is_an_error_and_iteration_can_go
         batches = iter(loader)
         for _ in range(2):
             with pytest.raises(
-                hr.errors.TooManySkippedError, match="each of the last 100 batches lost all its samples"
+                hr.errors.TooManySkippedError,
+                match="each of the last 100 batches lost all its samples",
             ):
                 next(batches)
         assert loader.stats().skipped_samples == 200
@@ -213,7 +236,9 @@ def caught_in(loader):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(loader)
-    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning], caught
+    return [
+        str(warning.message) for warning in caught if warning.category is RuntimeWarning
+    ], caught
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("async", 0), ("torch", 1)])
@@ -222,7 +247,15 @@ def test_first_skip_of_each_epoch_warns(kind, num_workers):
     with skipping(dataset, num_workers=num_workers) as loader:
         for _ in range(2):
             (message,), caught = caught_in(loader)
-            for words in ("Mine", "5 is bad", "stage fetch", "batch 2", "index 5", "key 'key-5'", "loader.stats()"):
+            for words in (
+                "Mine",
+                "5 is bad",
+                "stage fetch",
+                "batch 2",
+                "index 5",
+                "key 'key-5'",
+                "loader.stats()",
+            ):
                 assert words in message
             assert caught[-1].filename == __file__
 
@@ -279,12 +312,21 @@ class TorchDies(torch.utils.data.IterableDataset):
         return dying()
 
 
-DYING = {"plain": Dies(), "shuffle": Dies().shuffle(4), "concat": hr.concat([Dies(), Dies()]), "torch": TorchDies()}
+DYING = {
+    "plain": Dies(),
+    "shuffle": Dies().shuffle(4),
+    "concat": hr.concat([Dies(), Dies()]),
+    "torch": TorchDies(),
+}
 
 
-@pytest.mark.parametrize(("name", "num_workers"), [*((name, 0) for name in DYING), ("plain", 1), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [*((name, 0) for name in DYING), ("plain", 1), ("torch", 1)]
+)
 def test_error_that_ends_a_generator_is_raised_and_not_skipped(name, num_workers):
-    with hr.DataLoader(DYING[name], batch_size=4, num_workers=num_workers, on_error="skip") as loader:
+    with hr.DataLoader(
+        DYING[name], batch_size=4, num_workers=num_workers, on_error="skip"
+    ) as loader:
         given = []
         with pytest.raises(LookupError, match="no sample 20") as raised:
             given.extend(sample for batch in loader for sample in batch.tolist())

@@ -53,7 +53,9 @@ class HeldTorch(torch.utils.data.Dataset):
 
 def message_of(dataset, batch=1, size=4, **options):
     """The time-out's message, for a loader that gives some batches and then waits."""
-    with hr.DataLoader(dataset, size, timeout=1 if options.get("num_workers") else 0.05, **options) as loader:
+    with hr.DataLoader(
+        dataset, size, timeout=1 if options.get("num_workers") else 0.05, **options
+    ) as loader:
         batches = iter(loader)
         for _ in range(batch):
             while True:
@@ -80,13 +82,20 @@ PLACEMENTS = pytest.mark.parametrize("placement", ["thread", "process"])
 def test_timeout_names_the_missing_samples(placement):
     message = message_of(Held(5, 7), placement=placement)
     assert "DataLoader timed out after 0.05 seconds" in message
-    assert "batch 1 is in stage fetch, and waits for 2 samples: indices [5, 7], keys ['key-5', 'key-7']" in message
+    assert (
+        "batch 1 is in stage fetch, and waits for 2 samples: indices [5, 7], keys ['key-5', 'key-7']"
+        in message
+    )
 
 
 def test_timeout_names_the_whole_batch_of_agets_the_sample_without_batches_and_the_position_in_a_stream():
     assert "waits for 4 samples: indices [4, 5, 6, 7]" in message_of(HeldAtOnce(5))
-    assert "batch 3 is in stage fetch, and waits for 1 sample: indices [3]" in message_of(Held(3), 3, None)
-    assert "batch 1 is in stage fetch, and waits for 1 sample: indices [5]" in message_of(HeldStream())
+    assert "batch 3 is in stage fetch, and waits for 1 sample: indices [3]" in message_of(
+        Held(3), 3, None
+    )
+    assert "batch 1 is in stage fetch, and waits for 1 sample: indices [5]" in message_of(
+        HeldStream()
+    )
 
 
 def test_timeout_of_a_large_batch_stays_short():
@@ -103,7 +112,10 @@ def hold(sample):
 
 def test_timeout_in_a_transform_names_the_worker_and_the_batch():
     message = message_of(Held(), num_workers=1, transform=hold)
-    assert "batch 1 is in stage assemble (transform and collate), worker 0, indices [4, 5, 6, 7]" in message
+    assert (
+        "batch 1 is in stage assemble (transform and collate), worker 0, indices [4, 5, 6, 7]"
+        in message
+    )
     assert "keys ['key-4'" in message
 
 
@@ -141,7 +153,9 @@ def test_timeout_of_an_async_iterator_names_the_missing_samples(consumer_loop):
             while True:
                 with pytest.raises(hr.errors.LoaderTimeoutError) as caught:
                     await anext(batches)
-                if "not begun" not in str(caught.value) and "does not answer" not in str(caught.value):
+                if "not begun" not in str(caught.value) and "does not answer" not in str(
+                    caught.value
+                ):
                     return str(caught.value)
 
     assert "waits for 1 sample: indices [1], keys ['key-1']" in consumer_loop(scenario)

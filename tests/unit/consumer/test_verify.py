@@ -163,7 +163,9 @@ def test_ranks_of_an_exact_sampler_drop_batches_of_their_own():
 
 
 def test_batches_out_of_order_are_refused():
-    with hr.DataLoader(Held(0, length=N), 2, sampler=elastic(shuffle=False), in_order=False) as loader:
+    with hr.DataLoader(
+        Held(0, length=N), 2, sampler=elastic(shuffle=False), in_order=False
+    ) as loader:
         next(iter(loader))
         with pytest.raises(hr.StateError, match="out of order"):
             hr.verify([(None, loader.state_dict())], loader)

@@ -14,7 +14,16 @@ class Machine:
     """A loader of which transforms are the limit: its batches, as so many workers on so many cores would make them."""
 
     def __init__(
-        self, workers=1, cores=8, *, real_cores=8, work=WORK, nbytes=0, memory_budget=None, start=0.5, ahead=0.01
+        self,
+        workers=1,
+        cores=8,
+        *,
+        real_cores=8,
+        work=WORK,
+        nbytes=0,
+        memory_budget=None,
+        start=0.5,
+        ahead=0.01,
     ):
         self.work, self.real_cores, self.nbytes, self.start = work, real_cores, nbytes, start
         self.setup = Setup("auto", workers, 6, True, memory_budget, "thread", False, cores, 1024)
@@ -52,7 +61,9 @@ class Machine:
         self.now = ready + COMPUTE
         number, cpu = len(self.records), self.cpu_share * self.now
         self.records.append(
-            BatchRecord(1, number, 8, called - self.ahead, times, called, ready, ready, ready, 2, None, cpu)
+            BatchRecord(
+                1, number, 8, called - self.ahead, times, called, ready, ready, ready, 2, None, cpu
+            )
         )
 
 

@@ -1,7 +1,7 @@
 """The formats that `test_formats` and `test_mutations` read: files of their original writers, and what is in them.
 
-An entry is a `Format` in `FORMATS`: at most about 40 samples in three shards or more, four if one of them is empty.
-"""
+An entry is a `Format` in `FORMATS`: at most about 40 samples in three shards or more, four if one
+of them is empty."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Format:
         files: by their keys.
         open: the dataset; map-style, or None for a format that is only a stream.
         samples: all samples in order.
-        stream: the stream, with the options of `TarDataset`; None: ``open(store).stream(**options)``, if it has one,
-            with those of the options that are about order and ranks.
+        stream: the stream, with the options of `TarDataset`; None:
+            ``open(store).stream(**options)``, if it has one, with those of the options that are
+            about order and ranks.
         checked: whether checksums show every changed byte; else only changed lengths are shown.
     """
 
@@ -55,13 +56,19 @@ class Format:
         assert self.stream is not None or self.open is not None
         if self.stream:
             return self.stream(store, **options)
-        kept = {name: options[name] for name in ("shuffle", "seed", "rank", "world_size") if name in options}
+        kept = {
+            name: options[name]
+            for name in ("shuffle", "seed", "rank", "world_size")
+            if name in options
+        }
         return self.open(store).stream(**kept)
 
 
 def files_in(folder: str) -> dict[str, bytes]:
     """The files of a folder of tests/fixtures, at any depth, without the script that made them."""
-    files = sorted(path for path in (FIXTURES / folder).rglob("*") if path.is_file() and path.suffix != ".py")
+    files = sorted(
+        path for path in (FIXTURES / folder).rglob("*") if path.is_file() and path.suffix != ".py"
+    )
     return {path.relative_to(FIXTURES / folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -78,7 +85,8 @@ def plain(sample: Any) -> Any:
 
 def _tokens() -> Format:
     shards = [
-        np.random.default_rng(n).integers(0, 60_000, size).astype("<u2") for n, size in enumerate((420, 5, 231, 100))
+        np.random.default_rng(n).integers(0, 60_000, size).astype("<u2")
+        for n, size in enumerate((420, 5, 231, 100))
     ]
     npy = io.BytesIO()
     np.save(npy, shards[2])
@@ -91,8 +99,15 @@ def _tokens() -> Format:
 def _documents(*shards: str) -> Format:
     """Of Megatron or datatrove, with the files that lie beside each."""
     files, tokens = files_in("tokens"), json.loads((FIXTURES / "tokens/expected.json").read_text())
-    samples = [torch.tensor(document, dtype=torch.int64) for shard in shards for document in tokens[shard]]
-    kept = {key: data for key, data in files.items() for shard in shards if key.startswith(shard.removesuffix("bin"))}
+    samples = [
+        torch.tensor(document, dtype=torch.int64) for shard in shards for document in tokens[shard]
+    ]
+    kept = {
+        key: data
+        for key, data in files.items()
+        for shard in shards
+        if key.startswith(shard.removesuffix("bin"))
+    }
     return Format(kept, lambda store: hr.TokenDataset(store, seq_len=None), samples)
 
 
@@ -101,7 +116,10 @@ def _tar() -> Format:
     for number, count in enumerate((7, 1, 9)):
         members: list[tuple[str, bytes]] = []
         for sample in range(count):
-            fields = {"txt": b"%d" % (sample * 7919), "bin": bytes(range(sample, sample + 9 * number))}
+            fields = {
+                "txt": b"%d" % (sample * 7919),
+                "bin": bytes(range(sample, sample + 9 * number)),
+            }
             members += [(f"{number}-{sample}.{field}", data) for field, data in fields.items()]
             samples.append({"__key__": f"{number}-{sample}", **fields})
         files[f"{number}.tar"] = tars.members(*members)
@@ -112,7 +130,10 @@ def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
     """Streams and files of Arrow or Parquet, one with a dictionary, compressed ones, and one without rows."""
     files, samples = {}, []
     for number, (count, compression) in enumerate([(7, None), (0, None), (9, "zstd"), (10, "lz4")]):
-        columns = {"id": [*range(number * 100, number * 100 + count)], "text": [f"{n % 3}" * 40 for n in range(count)]}
+        columns = {
+            "id": [*range(number * 100, number * 100 + count)],
+            "text": [f"{n % 3}" * 40 for n in range(count)],
+        }
         table = pa.table(columns, pa.schema({"id": pa.int64(), "text": pa.string()}))
         samples += table.to_pylist()
         if number == 3:
@@ -149,7 +170,9 @@ def video_file(
         tempfile.NamedTemporaryFile() as file,  # faststart reads it again by its name
         av.open(file.name, "w", format=container, options=flags) as output,
     ):
-        video = output.add_stream(codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt=pixels)
+        video = output.add_stream(
+            codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt=pixels
+        )
         video.codec_context.gop_size, video.codec_context.max_b_frames = 12, 2
         video.codec_context.time_base = fractions.Fraction(1, 120)
         if rotation:
@@ -159,7 +182,10 @@ def video_file(
             picture = np.roll(noise, (2 * number, number), (0, 1))
             picture[:8, :8] = number % 256
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pixels)
-            frame.pts, frame.time_base = times[number] if times else 4 * number, fractions.Fraction(1, 120)
+            frame.pts, frame.time_base = (
+                times[number] if times else 4 * number,
+                fractions.Fraction(1, 120),
+            )
             output.mux(video.encode(frame))
             for sound in sounds if number % 2 else ():
                 samples = random.standard_normal((1, 1024)).astype(np.float32) / 10
@@ -186,8 +212,14 @@ def _video() -> Format:
 def _zarr(**layout: Any) -> Format:
     values = np.arange(30 * 2 * 3, dtype=np.float32).reshape(30, 2, 3) ** 2
     files: dict[str, Any] = {}
-    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[:] = values
-    return Format({key: data.to_bytes() for key, data in files.items()}, hr.ZarrDataset, [*torch.from_numpy(values)])
+    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[
+        :
+    ] = values
+    return Format(
+        {key: data.to_bytes() for key, data in files.items()},
+        hr.ZarrDataset,
+        [*torch.from_numpy(values)],
+    )
 
 
 def _arrays() -> Format:
@@ -216,14 +248,22 @@ def _tfrecord() -> Format:
 
     files, unpack = files_in("tfrecord"), {"gz": gzip.decompress, "zlib": zlib.decompress}
     unpacked = [unpack.get(key.rsplit(".", 1)[1], bytes)(data) for key, data in files.items()]
-    return Format(files, None, [record for data in unpacked for record in tfrecords(data)], stream, checked=True)
+    return Format(
+        files,
+        None,
+        [record for data in unpacked for record in tfrecords(data)],
+        stream,
+        checked=True,
+    )
 
 
 def _litdata_tokens() -> Format:
     files = files_in("litdata/tokens")
     chunks, samples, number = json.loads(files["index.json"])["chunks"], [], 1
     for chunk in chunks:
-        tokens = np.concatenate([litdata.tokens(number + n) for n in range(chunk["chunk_size"])]).astype(np.int64)
+        tokens = np.concatenate(
+            [litdata.tokens(number + n) for n in range(chunk["chunk_size"])]
+        ).astype(np.int64)
         number += chunk["chunk_size"]
         samples += torch.from_numpy(tokens[: len(tokens) // 33 * 33]).split(33)
     return Format(files, lambda store: hr.LitDataset(store, seq_len=33), samples)
@@ -231,8 +271,12 @@ def _litdata_tokens() -> Format:
 
 FORMATS = {
     "litdata": Format(files_in("litdata/raw"), hr.LitDataset, [*map(litdata.sample, range(18))]),
-    "litdata frames": Format(files_in("litdata/frames"), hr.LitDataset, [*map(litdata.sample, range(18))]),
-    "litdata arrow": Format(files_in("litdata/arrow"), hr.LitDataset, [*map(litdata.row, range(18))]),
+    "litdata frames": Format(
+        files_in("litdata/frames"), hr.LitDataset, [*map(litdata.sample, range(18))]
+    ),
+    "litdata arrow": Format(
+        files_in("litdata/arrow"), hr.LitDataset, [*map(litdata.row, range(18))]
+    ),
     "litdata tokens": _litdata_tokens(),
     "mds": Format(files_in("mds/raw"), hr.MDSDataset, [*mds.samples(18)]),
     "mds zstd": Format(files_in("mds/zstd"), hr.MDSDataset, [*mds.samples(18)]),

@@ -48,7 +48,10 @@ def test_tensors_have_the_values_and_the_type_of_the_array(dtype, shape):
     array = (ROWS.reshape(-1)[: np.prod(shape)].reshape(shape) % 30_000 - 99).astype(dtype)
     dataset = hr.ArrayDataset(in_memory({"x.npy": npy(array)}))
     wanted = torch.from_numpy(array.astype(np.dtype(dtype).newbyteorder("=")))
-    for samples in ([dataset[i] for i in range(7)], hr.DataLoader(dataset, 7, collate_fn=list, placement="thread")):
+    for samples in (
+        [dataset[i] for i in range(7)],
+        hr.DataLoader(dataset, 7, collate_fn=list, placement="thread"),
+    ):
         rows = samples if isinstance(samples, list) else next(iter(samples))
         assert same(torch.stack([*rows]), wanted)
     assert dataset[3].is_contiguous()
@@ -56,7 +59,9 @@ def test_tensors_have_the_values_and_the_type_of_the_array(dtype, shape):
 
 def test_only_big_files_have_large_headers_and_offsets(tmp_path):
     """A sparse file of more than 4 GiB."""
-    array = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="<u4", shape=(1 << 20, 1 << 11))
+    array = np.lib.format.open_memmap(
+        tmp_path / "x.npy", mode="w+", dtype="<u4", shape=(1 << 20, 1 << 11)
+    )
     array[-1] = np.arange(1 << 11)
     array.flush()
     dataset = hr.ArrayDataset(tmp_path / "x.npy")
@@ -73,13 +78,28 @@ class Runs:
     ("files", "what"),
     [
         ({"x.npy": npy(np.asfortranarray(ROWS))}, r"columns come first.*ascontiguousarray.*x\.npy"),
-        ({"x.npy": npy(np.array([Runs()]), allow_pickle=True)}, r"torch has no type for object.*x\.npy"),
+        (
+            {"x.npy": npy(np.array([Runs()]), allow_pickle=True)},
+            r"torch has no type for object.*x\.npy",
+        ),
         ({"x.npy": npy(np.zeros(3, "M8[s]"))}, r"torch has no type for datetime64.*x\.npy"),
         ({"x.npy": npy(np.zeros((3, 0)))}, r"shape \(3, 0\) has no rows.*x\.npy"),
-        ({"x.npy": npy(ROWS)[:-120]}, r"59,880 bytes, but the header has int64 of shape \(500, 3, 5\).*x\.npy"),
-        ({"x.npy": npy(ROWS).replace(b"NUMPY\1\0", b"NUMPY\4\0")}, r"version 4\.0 is unknown.*x\.npy"),
-        ({"x.npy": npy(ROWS), "y.npy": npy(ROWS[:, 1:])}, r"int64 of shape \(500, 2, 5\), but the first.*y\.npy"),
-        ({"x.npy": npy(ROWS), "y.npy": npy(ROWS.astype(">i8"))}, r">i8 of shape.*, but the first.*y\.npy"),
+        (
+            {"x.npy": npy(ROWS)[:-120]},
+            r"59,880 bytes, but the header has int64 of shape \(500, 3, 5\).*x\.npy",
+        ),
+        (
+            {"x.npy": npy(ROWS).replace(b"NUMPY\1\0", b"NUMPY\4\0")},
+            r"version 4\.0 is unknown.*x\.npy",
+        ),
+        (
+            {"x.npy": npy(ROWS), "y.npy": npy(ROWS[:, 1:])},
+            r"int64 of shape \(500, 2, 5\), but the first.*y\.npy",
+        ),
+        (
+            {"x.npy": npy(ROWS), "y.npy": npy(ROWS.astype(">i8"))},
+            r">i8 of shape.*, but the first.*y\.npy",
+        ),
         ({"x.npz": b"PK"}, r"not a .npy file.*x\.npz"),
     ],
 )

@@ -40,14 +40,22 @@ def parquet(data, **options):
 
 def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
     shutil.copytree(FIXTURES / "save_to_disk/splits", tmp_path / "splits")
-    rows = [{"id": n, "text": f"text {n} " * (n % 3), "vector": [n / 2, None], "label": n % 3} for n in range(25)]
+    rows = [
+        {"id": n, "text": f"text {n} " * (n % 3), "vector": [n / 2, None], "label": n % 3}
+        for n in range(25)
+    ]
     train = tmp_path / "splits/train"
     assert [*train.glob("cache-*.arrow")]
     assert list(hr.ArrowDataset(train)) == list(hr.ArrowDataset(hr.Store(train.as_uri()))) == rows
     assert list(hr.ArrowDataset(f"{train}/data-0000[01]-of-*.arrow")) == rows[:17]
-    with pytest.raises(ValueError, match=r"several splits or saves.*splits/test.*splits/train.*give the folder"):
+    with pytest.raises(
+        ValueError, match=r"several splits or saves.*splits/test.*splits/train.*give the folder"
+    ):
         hr.ArrowDataset(tmp_path / "splits")
-    files = [f"{tmp_path}/splits/{name}.arrow" for name in ("test/data-00000-of-00001", "train/data-00000-of-00003")]
+    files = [
+        f"{tmp_path}/splits/{name}.arrow"
+        for name in ("test/data-00000-of-00001", "train/data-00000-of-00003")
+    ]
     assert list(hr.ArrowDataset(files)) == rows[20:] + rows[:9]
     (train / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(ObjectNotFoundError, match="data-00001-of-00003"):
@@ -65,9 +73,13 @@ def test_every_type_and_selection_equals_pyarrows(new, options):
             "list": pa.array([[1, 2], [], None]),
             "struct": pa.array([{"x": 1, "y": "a"}, {"x": None, "y": "b"}, None]),
             "category": pa.array(["a", "b", "a"]).dictionary_encode(),
-            "nested": pa.array([["p"], ["q", "p"], []], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+            "nested": pa.array(
+                [["p"], ["q", "p"], []], pa.list_(pa.dictionary(pa.int8(), pa.string()))
+            ),
             "decimal": pa.array([decimal.Decimal("1.20"), None, decimal.Decimal("-3.00")]),
-            "time": pa.array([datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")),
+            "time": pa.array(
+                [datetime.datetime(2024, 2, 29, 12), None, None], pa.timestamp("us", tz="UTC")
+            ),
             "view": pa.array(["a long text in a view", "", None], pa.string_view()),
             "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
             "half": pa.array([1.5, None, -2.0], pa.float16()),
@@ -86,7 +98,11 @@ def test_every_type_and_selection_equals_pyarrows(new, options):
             == [{name: rows[1][name] for name in columns}] * 2
         )
     if opened is parquet:
-        assert [row["struct"] for row in opened(data, columns=["struct.y"])][:3] == [{"y": "a"}, {"y": "b"}, None]
+        assert [row["struct"] for row in opened(data, columns=["struct.y"])][:3] == [
+            {"y": "a"},
+            {"y": "b"},
+            None,
+        ]
     else:
         with pytest.raises(ValueError, match=r"has no column 'struct\.x'"):
             opened(data, columns=["struct.x"])
@@ -103,9 +119,13 @@ def test_dictionaries_that_grow_and_are_replaced():
 
 def test_record_batch_is_one_request():
     table = pa.table({"id": range(40_000), "text": [f"{n}" * 4 for n in range(40_000)]})
-    with ObjectServer({"0.feather": written(*(table.slice(at, 10_000) for at in range(0, 40_000, 10_000)))}) as server:
+    with ObjectServer(
+        {"0.feather": written(*(table.slice(at, 10_000) for at in range(0, 40_000, 10_000)))}
+    ) as server:
         server.misbehave()
-        dataset = hr.ArrowDataset(["0.feather"], store=hr.Store(server.url, options=server.store_options))
+        dataset = hr.ArrowDataset(
+            ["0.feather"], store=hr.Store(server.url, options=server.store_options)
+        )
         assert len(server.seen()) == 5, "the beginning, and the end of each record batch"
         server.misbehave()
         assert sum(row["id"] for row in dataset) == sum(range(40_000))
@@ -121,7 +141,11 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
         (file[:-6], ShardError, "no end with at most a footer and b'ARROW1'"),
         (b"FEA1" + bytes(100), ShardError, r"not Arrow IPC \(Feather 2\)"),
         # In a column's name.
-        (stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1), ShardError, "corrupt message: UnicodeDecodeError: 'utf-8'"),
+        (
+            stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1),
+            ShardError,
+            "corrupt message: UnicodeDecodeError: 'utf-8'",
+        ),
     ]:
         with pytest.raises(error, match=rf"{says}.*0\.arrow"):
             arrow(data)
@@ -129,12 +153,20 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
-    table = pa.table({"x": np.zeros(10_000, np.int64), "d": pa.array(["a"] * 10_000).dictionary_encode()})
-    with new(tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    table = pa.table(
+        {"x": np.zeros(10_000, np.int64), "d": pa.array(["a"] * 10_000).dictionary_encode()}
+    )
+    with new(
+        tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
         writer.write_table(table)
     data = (tmp_path / "a.arrow").read_bytes()
     assert len(list(hr.ArrowDataset(tmp_path))) == 10_000
     assert data.count(struct.pack("<q", 80_000)) == 1
-    (tmp_path / "a.arrow").write_bytes(data.replace(struct.pack("<q", 80_000), struct.pack("<q", 8 << 30)))
-    with pytest.raises(ShardError, match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most"):
+    (tmp_path / "a.arrow").write_bytes(
+        data.replace(struct.pack("<q", 80_000), struct.pack("<q", 8 << 30))
+    )
+    with pytest.raises(
+        ShardError, match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most"
+    ):
         list(hr.ArrowDataset(tmp_path))

@@ -20,7 +20,14 @@ def written(format="WAV", subtype=None, wave=WAVE, rate=16_000):
     return data.getvalue()
 
 
-KINDS = [("WAV", "PCM_16"), ("RF64", "PCM_24"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None)]
+KINDS = [
+    ("WAV", "PCM_16"),
+    ("RF64", "PCM_24"),
+    ("FLAC", "PCM_16"),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", None),
+]
 
 
 @pytest.mark.parametrize(("format", "subtype"), KINDS)
@@ -37,7 +44,9 @@ def test_whole_files_are_decoded_as_by_soundfile_and_truncated_ones_refused(form
 def mp3(xing=0, rate=44_100, **options):
     """MP3 of PyAV, with or without a frame that states its length."""
     data = io.BytesIO()
-    with av.open(data, "w", format="mp3", options={"write_xing": str(xing), "id3v2_version": "0"}) as container:
+    with av.open(
+        data, "w", format="mp3", options={"write_xing": str(xing), "id3v2_version": "0"}
+    ) as container:
         stream = container.add_stream("libmp3lame", rate=rate, layout="mono", options=options)
         frame = av.AudioFrame.from_ndarray(WAVE[:, :1].T.copy(), format="fltp", layout="mono")
         frame.sample_rate = rate
@@ -54,7 +63,9 @@ STATED, UNSTATED = mp3(xing=1), mp3(b="64000")
 TAG = b"TAG" + bytes(125)
 
 
-@pytest.mark.parametrize("options", [{"b": "128000"}, {"b": "32000"}, {"abr": "1", "b": "96000"}, {"q": "4"}])
+@pytest.mark.parametrize(
+    "options", [{"b": "128000"}, {"b": "32000"}, {"abr": "1", "b": "96000"}, {"q": "4"}]
+)
 def test_mp3_that_states_no_length_is_decoded_whole(options):
     data = mp3(**options)
     with av.open(io.BytesIO(data)) as container:
@@ -73,7 +84,9 @@ def test_mp3_that_states_no_length_is_decoded_whole(options):
     ],
 )
 def test_joined_streams_are_decoded_one_after_the_other(parts):
-    assert torch.equal(decoded(*parts), torch.cat([decoded(part) for part in parts if part != TAG], 1))
+    assert torch.equal(
+        decoded(*parts), torch.cat([decoded(part) for part in parts if part != TAG], 1)
+    )
     with pytest.raises(ValueError, match=r"truncated|damaged"):
         decoded(*parts, parts[0][:-300])
 
@@ -88,14 +101,21 @@ def test_joined_streams_of_several_rates_are_refused(first):
 def test_wrong_and_unknown_sizes_of_whole_files_are_no_error():
     data = written()
     riff, samples = struct.unpack_from("<I", data, 4)[0], decoded(data)
-    for size, inner in ((riff + 1, None), (riff + 8, None), (riff - 36, None), (0xFFFFFFFF, 0xFFFFFFFF)):
+    for size, inner in (
+        (riff + 1, None),
+        (riff + 8, None),
+        (riff - 36, None),
+        (0xFFFFFFFF, 0xFFFFFFFF),
+    ):
         changed = bytearray(data)
         struct.pack_into("<I", changed, 4, size)
         struct.pack_into("<I", changed, 40, inner or len(data) - 44)
         assert torch.equal(decoded(bytes(changed)), samples)
     assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (1, 40_320)
     flac = written("FLAC")
-    assert torch.equal(decoded(flac[:21], bytes([flac[21] & 0xF0]), bytes(4), flac[26:]), decoded(flac))
+    assert torch.equal(
+        decoded(flac[:21], bytes([flac[21] & 0xF0]), bytes(4), flac[26:]), decoded(flac)
+    )
     for claims in (flac[:22] + b"\xff" * 4 + flac[26:], data[:40] + bytes(4) + data[44:]):
         with pytest.raises(ValueError, match="truncated, empty"):
             decoded(claims)

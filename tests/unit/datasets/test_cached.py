@@ -17,7 +17,9 @@ COUNT = 10
 @pytest.fixture
 def server():
     tokens = np.arange(100, dtype=np.uint16).tobytes()
-    tar = tars.shard(range(COUNT), a=lambda number: b"a" * 100 * number, b=lambda number: b"b" * 100 * number)
+    tar = tars.shard(
+        range(COUNT), a=lambda number: b"a" * 100 * number, b=lambda number: b"b" * 100 * number
+    )
     objects = {f"train/{number}": bytes([number]) * number for number in range(COUNT)}
     with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": tar}) as server:
         yield server
@@ -29,9 +31,13 @@ def objects(server, **more):
 
 DATASETS = {
     "objects": objects,
-    "objects by keys": lambda server: objects(server, keys=[str(number) for number in range(COUNT)]),
+    "objects by keys": lambda server: objects(
+        server, keys=[str(number) for number in range(COUNT)]
+    ),
     "windows": lambda server: hr.TokenDataset(
-        f"{server.url}/tokens/0.bin", seq_len=10, store=hr.Store(server.url, options=server.store_options)
+        f"{server.url}/tokens/0.bin",
+        seq_len=10,
+        store=hr.Store(server.url, options=server.store_options),
     ),
     "an indexed tar": lambda server: hr.TarDataset.index(
         f"{server.url}/tars/0.tar", store=hr.Store(server.url, options=server.store_options)
@@ -75,7 +81,9 @@ def test_errors_of_the_dataset_are_unchanged(dataset, tmp_path):
 @pytest.mark.parametrize("placement", ["thread", "process"])
 def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placement):
     cached = objects(server, labels=int).cache(tmp_path / "cache")
-    mapped = torch.utils.data.Subset(cached.map(lambda sample: len(sample.data) * 100 + sample.label), range(5))
+    mapped = torch.utils.data.Subset(
+        cached.map(lambda sample: len(sample.data) * 100 + sample.label), range(5)
+    )
     with hr.DataLoader(mapped, batch_size=5, num_workers=1, placement=placement) as loader:
         for _ in range(2):
             assert [batch.tolist() for batch in loader] == [[0, 101, 202, 303, 404]]
@@ -87,7 +95,9 @@ def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placeme
 def test_subset_concat_and_a_stock_loader_read_the_cache(server, tmp_path):
     cached = objects(server).cache(tmp_path / "cache")
     both = hr.concat([torch.utils.data.Subset(cached, range(3)), cached])
-    stock = torch.utils.data.DataLoader(both, batch_size=13, collate_fn=lambda samples: [s.key for s in samples])
+    stock = torch.utils.data.DataLoader(
+        both, batch_size=13, collate_fn=lambda samples: [s.key for s in samples]
+    )
     assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
 
 
@@ -138,7 +148,9 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
     for dataset in (lengths, cached, cached):
         assert [dataset[index] for index in range(COUNT)] == list(range(COUNT))
     with pytest.raises(TypeError, match=r"Wrong defines aget.*sample_of"):
-        Wrong(hr.Store(f"{server.url}/train", options=server.store_options)).cache(tmp_path / "cache")
+        Wrong(hr.Store(f"{server.url}/train", options=server.store_options)).cache(
+            tmp_path / "cache"
+        )
 
 
 def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(server, tmp_path):

@@ -21,7 +21,9 @@ class TestConcatOfMaps(DatasetContract):
 class TestOperations(StreamContract):
     def make_dataset(self):
         shuffled = stream(*range(30)).shuffle(7, seed=3).map(str)
-        return hr.batch_by_tokens(hr.mix([stream("a", "bbb"), shuffled], [1, 2], stop="all"), 4, boundaries=[2])
+        return hr.batch_by_tokens(
+            hr.mix([stream("a", "bbb"), shuffled], [1, 2], stop="all"), 4, boundaries=[2]
+        )
 
 
 def test_concat_of_different_kinds_is_an_error():
@@ -158,7 +160,9 @@ def test_ranks_get_the_same_number_of_batches_by_tokens():
 
 @pytest.mark.parametrize("kind", [np.int16, np.uint8, torch.tensor])
 def test_lengths_may_be_numbers_of_numpy_and_torch(kind):
-    batches = hr.batch_by_tokens(stream(*range(900)), 32_000, length=lambda _: kind(100), padded=False)
+    batches = hr.batch_by_tokens(
+        stream(*range(900)), 32_000, length=lambda _: kind(100), padded=False
+    )
     assert [len(batch) for batch in batches] == [320, 320, 260]
 
 

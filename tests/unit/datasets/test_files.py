@@ -22,7 +22,9 @@ def root(tmp_path):
 def test_samples_are_all_files_at_any_depth_in_order_of_their_keys(root):
     dataset = FileDataset(root)
     assert dataset.keys == ("a.txt", "b.txt", "deep/d.jpg", "deep/er/c.txt")
-    assert [dataset[i] for i in range(len(dataset))] == [FileSample(k, k.encode(), None) for k in dataset.keys]
+    assert [dataset[i] for i in range(len(dataset))] == [
+        FileSample(k, k.encode(), None) for k in dataset.keys
+    ]
 
 
 def test_pattern_and_suffix_choose(root):

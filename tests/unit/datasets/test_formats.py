@@ -14,7 +14,11 @@ from tests.unit.datasets.formats import FORMATS, plain
 from tests.unit.shards.resuming import resumes_at_every_position
 
 MAP_STYLE = [name for name, format in FORMATS.items() if format.open is not None]
-STREAMS = [name for name, format in FORMATS.items() if format.stream or hasattr(format.open, "stream") or format.open]
+STREAMS = [
+    name
+    for name, format in FORMATS.items()
+    if format.stream or hasattr(format.open, "stream") or format.open
+]
 COLLATE = {"batch_size": 3, "collate_fn": lambda samples: [*map(plain, samples)]}
 
 
@@ -90,14 +94,20 @@ def test_cached_samples_need_no_store(name, store, tmp_path):
 
 
 def test_second_start_makes_no_request(tmp_path):
-    files = {f"{name}/{key}": data for name in MAP_STYLE for key, data in FORMATS[name].files.items()}
+    files = {
+        f"{name}/{key}": data for name in MAP_STYLE for key, data in FORMATS[name].files.items()
+    }
     with ObjectServer(files) as server:
         for name in MAP_STYLE:
 
             def opened(name=name):
-                return FORMATS[name].open(hr.Store(f"{server.url}/{name}", options=server.store_options))
+                return FORMATS[name].open(
+                    hr.Store(f"{server.url}/{name}", options=server.store_options)
+                )
 
-            for _ in range(2):  # LitDataset asks for the other chunks what the first chunk that it reads decides
+            for _ in range(
+                2
+            ):  # LitDataset asks for the other chunks what the first chunk that it reads decides
                 first = hr.open_cached(tmp_path / name, opened)
             before = server.requests()
             second = hr.open_cached(tmp_path / name, opened)
@@ -120,7 +130,9 @@ def test_file_of_answers_is_checked_and_objects_are_read_in_their_version(tmp_pa
         data = path.read_bytes()
         for at in range(0, len(data), 97):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            with pytest.raises(ShardError, match=r"opened.*damaged one; delete it|damaged one; delete it.*opened"):
+            with pytest.raises(
+                ShardError, match=r"opened.*damaged one; delete it|damaged one; delete it.*opened"
+            ):
                 hr.open_cached(path, opened)
         path.write_bytes(b"")
         with pytest.raises(ShardError, match="damaged one"):
@@ -131,16 +143,29 @@ def test_file_of_answers_is_checked_and_objects_are_read_in_their_version(tmp_pa
 def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
     samples = wanted(name)
     assert resumes_at_every_position(lambda: stream(shards_in_parallel=1).map(plain)) == samples
-    options = {"chunk_bytes": 500, "shuffle": True, "seed": 1, "buffer_size": 4, "shards_in_parallel": 2}
-    assert counted(resumes_at_every_position(lambda: stream(**options).map(plain))) == counted(samples)
+    options = {
+        "chunk_bytes": 500,
+        "shuffle": True,
+        "seed": 1,
+        "buffer_size": 4,
+        "shards_in_parallel": 2,
+    }
+    assert counted(resumes_at_every_position(lambda: stream(**options).map(plain))) == counted(
+        samples
+    )
 
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("division", ["split", "shards"])
 def test_two_ranks_share_a_stream_which_ranks_continue(name, division, stream):
     def part(rank, world_size, state=None, batches=None):
-        options, ranks = {"seed": 0, "shuffle": True, "shards_in_parallel": 1}, {"rank": rank, "world_size": world_size}
-        shared = stream(**options).split(**ranks) if division == "split" else stream(**options, **ranks)
+        options, ranks = (
+            {"seed": 0, "shuffle": True, "shards_in_parallel": 1},
+            {"rank": rank, "world_size": world_size},
+        )
+        shared = (
+            stream(**options).split(**ranks) if division == "split" else stream(**options, **ranks)
+        )
         loader = hr.DataLoader(shared, **COLLATE)
         if state is not None:
             loader.load_state_dict(state)
@@ -154,7 +179,9 @@ def test_two_ranks_share_a_stream_which_ranks_continue(name, division, stream):
     else:
         assert not left_out
     halves = [part(rank, 2, batches=1) for rank in range(2)]
-    assert [first for first, _ in halves] == [one[: len(first)] for one, (first, _) in zip(whole, halves, strict=True)]
+    assert [first for first, _ in halves] == [
+        one[: len(first)] for one, (first, _) in zip(whole, halves, strict=True)
+    ]
     merged = json.loads(json.dumps(hr.merge_states([state for _, state in halves])))
     given = [sample for first, _ in halves for sample in first]
     given += [sample for rank in range(2) for sample in part(rank, 2, merged)[0]]

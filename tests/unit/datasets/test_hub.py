@@ -9,7 +9,12 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
-from headrace.errors import EmptyListingError, ObjectNotFoundError, StateError, StoreUnreachableError
+from headrace.errors import (
+    EmptyListingError,
+    ObjectNotFoundError,
+    StateError,
+    StoreUnreachableError,
+)
 from tests.hub_server import serve_hub
 
 OLD, NEW, TOKEN = "a" * 40, "b" * 40, "hf_" + "s" * 30
@@ -38,8 +43,12 @@ FILES = {
 
 @pytest.fixture
 def server(monkeypatch):
-    with serve_hub({"main": OLD, "refs/pr/1": NEW, OLD: FILES, NEW: {"data/a.jsonl": jsonl(7, 1)}}) as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.urls[0])  # of HF_ENDPOINT, at its import
+    with serve_hub(
+        {"main": OLD, "refs/pr/1": NEW, OLD: FILES, NEW: {"data/a.jsonl": jsonl(7, 1)}}
+    ) as server:
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", server.urls[0]
+        )  # of HF_ENDPOINT, at its import
         yield server
 
 
@@ -58,7 +67,9 @@ def hub(files, name="datasets/org/name", token=TOKEN, **options):
     ],
 )
 def test_files_are_found_by_globs_over_all_pages_with_their_sizes(server, files, found):
-    assert [(shard.key, shard.head.size) for shard in hub(files)] == [(key, len(FILES[key])) for key in found]
+    assert [(shard.key, shard.head.size) for shard in hub(files)] == [
+        (key, len(FILES[key])) for key in found
+    ]
 
 
 def test_datasets_read_by_signed_urls_that_never_get_the_token(server):
@@ -67,10 +78,15 @@ def test_datasets_read_by_signed_urls_that_never_get_the_token(server):
     assert [row["x"] for row in hr.ParquetDataset(hub("table.parquet"))] == [*range(500)]
     store = hub("*")[0].store
     files = hr.ObjectDataset(store, keys=["README.md", "tokens.bin"])
-    assert [bytes(sample.data) for sample in (files[0], files[1])] == [FILES["README.md"], FILES["tokens.bin"]]
+    assert [bytes(sample.data) for sample in (files[0], files[1])] == [
+        FILES["README.md"],
+        FILES["tokens.bin"],
+    ]
     windows = hr.TokenDataset(hub("tokens.bin"), seq_len=100)
     with hr.DataLoader(windows, batch_size=5, shuffle=True, num_workers=1) as loader:
-        assert sorted(token for batch in loader for token in batch.flatten().tolist()) == [*range(2000)]
+        assert sorted(token for batch in loader for token in batch.flatten().tolist()) == [
+            *range(2000)
+        ]
     assert {(host, token) for host, _, _, token in server.requests} == {("hub", TOKEN), ("cdn", "")}
     resolved = [path for host, _, path, _ in server.requests if "/resolve/" in path]
     assert all(path.startswith(f"/datasets/org/name/resolve/{OLD}/") for path in resolved)
@@ -80,11 +96,16 @@ def test_datasets_read_by_signed_urls_that_never_get_the_token(server):
 
 
 def test_branch_is_resolved_once_and_a_state_does_not_fit_another_commit(server):
-    loader = hr.DataLoader(hr.LinesDataset(hub("data/a.jsonl", "datasets/org/name@main")), batch_size=4)
+    loader = hr.DataLoader(
+        hr.LinesDataset(hub("data/a.jsonl", "datasets/org/name@main")), batch_size=4
+    )
     server.commits["main"] = NEW
     assert next(iter(loader))["x"].tolist() == [0, 1, 2, 3]
     state = loader.state_dict()
-    same, other = (hr.LinesDataset(hub("data/a.jsonl", f"hf://datasets/org/name@{each}")) for each in (OLD, "main"))
+    same, other = (
+        hr.LinesDataset(hub("data/a.jsonl", f"hf://datasets/org/name@{each}"))
+        for each in (OLD, "main")
+    )
     loader = hr.DataLoader(same, batch_size=4)
     loader.load_state_dict(state)
     assert [x for batch in loader for x in batch["x"].tolist()] == [*range(4, 20)]
@@ -92,17 +113,32 @@ def test_branch_is_resolved_once_and_a_state_does_not_fit_another_commit(server)
     loader.load_state_dict(state)
     with pytest.raises(StateError):
         next(iter(loader))
-    assert hub("data/*", "models/org/name@refs/pr/1")[0].name == f"{server.urls[0]}/org/name/resolve/{NEW}/data/a.jsonl"
+    assert (
+        hub("data/*", "models/org/name@refs/pr/1")[0].name
+        == f"{server.urls[0]}/org/name/resolve/{NEW}/data/a.jsonl"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "files", "token", "error", "text"),
     [
-        ("datasets/org/name", "data/*.csv", TOKEN, EmptyListingError, r"no file matches 'data/\*.csv'"),
+        (
+            "datasets/org/name",
+            "data/*.csv",
+            TOKEN,
+            EmptyListingError,
+            r"no file matches 'data/\*.csv'",
+        ),
         ("datasets/org/name", "nowhere/*", TOKEN, EmptyListingError, "no file matches"),
         ("datasets/org/name@v9", "*", TOKEN, ObjectNotFoundError, "Revision Not Found"),
         ("datasets/org/other", "*", TOKEN, ObjectNotFoundError, "may read it"),
-        ("datasets/org/name", "*", False, hr.StoreError, "A private repository needs a token .* HF_TOKEN"),
+        (
+            "datasets/org/name",
+            "*",
+            False,
+            hr.StoreError,
+            "A private repository needs a token .* HF_TOKEN",
+        ),
         ("org/name", "*", TOKEN, ValueError, "must be datasets/…, spaces/… or models/…"),
         ("datasets/org//name", "*", TOKEN, ValueError, "org//name"),
     ],
@@ -140,6 +176,9 @@ def test_reads_are_retried_if_throttled_and_name_the_terms_but_not_the_token_if_
     server.gated = True
     with pytest.raises(hr.StoreError, match=r"ask for access.*accepted the terms") as caught:
         list(hr.LinesDataset(shards))
-    assert TOKEN not in f"{caught.value!r} {shards!r} {shards[0].store!r} {shards[0].store.store_id} {state}"
+    assert (
+        TOKEN
+        not in f"{caught.value!r} {shards!r} {shards[0].store!r} {shards[0].store.store_id} {state}"
+    )
     with pytest.raises(ValueError, match=r"hr\.hub"):
         hr.ParquetDataset("hf://datasets/org/name/*.parquet")

@@ -36,7 +36,12 @@ LINES = {
     "c.jsonl": b"\xef\xbb\xbf" + b"\n".join(b"%d" % 10**number for number in range(400)),
     "d.jsonl": b'"' + b"x" * 600_000 + b'"\n1',
 }
-TEXT = {"a.txt": b"\n\none\r\n\ntwo", "b.txt": b"", "c.txt": "\ufeffäö\n".encode() * 3, "d.txt": b"\n"}
+TEXT = {
+    "a.txt": b"\n\none\r\n\ntwo",
+    "b.txt": b"",
+    "c.txt": "\ufeffäö\n".encode() * 3,
+    "d.txt": b"\n",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +99,16 @@ def archive_of_every_kind():
     """A tar with long names, extended headers, folders, other files, empty members, and a name that is no UTF-8."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in ("README", "a.txt", "d/", "x" * 300 + ".txt", "\udcff.txt", "ä/b.c.txt", "LICENSE", "e.TXT"):
+        for name in (
+            "README",
+            "a.txt",
+            "d/",
+            "x" * 300 + ".txt",
+            "\udcff.txt",
+            "ä/b.c.txt",
+            "LICENSE",
+            "e.TXT",
+        ):
             info = tarfile.TarInfo(name.rstrip("/"))
             info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
             info.size = 0 if name.endswith("/") else len(name) - 5
@@ -107,16 +121,32 @@ def archive_of_every_kind():
     [
         (hr.TarDataset, {**numbered(2, 10), "empty.tar": tars.members()}, {}),
         (hr.TarDataset, {**numbered(1, 3), "z.tar": archive_of_every_kind()}, {"uniform": False}),
-        (hr.TarDataset, {"gnu.tar": tars.members(("g" * 200 + ".a", b"1"), (".a", b"2"), ("h.a", b"3"))}, {}),
-        (hr.TarDataset, {"a.tar": tars.shard("ab", cls=str.encode, jpg=lambda key: b"")}, {"fields": ["jpg"]}),
+        (
+            hr.TarDataset,
+            {"gnu.tar": tars.members(("g" * 200 + ".a", b"1"), (".a", b"2"), ("h.a", b"3"))},
+            {},
+        ),
+        (
+            hr.TarDataset,
+            {"a.tar": tars.shard("ab", cls=str.encode, jpg=lambda key: b"")},
+            {"fields": ["jpg"]},
+        ),
         (hr.LinesDataset, LINES, {}),
         (hr.LinesDataset, LINES, {"format": "bytes"}),
         (hr.LinesDataset, TEXT, {}),
         (hr.LinesDataset, TEXT, {"format": "bytes"}),
         (hr.LinesDataset, {**LINES, **TEXT}, {}),
         (hr.TFRecordDataset, {**files_in("tfrecord"), "b.tfrecord": b""}, {}),
-        (hr.TarDataset, {"a.tar": tars.shard("ab"), "b.tar.gz": gzip.compress(tars.shard("cde"))}, {}),
-        (hr.LinesDataset, {"a.jsonl.zst": tars.zstd(LINES["c.jsonl"]), "b.json.gz": gzip.compress(b"")}, {}),
+        (
+            hr.TarDataset,
+            {"a.tar": tars.shard("ab"), "b.tar.gz": gzip.compress(tars.shard("cde"))},
+            {},
+        ),
+        (
+            hr.LinesDataset,
+            {"a.jsonl.zst": tars.zstd(LINES["c.jsonl"]), "b.json.gz": gzip.compress(b"")},
+            {},
+        ),
         (hr.LinesDataset, in_parts(), {}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -131,7 +161,9 @@ def test_indexed_samples_are_those_of_the_stream(tmp_path, kind, files, options)
     assert len(dataset.counts) == len(files)
     order = random.Random(0).sample(range(len(dataset)), len(dataset))
     with hr.DataLoader(dataset, 7, sampler=order, collate_fn=list, placement="process") as loader:
-        assert [sample for batch in loader for sample in batch] == [expected[index] for index in order]
+        assert [sample for batch in loader for sample in batch] == [
+            expected[index] for index in order
+        ]
 
 
 def test_indexed_dataset_is_map_style(folder):
@@ -153,7 +185,10 @@ def test_samples_with_different_fields_can_be_indexed(tmp_path):
         ["__key__", "__url__", "jpg"],
         ["__key__", "__url__", "cls", "jpg"],
     ]
-    assert [sample["jpg"] for sample in hr.TarDataset.index(tmp_path, fields=["jpg"])] == [b"1", b"3"]
+    assert [sample["jpg"] for sample in hr.TarDataset.index(tmp_path, fields=["jpg"])] == [
+        b"1",
+        b"3",
+    ]
     with pytest.raises(ShardError, match="'a' lacks 'cls'"):
         hr.TarDataset.index(tmp_path, fields=["jpg", "cls"])[0]
     with pytest.raises(ShardError, match="has 'cls', which earlier samples lack"):
@@ -163,7 +198,9 @@ def test_samples_with_different_fields_can_be_indexed(tmp_path):
 @pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
 def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
     written(tmp_path / "in", {"a.txt": b"x"})
-    subprocess.run(["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True)
+    subprocess.run(
+        ["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True
+    )
     index = hr.TarDataset.index(tmp_path / "a.tar")
     for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
         assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]
@@ -247,7 +284,9 @@ def test_a_format_of_another_package_can_be_indexed(tmp_path):
     dataset = Pairs.index(tmp_path, save=True, upper=True)
     assert [dataset[index] for index in range(4)] == ["AB", "CD", "EF", "GH"]
     assert Pairs.index(tmp_path)[3] == "gh"
-    with hr.DataLoader(dataset, 2, shuffle=True, seed=0, placement="process", collate_fn=list) as loader:
+    with hr.DataLoader(
+        dataset, 2, shuffle=True, seed=0, placement="process", collate_fn=list
+    ) as loader:
         assert sorted(sample for batch in loader for sample in batch) == ["AB", "CD", "EF", "GH"]
     with pytest.raises(TypeError, match=r"Pairs.index.*'shuffle'"):
         Pairs.index(tmp_path, shuffle=True)
@@ -291,7 +330,11 @@ def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
     damaged[20] ^= 1
     written(
         tmp_path,
-        {"a.jsonl": b'1\n{"x"\n3\n', "a.tfrecord": damaged, "a.tar": tars.members(("../a.b", b""), ("c.b", b""))},
+        {
+            "a.jsonl": b'1\n{"x"\n3\n',
+            "a.tfrecord": damaged,
+            "a.tar": tars.members(("../a.b", b""), ("c.b", b"")),
+        },
     )
     for dataset, good in (
         (hr.LinesDataset.index(tmp_path), [1, 3]),
@@ -332,7 +375,9 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
             assert hr.TarDataset.index(folder).__getitems__(range(60)) == whole
         except ShardError as error:
             errors.append(str(error))
-    assert len(errors) > 380, "only the hash of the content, which is not computed again, may change"
+    assert len(errors) > 380, (
+        "only the hash of the content, which is not computed again, may change"
+    )
     assert all("headrace.index" in error for error in errors)
     path.write_bytes(b"")
     with pytest.raises(ShardError, match=r"damaged one; make it again by `headrace index`"):
@@ -342,13 +387,19 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
 
 
 def test_offsets_beyond_four_gib_are_exact():
-    sizes = np.random.default_rng(0).integers(1, 3 << 31, 40)  # of samples, of which some are larger than 4 GiB
+    sizes = np.random.default_rng(0).integers(
+        1, 3 << 31, 40
+    )  # of samples, of which some are larger than 4 GiB
     begins = [np.cumsum(part) - part for part in np.split(sizes, [13, 13, 25])]
     parts = []
-    for number, (offsets, own) in enumerate(zip(begins, np.split(sizes, [13, 13, 25]), strict=True)):
+    for number, (offsets, own) in enumerate(
+        zip(begins, np.split(sizes, [13, 13, 25]), strict=True)
+    ):
         end = int(own.sum())
         row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
-        parts.append(IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), "")))
+        parts.append(
+            IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), ""))
+        )
     index = IndexFile("all", IndexFile.joined("", parts))
     starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), np.arange(40))
     assert starts.tolist() == np.concatenate(begins).tolist()
@@ -386,11 +437,15 @@ def test_a_pickled_index_is_the_path_and_the_hash_of_its_file(folder):
     large = pickle.dumps(hr.TarDataset.index(folder / "more.tar", index=folder / "more.index"))
     assert len(large) < len(pickled) < 3_000
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert pool.map(dataset.__class__.__getitem__.__get__(dataset), [0, 59]) == [dataset[0], dataset[59]]
+        assert pool.map(dataset.__class__.__getitem__.__get__(dataset), [0, 59]) == [
+            dataset[0],
+            dataset[59],
+        ]
     path = folder / "headrace.index"
     path.rename(folder / "moved")
     with pytest.raises(
-        ShardError, match="the index is gone, or not on this machine; make it again by `headrace index`"
+        ShardError,
+        match="the index is gone, or not on this machine; make it again by `headrace index`",
     ):
         pickle.loads(pickled)
     shutil.copy(folder / "more.index", path)
@@ -410,11 +465,15 @@ def test_an_index_beside_its_shards_is_found_without_a_request_for_each_shard():
         for number in range(2):
             before = server.requests()
             dataset = hr.TarDataset.index(named, store=store)
-            assert server.requests()["GET"] - before["GET"] == 2 - number, "the file comes once, then its hash"
+            assert server.requests()["GET"] - before["GET"] == 2 - number, (
+                "the file comes once, then its hash"
+            )
             assert server.requests()["HEAD"] == before["HEAD"]
         before = server.requests()
         assert dataset[15]["txt"] == b"text of 03-000"
-        assert sum(server.requests().values()) - sum(before.values()) == 1, "a sample is one request"
+        assert sum(server.requests().values()) - sum(before.values()) == 1, (
+            "a sample is one request"
+        )
 
 
 def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
@@ -443,10 +502,14 @@ def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards():
         again = hr.TarDataset.index(shards, store=store)
         assert server.requests()["PUT"] == 0
         assert server.requests()["HEAD"] == before["HEAD"] == 0
-        assert server.requests()["GET"] - before["GET"] == 1, "whether there is one beside the shards"
+        assert server.requests()["GET"] - before["GET"] == 1, (
+            "whether there is one beside the shards"
+        )
         assert list(again) == list(built)
         server.put("0001.tar", tars.shard("xyz"))
-        assert [sample["__key__"] for sample in hr.TarDataset.index(shards, store=store)][10:13] == ["x", "y", "z"]
+        assert [sample["__key__"] for sample in hr.TarDataset.index(shards, store=store)][
+            10:13
+        ] == ["x", "y", "z"]
 
 
 def test_replaced_and_missing_shards_are_named(folder):
@@ -474,7 +537,10 @@ def test_shards_of_several_folders_have_one_index(folder, tmp_path):
     for name in "ab":
         shutil.copytree(folder, tmp_path / "more" / name)
     whole = hr.TarDataset.index(tmp_path / "more", save=True)
-    for named in (tmp_path / "more/{a,b}/*.tar", [tmp_path / "more/b/0003.tar", tmp_path / "more/a/0001.tar"]):
+    for named in (
+        tmp_path / "more/{a,b}/*.tar",
+        [tmp_path / "more/b/0003.tar", tmp_path / "more/a/0001.tar"],
+    ):
         dataset = pickle.loads(pickle.dumps(hr.TarDataset.index(named)))
         assert dataset._index.path == str(tmp_path / "more/headrace.index")
         assert dataset[0] == whole[0 if len(dataset) == 120 else 90]
@@ -488,7 +554,10 @@ def test_shards_and_index_can_be_copied_to_another_place(folder, tmp_path):
     assert copied._index.path == str(tmp_path / "copy/headrace.index")
     assert copied[17]["__key__"] == "01-007"
     (folder / "headrace.index").rename(tmp_path / "elsewhere")
-    assert hr.TarDataset.index(folder / "0002.tar", index=tmp_path / "elsewhere")[0]["__key__"] == "02-000"
+    assert (
+        hr.TarDataset.index(folder / "0002.tar", index=tmp_path / "elsewhere")[0]["__key__"]
+        == "02-000"
+    )
 
 
 @pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index", 401), ("*.index", 400)])
@@ -508,7 +577,9 @@ def test_read_only_store_warns_once():
     with ObjectServer(numbered(3, 10)) as server:
         server.misbehave(Fault("status", method="PUT", status=403))
         options = {"store": hr.Store(server.url, options=server.store_options)}
-        with pytest.warns(RuntimeWarning, match="cannot store the index beside its shards") as warned:
+        with pytest.warns(
+            RuntimeWarning, match="cannot store the index beside its shards"
+        ) as warned:
             dataset = hr.TarDataset.index(server.url + "/*.tar", save=True, **options)
         assert dataset[15]["txt"] == b"text of 01-005"
         assert len(warned) == 1
@@ -556,11 +627,17 @@ def test_a_killed_command_continues_to_the_same_bytes(tmp_path, forks):
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not killed.exists()
-    assert parts[:4] == sorted({*parts[:4]}), "each call keeps the parts of those before, and adds some"
+    assert parts[:4] == sorted({*parts[:4]}), (
+        "each call keeps the parts of those before, and adds some"
+    )
     assert parts[3] < 40
     assert done.returncode == 0, done.stderr
     assert killed.read_bytes() == whole.read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.index", "shards", "whole.index"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "killed.index",
+        "shards",
+        "whole.index",
+    ]
 
 
 def test_parts_of_several_machines_are_joined_and_checked(folder, tmp_path, capsys):
@@ -604,6 +681,8 @@ def test_the_command_takes_the_format_by_the_endings(tmp_path, capsys):
     assert main(["index", str(tmp_path)]) == 2
     assert "shards of tar and lines: give --format" in capsys.readouterr().err
     assert main(["index", str(tmp_path), "--format", "lines", "--processes", "1"]) == 0
-    assert list(hr.LinesDataset.index(tmp_path)) == list(hr.LinesDataset(tmp_path, shards_in_parallel=1))
+    assert list(hr.LinesDataset.index(tmp_path)) == list(
+        hr.LinesDataset(tmp_path, shards_in_parallel=1)
+    )
     with pytest.raises(SystemExit):
         main(["index", str(tmp_path), "--part", "3/2"])

@@ -68,12 +68,16 @@ def test_one_rank_without_shuffle_reads_in_the_order_of_the_dataset(tokens, read
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_rank_reads_blocks_of_its_own(tokens, read, shuffle):
     full = SAMPLES // (50 * 192) * 192  # blocks of whole groups, in the order of the dataset
-    blocks = [{sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]} for rank in range(4)]
+    blocks = [
+        {sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]} for rank in range(4)
+    ]
     shared = set.union(*(one & other for one, other in itertools.combinations(blocks, 2)))
     assert len(shared) <= 192 if shuffle else min(shared, default=full) >= full
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data.map(torch.clone), lambda data: hr.concat([data])])
+@pytest.mark.parametrize(
+    "wrap", [lambda data: data.map(torch.clone), lambda data: hr.concat([data])]
+)
 def test_functions_and_concatenations_keep_the_order(tokens, read, wrap):
     assert read(wrap(tokens), 1, 2, 3, shuffle=True)[0] == read(tokens, 1, 2, 3, shuffle=True)[0]
 
@@ -88,7 +92,9 @@ def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens,
 
 def test_a_stream_has_the_order_of_the_loader(tokens, read):
     for rank in range(2):
-        assert read(tokens.stream(shuffle=True), rank, 2)[0] == read(tokens, rank, 2, shuffle=True)[0]
+        assert (
+            read(tokens.stream(shuffle=True), rank, 2)[0] == read(tokens, rank, 2, shuffle=True)[0]
+        )
 
 
 def test_samples_of_a_subset_are_not_read_in_blocks(tokens, read):
@@ -114,4 +120,6 @@ def test_sizes_of_blocks_follow_from_the_bytes_of_samples(folder, tmp_path):
     whole = hr.MDSDataset(tmp_path)
     assert whole.blocks[:2] == (-(-len(whole) // len(whole.counts)), 192)
     assert whole.blocks.borders.tolist() == [0, *np.cumsum(whole.counts)[:-1].tolist()]
-    assert set(len(data) + whole.blocks.borders) < set(hr.concat([data, whole]).blocks.borders.tolist())
+    assert set(len(data) + whole.blocks.borders) < set(
+        hr.concat([data, whole]).blocks.borders.tolist()
+    )

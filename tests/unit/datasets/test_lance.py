@@ -17,7 +17,9 @@ ROWS = 40
 
 def table(first=0, count=ROWS):
     ids = range(first, first + count)
-    return pa.table({"id": ids, "text": [f"row {i}" for i in ids], "pair": [{"a": i, "b": -i} for i in ids]})
+    return pa.table(
+        {"id": ids, "text": [f"row {i}" for i in ids], "pair": [{"a": i, "b": -i} for i in ids]}
+    )
 
 
 @pytest.fixture
@@ -30,7 +32,10 @@ def test_rows_and_tables_are_those_that_were_written(path):
     dataset, rows = hr.LanceDataset(path), table().to_pylist()
     assert [dataset[n] for n in range(ROWS)] == [dataset[n] for n in range(-ROWS, 0)] == rows
     assert dataset.__getitems__([5, 39, 5, -1]) == [rows[n] for n in (5, 39, 5, 39)]
-    assert hr.LanceDataset(path, columns=["text", "pair.a"])[3] == {"text": "row 3", "pair": {"a": 3}}
+    assert hr.LanceDataset(path, columns=["text", "pair.a"])[3] == {
+        "text": "row 3",
+        "pair": {"a": 3},
+    }
     assert dataset[[30, 2]].equals(table().take([30, 2]))
     for index in (ROWS, -ROWS - 1, [0, ROWS]):
         with pytest.raises(IndexError):
@@ -56,8 +61,12 @@ def test_loader_shuffles_divides_and_continues(path):
         with loader(rank, 2) as half:
             halves += ids(half)
     assert sorted(halves) == sorted(every) == [*range(ROWS)]
-    batches = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(ROWS)), 16, drop_last=False)
-    with hr.DataLoader(hr.LanceDataset(path), sampler=batches, batch_size=None, collate_fn=lambda part: part) as tables:
+    batches = torch.utils.data.BatchSampler(
+        torch.utils.data.SequentialSampler(range(ROWS)), 16, drop_last=False
+    )
+    with hr.DataLoader(
+        hr.LanceDataset(path), sampler=batches, batch_size=None, collate_fn=lambda part: part
+    ) as tables:
         assert pa.concat_tables(tables).equals(table())
 
 
@@ -77,7 +86,9 @@ def test_version_stays_in_every_copy(path):
 
 
 def test_what_is_not_there_is_an_error(path):
-    with pytest.raises(StoreError, match=r"cannot open Lance dataset .*\"x\".*\"id\", \"text\", \"pair\""):
+    with pytest.raises(
+        StoreError, match=r"cannot open Lance dataset .*\"x\".*\"id\", \"text\", \"pair\""
+    ):
         hr.LanceDataset(path, columns=["id", "x"])
     for name in ("pair.z", "pair.", "ID", ""):  # of most of these lance's Rust code panics
         with pytest.raises(StoreError, match="cannot open Lance dataset"):
@@ -102,7 +113,10 @@ def test_panic_of_a_take_is_an_error(path, monkeypatch):
 
 def test_user_and_password_are_shown_nowhere(path):
     said = repr(hr.LanceDataset(f"file://{path}?sig=hidden"))
-    for url in (f"file://someone:hidden@{path}", "s3://someone:hidden@bucket/table.lance?sig=hidden"):
+    for url in (
+        f"file://someone:hidden@{path}",
+        "s3://someone:hidden@bucket/table.lance?sig=hidden",
+    ):
         with pytest.raises(StoreError, match=r"cannot open Lance dataset \w+://[/b]") as caught:
             hr.LanceDataset(url, storage_options={"aws_secret_access_key": "hidden"})
         said += str(caught.value)

@@ -28,7 +28,8 @@ class TestLines(StreamContract):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack", "chunk"), [("", bytes, 100), (".gz", gzip.compress, 1 << 20), (".zst", tars.zstd, 100)]
+    ("suffix", "pack", "chunk"),
+    [("", bytes, 100), (".gz", gzip.compress, 1 << 20), (".zst", tars.zstd, 100)],
 )
 def test_json_lines_are_parsed_plain_and_compressed(tmp_path, suffix, pack, chunk):
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(TEXT))
@@ -75,7 +76,9 @@ PAGE = b"\n<!DOCTYPE html>\n<html></html>\n"
         ("a.csv", b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "web page", 1),
     ],
 )
-def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(tmp_path, name, content, what, lines):
+def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
+    tmp_path, name, content, what, lines
+):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "whole.txt").write_bytes(b"line")
     with hr.DataLoader(hr.LinesDataset(tmp_path), batch_size=None, on_error="skip") as loader:
@@ -133,7 +136,9 @@ def test_utf_16_is_one_error_with_that_reason(tmp_path):
 )
 def test_ending_of_the_file_alone_says_whether_lines_are_json(tmp_path, name, lines):
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(gzip.compress(b"1\ntrue\n") if name.endswith(".gz") else b"1\ntrue\n")
+    (tmp_path / name).write_bytes(
+        gzip.compress(b"1\ntrue\n") if name.endswith(".gz") else b"1\ntrue\n"
+    )
     assert list(hr.LinesDataset(f"{tmp_path}/**")) == lines
 
 
@@ -142,14 +147,18 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
     (tmp_path / f"a.txt{ending}").write_bytes(b"packed\n")
     for shards in (tmp_path / f"a.txt{ending}", tmp_path / "*"):
         for format in ("auto", "bytes"):
-            with pytest.raises(ShardError, match=rf"\{ending.lower()} is not supported.* \.gz, \.zst.*{ending}"):
+            with pytest.raises(
+                ShardError, match=rf"\{ending.lower()} is not supported.* \.gz, \.zst.*{ending}"
+            ):
                 hr.LinesDataset(shards, format=format)
 
 
 def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n\n{"x": \n{"x": 3}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
-    with hr.DataLoader(hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip") as loader:
+    with hr.DataLoader(
+        hr.LinesDataset(tmp_path, shards_in_parallel=1), batch_size=1, on_error="skip"
+    ) as loader:
         assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped
     assert failure.type_name == "ShardError"
@@ -170,7 +179,11 @@ def test_every_truncation_of_a_compressed_file_is_an_error(tmp_path, suffix, pac
 def test_line_longer_than_the_limit_is_refused_before_its_end(tmp_path):
     with ObjectServer({"a.txt": b"x" * 1_000_000}) as server:
         dataset = hr.LinesDataset(
-            f"{server.http_url}/a.txt", line_limit=2000, chunk_bytes=1000, requests_per_shard=1, shards_in_parallel=1
+            f"{server.http_url}/a.txt",
+            line_limit=2000,
+            chunk_bytes=1000,
+            requests_per_shard=1,
+            shards_in_parallel=1,
         )
         with pytest.raises(ShardError, match="longer than line_limit=2000"):
             list(dataset)
@@ -185,13 +198,19 @@ def test_bad_record_is_one_error_and_the_records_after_it_are_read(num_workers, 
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
     (tmp_path / "2.jsonl").write_bytes(b"2000\n" + b"[\n" * 5)
     dataset = hr.LinesDataset(tmp_path, chunk_bytes=512)
-    with hr.DataLoader(dataset, batch_size=None, num_workers=num_workers, on_error="skip") as loader:
-        with pytest.warns(RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line "):
+    with hr.DataLoader(
+        dataset, batch_size=None, num_workers=num_workers, on_error="skip"
+    ) as loader:
+        with pytest.warns(
+            RuntimeWarning, match="a sample was skipped, owing to ShardError: invalid line "
+        ):
             given = list(loader)
         assert sorted(given) == sorted({*range(2001)} - {1010})
         assert loader.stats().skipped_samples == 6
     with (
-        hr.DataLoader(dataset, 100, num_workers=num_workers, on_error=hr.SkipErrors(max_share=0.001)) as loader,
+        hr.DataLoader(
+            dataset, 100, num_workers=num_workers, on_error=hr.SkipErrors(max_share=0.001)
+        ) as loader,
         pytest.raises(hr.errors.TooManySkippedError, match="max_share"),
     ):
         list(loader)

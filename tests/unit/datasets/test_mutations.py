@@ -17,11 +17,39 @@ from headrace.errors import ShardError, StoreError
 from tests.unit.datasets.formats import FORMATS, plain
 from tests.unit.shards.resuming import in_memory
 
-MUTATIONS = int(os.environ.get("HEADRACE_MUTATIONS", "150"))  # of each format; 2,000 before a release
+MUTATIONS = int(
+    os.environ.get("HEADRACE_MUTATIONS", "150")
+)  # of each format; 2,000 before a release
 MEMORY = 1 << 30  # bytes that reading some kilobytes may take
 END = object()
-EVIL = (0, 1, 2, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
-EVIL_TEXTS = (b"0", b"-1", b"1", b"null", b'"x"', b"[]", b"1e9", b"9" * 30, b"NaN", b"4294967296", b'"../../x"')
+EVIL = (
+    0,
+    1,
+    2,
+    0x7F,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 40,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
+EVIL_TEXTS = (
+    b"0",
+    b"-1",
+    b"1",
+    b"null",
+    b'"x"',
+    b"[]",
+    b"1e9",
+    b"9" * 30,
+    b"NaN",
+    b"4294967296",
+    b'"../../x"',
+)
 LENGTHS = ("cut", "empty")  # mutations that change no byte
 
 
@@ -31,27 +59,53 @@ def damaged(draw, files):
     key = draw(st.sampled_from(sorted(files)))
     data = files[key]
     size = len(data)
-    kind = draw(st.sampled_from(["cut", "longer", "empty", "flip", "number", "swap", "text", "other", "zeros"]))
+    kind = draw(
+        st.sampled_from(
+            ["cut", "longer", "empty", "flip", "number", "swap", "text", "other", "zeros"]
+        )
+    )
     # Headers are at the beginning or the end, and lie more.
-    at = draw(st.one_of(st.integers(0, min(64, size)), st.integers(max(0, size - 64), size), st.integers(0, size)))
+    at = draw(
+        st.one_of(
+            st.integers(0, min(64, size)),
+            st.integers(max(0, size - 64), size),
+            st.integers(0, size),
+        )
+    )
     if kind == "cut":
         return kind, key, data[:at]
     if kind == "longer":
         return kind, key, data + data[at : at + draw(st.integers(1, 100))] + b"\0"
     if kind == "flip" and at < size:
-        return kind, key, data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        return (
+            kind,
+            key,
+            data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :],
+        )
     if kind == "number":
         width = draw(st.sampled_from([1, 2, 4, 8]))
         value = draw(st.sampled_from(EVIL)) & ((1 << 8 * width) - 1)
-        return kind, key, (data[:at] + value.to_bytes(width, "little") + data[at + width :])[: max(size, at)]
+        return (
+            kind,
+            key,
+            (data[:at] + value.to_bytes(width, "little") + data[at + width :])[: max(size, at)],
+        )
     if kind == "swap":
         length = draw(st.integers(1, 32))
         other = draw(st.integers(at, size))
         first, second = data[at : at + length], data[other : other + length]
-        return kind, key, data[:at] + second + data[at + length : other] + first + data[other + length :]
+        return (
+            kind,
+            key,
+            data[:at] + second + data[at + length : other] + first + data[other + length :],
+        )
     if kind == "text" and (numbers := [*re.finditer(rb'-?\d+|"[^"]*"', data[:20_000])]):
         number = draw(st.sampled_from(numbers))
-        return kind, key, data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :]
+        return (
+            kind,
+            key,
+            data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :],
+        )
     if kind == "other":
         return kind, key, files[draw(st.sampled_from(sorted(files)))]
     if kind == "zeros":
@@ -90,9 +144,17 @@ def test_damaged_files_are_noticed(name):
             dataset = format.open(store)
             indices = range(min(len(dataset), 2 * len(right)))
             together = outcome(dataset.__getitems__, indices)
-            return together if isinstance(together, list) else [outcome(dataset.__getitem__, one) for one in indices]
+            return (
+                together
+                if isinstance(together, list)
+                else [outcome(dataset.__getitem__, one) for one in indices]
+            )
         samples = iter(format.as_stream(store))
-        return list(itertools.takewhile(lambda one: one is not END, iter(lambda: outcome(next, samples, END), None)))
+        return list(
+            itertools.takewhile(
+                lambda one: one is not END, iter(lambda: outcome(next, samples, END), None)
+            )
+        )
 
     @settings(max_examples=MUTATIONS, database=None)
     @given(damaged(format.files))
@@ -101,9 +163,13 @@ def test_damaged_files_are_noticed(name):
         with limited_memory():
             found = outcome(read, in_memory({**format.files, key: data}))
         for one in found if isinstance(found, list) else [found]:
-            if isinstance(one, Exception) and not isinstance(one, StoreError):  # which has a key, maybe a wrong one
+            if isinstance(one, Exception) and not isinstance(
+                one, StoreError
+            ):  # which has a key, maybe a wrong one
                 text = " ".join([str(one), *getattr(one, "__notes__", ())])
-                assert any(file in text for file in format.files), f"{kind} of {key}: {one!r} names no file"
+                assert any(file in text for file in format.files), (
+                    f"{kind} of {key}: {one!r} names no file"
+                )
             elif not isinstance(one, Exception) and (format.checked or kind in LENGTHS):
                 assert repr(plain(one)) in right, f"{kind} of {key}: a wrong sample"
 

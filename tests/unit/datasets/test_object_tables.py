@@ -26,19 +26,31 @@ def store(server):
 
 
 def samples(dataset):
-    return [(sample.key, bytes(sample.data), sample.label) for sample in map(dataset.__getitem__, range(len(dataset)))]
+    return [
+        (sample.key, bytes(sample.data), sample.label)
+        for sample in map(dataset.__getitem__, range(len(dataset)))
+    ]
 
 
 @pytest.mark.counts
 @pytest.mark.parametrize("kind", TABLES)
 def test_rows_of_a_table_are_samples_in_order_without_listing(server, store, kind):
     dataset = ObjectDataset.from_table(store, TABLES[kind], label="species")
-    assert samples(dataset) == [("d.txt", b"d.txt", "cat"), ("a.jpg", b"a.jpg", "dog"), ("a.jpg", b"a.jpg", "dog")]
+    assert samples(dataset) == [
+        ("d.txt", b"d.txt", "cat"),
+        ("a.jpg", b"a.jpg", "dog"),
+        ("a.jpg", b"a.jpg", "dog"),
+    ]
     assert server.requests()["LIST"] == 0
 
 
 def test_label_of_several_columns_is_a_tuple_and_labels_keep_their_types(store):
-    labels = [label for _, _, label in samples(ObjectDataset.from_table(store, COLUMNS, label=["id", "species"]))]
+    labels = [
+        label
+        for _, _, label in samples(
+            ObjectDataset.from_table(store, COLUMNS, label=["id", "species"])
+        )
+    ]
     assert labels == [(1, "cat"), (2, "dog"), (3, "dog")]
     number = ObjectDataset.from_table(store, TABLES["pandas"], label="id")[2].label
     assert (number, type(number)) == (3, int)
@@ -93,10 +105,18 @@ def test_key_outside_the_directory_reads_nothing(tmp_path, key):
         (COLUMNS, {"label": "class"}, "no column 'class'; its columns are 'id', 'key', 'species'"),
         (COLUMNS, {"key": "id"}, "row 0: the key must be text, but got 1"),
         ({"key": ["a", None]}, {}, "row 1"),
-        ({"key": ["s3://me:secret@other/a?sig=hush"]}, {}, r"row 0: s3://other/a is not under .*s3://bucket/train"),
+        (
+            {"key": ["s3://me:secret@other/a?sig=hush"]},
+            {},
+            r"row 0: s3://other/a is not under .*s3://bucket/train",
+        ),
         ({"key": ["a"], "size": [-1]}, {"size": "size"}, "-1 is not a number of bytes"),
         ({"key": ["a"], "sum": ["x"]}, {"checksum": "sum"}, "algorithm:hexadecimal"),
-        ({"key": ["a"], "label": [1, 2]}, {"label": "label"}, "column 'label' has 2 rows, and column 'key' has 1"),
+        (
+            {"key": ["a"], "label": [1, 2]},
+            {"label": "label"},
+            "column 'label' has 2 rows, and column 'key' has 1",
+        ),
     ],
     ids=repr,
 )
@@ -118,7 +138,9 @@ def test_listing_is_kept_in_a_file(server, store, tmp_path):
     server.put("train/later.jpg", b"later")
     second = opened()
     assert server.requests()["LIST"] == 1
-    assert [second.extent(index) for index in range(5)] == [first.extent(index) for index in range(5)]
+    assert [second.extent(index) for index in range(5)] == [
+        first.extent(index) for index in range(5)
+    ]
     assert len(second) == 5
     assert len(opened((".jpg",))) == 3, "another suffix is another listing"
     with pytest.raises(EmptyListingError):

@@ -41,7 +41,13 @@ def dataset(server):
 
 def to_nowhere(endpoint, **more):
     """Store options that lead to an endpoint where no store is."""
-    return {"endpoint": endpoint, "region": "x", "skip_signature": True, "client_options": {"allow_http": True}, **more}
+    return {
+        "endpoint": endpoint,
+        "region": "x",
+        "skip_signature": True,
+        "client_options": {"allow_http": True},
+        **more,
+    }
 
 
 # Samples
@@ -49,7 +55,13 @@ def to_nowhere(endpoint, **more):
 
 def test_samples_are_the_objects_under_the_url_in_order_of_their_keys(dataset):
     assert tuple(dataset.keys) == KEYS
-    assert [bytes(dataset[i].data) for i in range(len(dataset))] == [b"a.jpg", b"b.jpg", b"c.png", b"d.txt", b""]
+    assert [bytes(dataset[i].data) for i in range(len(dataset))] == [
+        b"a.jpg",
+        b"b.jpg",
+        b"c.png",
+        b"d.txt",
+        b"",
+    ]
 
 
 async def test_data_is_a_view_that_nobody_can_write_to(dataset):
@@ -77,13 +89,17 @@ def test_indices_count_as_those_of_a_list(dataset):
 
 def test_suffix_chooses_among_the_listed(server):
     for suffix, kept in ((".jpg", KEYS[:2]), ((".jpg", ".png"), KEYS[:3])):
-        dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), suffix=suffix)
+        dataset = ObjectDataset(
+            Store(server.url + "/train", options=server.store_options), suffix=suffix
+        )
         assert tuple(dataset.keys) == kept
 
 
 @pytest.mark.counts
 def test_given_keys_keep_their_order_and_nothing_is_listed(server):
-    dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), keys=["d.txt", "a.jpg"])
+    dataset = ObjectDataset(
+        Store(server.url + "/train", options=server.store_options), keys=["d.txt", "a.jpg"]
+    )
     assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
     assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
 
@@ -107,8 +123,16 @@ def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_
 
 def test_labels_come_from_a_function_a_mapping_or_a_row(server):
     series = pandas.Series(range(5), index=[3, 1, 4, 0, 2])  # by position
-    for labels in (KEYS.index, {key: i for i, key in enumerate(KEYS)}, range(5), np.arange(5), series):
-        dataset = ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
+    for labels in (
+        KEYS.index,
+        {key: i for i, key in enumerate(KEYS)},
+        range(5),
+        np.arange(5),
+        series,
+    ):
+        dataset = ObjectDataset(
+            Store(server.url + "/train", options=server.store_options), labels=labels
+        )
         assert [dataset[i].label for i in range(5)] == [0, 1, 2, 3, 4]
 
 
@@ -116,7 +140,10 @@ def test_labels_that_do_not_fit_are_refused(server):
     for labels, why in (([1, 2], "2 labels for 5 keys"), ({"a.jpg": 1}, "'b.jpg'")):
         with pytest.raises(ValueError, match=why):
             ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
-    for labels, why in (("abcde", "not str"), (pandas.DataFrame(index=range(5)), "labels= must be")):
+    for labels, why in (
+        ("abcde", "not str"),
+        (pandas.DataFrame(index=range(5)), "labels= must be"),
+    ):
         with pytest.raises(TypeError, match=why):
             ObjectDataset(Store(server.url + "/train", options=server.store_options), labels=labels)
 
@@ -186,7 +213,9 @@ from headrace import ObjectDataset, Store
 try: ObjectDataset(Store("s3://b", options={to_nowhere(endpoint)!r}, timeout=600))
 except KeyboardInterrupt: print("interrupted")
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         connection, _ = listening.accept()  # it is in the listing now
         with connection:
             process.send_signal(signal.SIGINT)
@@ -205,13 +234,18 @@ def test_a_key_that_went_is_named_with_its_index_and_url(server, dataset):
 @pytest.mark.parametrize("key", ["", "/", "..", "a//b", "a\tb", "a\x00", "a\ud800"])
 def test_a_key_that_no_object_can_have_is_named_with_its_index_and_not_read(server, key):
     dataset = ObjectDataset(server.http_url, keys=["train/a.jpg", key])
-    with pytest.raises(StoreError, match=rf"{re.escape(repr(key))} \(index 1\): this cannot be the key of an object"):
+    with pytest.raises(
+        StoreError,
+        match=rf"{re.escape(repr(key))} \(index 1\): this cannot be the key of an object",
+    ):
         dataset[1]
 
 
 def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, dataset):
     server.put("train/a.jpg", b"a")
-    blind = ObjectDataset(Store(server.url + "/train", options=server.store_options, if_match=False))
+    blind = ObjectDataset(
+        Store(server.url + "/train", options=server.store_options, if_match=False)
+    )
     server.put("train/a.jpg", b"aaa")
     with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): overwritten since"):
         dataset[0]
@@ -238,7 +272,9 @@ def test_the_users_own_retries_win(server):
 def test_an_empty_listing_names_what_was_looked_for(server):
     with pytest.raises(EmptyListingError, match=r"s3://bucket/nowhere"):
         ObjectDataset(Store(server.url + "/nowhere", options=server.store_options))
-    with pytest.raises(EmptyListingError, match=r"no object whose key ends in .*'\.webp'.*s3://bucket/train"):
+    with pytest.raises(
+        EmptyListingError, match=r"no object whose key ends in .*'\.webp'.*s3://bucket/train"
+    ):
         ObjectDataset(Store(server.url + "/train", options=server.store_options), suffix=".webp")
 
 
@@ -253,23 +289,31 @@ def test_no_error_shows_a_secret(silent):
     host = endpoint.removeprefix("http://")
     secret = {"default_headers": {"authorization": "hushhush"}}
     for attempt in (
-        lambda: ObjectDataset(Store(f"http://me:passpass@{host}/d?sig=sigsig", options={"client_options": secret})),
+        lambda: ObjectDataset(
+            Store(f"http://me:passpass@{host}/d?sig=sigsig", options={"client_options": secret})
+        ),
         lambda: ObjectDataset(f"http://me:passpass@{host}/d?sig=sigsig", keys=["k"])[0],
         lambda: ObjectDataset("ftp://me:passpass@host/d?sig=sigsig"),
-        lambda: ObjectDataset(Store("s3://b", options={"secret_access_key": "hushhush", "no_such": "option"})),
+        lambda: ObjectDataset(
+            Store("s3://b", options={"secret_access_key": "hushhush", "no_such": "option"})
+        ),
     ):
         with pytest.raises((StoreError, ValueError)) as caught:
             attempt()
         error = caught.value
         assert error.__cause__ is None
         assert error.__context__ is None
-        # Without the source lines, which quote this test: what a log would hold of another program's run.
+        # Without the source lines, which quote this test: what a log would hold of another
+        # program's run.
         shown = "".join(traceback.TracebackException.from_exception(error).format_exception_only())
         assert not any(word in shown for word in ("passpass", "sigsig", "hushhush")), shown
 
 
 def test_arguments_that_make_no_sense_are_refused_before_any_request():
-    for wrong, why in (({"keys": []}, "keys= is empty"), ({"keys": ["a"], "suffix": ".jpg"}, "suffix=")):
+    for wrong, why in (
+        ({"keys": []}, "keys= is empty"),
+        ({"keys": ["a"], "suffix": ".jpg"}, "suffix="),
+    ):
         with pytest.raises(ValueError, match=why):
             ObjectDataset("s3://b", **wrong)
     with pytest.raises(TypeError, match="not one str"):

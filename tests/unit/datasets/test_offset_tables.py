@@ -32,7 +32,9 @@ def served(server):
 @pytest.mark.parametrize("compression", mds.COMPRESSIONS)
 def test_every_compression_of_mosaic(compression):
     files = files_in(f"mds/{compression}")
-    assert [plain(sample) for sample in hr.MDSDataset(in_memory(files))] == [*map(plain, mds.samples(18))]
+    assert [plain(sample) for sample in hr.MDSDataset(in_memory(files))] == [
+        *map(plain, mds.samples(18))
+    ]
 
 
 @pytest.mark.counts
@@ -75,7 +77,10 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
         ({"samples": 1 << 40}, "has 1099511627776 samples in"),
         ({"compression": "lz4"}, "compression 'lz4'"),
         ({"zip_data": {"basename": "../x", "bytes": 9}}, "'../x' is not in the folder"),
-        ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9}}, "bytes, and 9 in its index"),
+        (
+            {"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": 9}},
+            "bytes, and 9 in its index",
+        ),
         ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": []}}, r"\(compressed: \[\]\)"),
         (
             {"raw_data": {"basename": "x", "bytes": 4000, "hashes": {}}},
@@ -97,7 +102,9 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
 def test_index_that_lies_is_refused(change, message):
     index = json.loads(MDS["index.json"])
     with pytest.raises(ShardError, match="twice"):
-        hr.MDSDataset(in_memory(MDS | {"index.json": json.dumps({"shards": 2 * index["shards"]}).encode()}))
+        hr.MDSDataset(
+            in_memory(MDS | {"index.json": json.dumps({"shards": 2 * index["shards"]}).encode()})
+        )
     index["shards"][0] |= change
     with pytest.raises(ShardError, match=message):
         hr.MDSDataset(in_memory(MDS | {"index.json": json.dumps(index).encode()}))[0]
@@ -107,10 +114,19 @@ def test_index_that_lies_is_refused(change, message):
     ("change", "message"),
     [
         ({"data_format": ["pickle"], "item_loader": "PyTreeLoader"}, "leaf 'pickle' is pickled"),
-        ({"data_format": ["opus"], "item_loader": "PyTreeLoader"}, "leaf 'opus' is unknown; str, text, int"),
-        ({"data_format": ["no_header_numpy:99"]}, "leaf 'no_header_numpy:99' is of an unknown type"),
         (
-            {"data_spec": json.dumps([1, {"type": "OrderedDict", "children_spec": []}]), "item_loader": "PyTreeLoader"},
+            {"data_format": ["opus"], "item_loader": "PyTreeLoader"},
+            "leaf 'opus' is unknown; str, text, int",
+        ),
+        (
+            {"data_format": ["no_header_numpy:99"]},
+            "leaf 'no_header_numpy:99' is of an unknown type",
+        ),
+        (
+            {
+                "data_spec": json.dumps([1, {"type": "OrderedDict", "children_spec": []}]),
+                "item_loader": "PyTreeLoader",
+            },
             "samples with 'OrderedDict' are not read; dict, list and tuple are",
         ),
         ({"data_format": ["no_header_numpy:5", "int"]}, "leaf 'int' has no place|too many values"),
@@ -125,12 +141,17 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
     index["config"] |= change
     tokens = index["config"]["item_loader"] == "TokensLoader"
     with pytest.raises(ShardError, match=message):
-        hr.LitDataset(in_memory(files | {"index.json": json.dumps(index).encode()}), seq_len=9 if tokens else None)[0]
+        hr.LitDataset(
+            in_memory(files | {"index.json": json.dumps(index).encode()}),
+            seq_len=9 if tokens else None,
+        )[0]
     with pytest.raises(ValueError, match="chunks of tokens need one"):
         hr.LitDataset(in_memory(files))
 
 
-@pytest.mark.parametrize(("offset", "what"), [(5, "bytes unpacked, and 17 by its offsets"), (60 << 23, "are the most")])
+@pytest.mark.parametrize(
+    ("offset", "what"), [(5, "bytes unpacked, and 17 by its offsets"), (60 << 23, "are the most")]
+)
 def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(offset, what):
     size, count = 8 << 20 if offset > 5 else 1000, 60
     packed = bytes(cramjam.zstd.compress(bytes(size)))
@@ -138,7 +159,12 @@ def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(offset, w
     frame = struct.pack("<IIQII", 0, 1, len(head) + 24 * count, len(packed), size)
     chunk = head + count * frame + packed
     leaf = {"type": None, "context": None, "children_spec": []}
-    config = {"compression": "zstd", "compression_level": "batch", "data_format": ["bytes"], "encryption": None}
+    config = {
+        "compression": "zstd",
+        "compression_level": "batch",
+        "data_format": ["bytes"],
+        "encryption": None,
+    }
     config |= {"data_spec": json.dumps([1, leaf]), "item_loader": "PyTreeLoader"}
     chunks = [{"chunk_bytes": len(chunk), "chunk_size": 1, "dim": None, "filename": "c.bin"}]
     index = json.dumps({"chunks": chunks, "config": config}).encode()
@@ -158,13 +184,17 @@ def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(offset, w
 )
 def test_chunk_with_a_damaged_arrow_table_is_an_error(old, new, message):
     files = files_in("litdata/arrow")
-    dataset = hr.LitDataset(in_memory(files | {"chunk-0-0.bin": files["chunk-0-0.bin"].replace(old, new)}))
+    dataset = hr.LitDataset(
+        in_memory(files | {"chunk-0-0.bin": files["chunk-0-0.bin"].replace(old, new)})
+    )
     assert dataset[5] == litdata.row(5)
     with pytest.raises(ShardError, match=message):
         dataset[1]
 
 
-def test_arrow_tables_are_found_by_a_server_that_ignores_ranges_and_need_pyarrow(server, monkeypatch):
+def test_arrow_tables_are_found_by_a_server_that_ignores_ranges_and_need_pyarrow(
+    server, monkeypatch
+):
     server.misbehave(Fault("whole", key="*.bin", times=4))
     dataset = hr.LitDataset(hr.Store(f"{server.url}/arrow", options=server.store_options))
     assert [*dataset] == [*map(litdata.row, range(18))]
@@ -175,14 +205,24 @@ def test_arrow_tables_are_found_by_a_server_that_ignores_ranges_and_need_pyarrow
 
 def test_compressed_chunks_are_those_that_are_not():
     samples = [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/raw")))]
-    assert [plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/zstd")))] == samples
-    assert [*hr.LitDataset(in_memory(files_in("litdata/arrow-zstd")))] == [*map(litdata.row, range(18))]
+    assert [
+        plain(sample) for sample in hr.LitDataset(in_memory(files_in("litdata/zstd")))
+    ] == samples
+    assert [*hr.LitDataset(in_memory(files_in("litdata/arrow-zstd")))] == [
+        *map(litdata.row, range(18))
+    ]
     raw = files_in("litdata/tokens")
     index = json.loads(raw["index.json"])
     index["config"] |= {"compression": "zstd"}
-    packed = {key: bytes(cramjam.zstd.compress(data)) for key, data in raw.items() if key != "index.json"}
-    dataset = hr.LitDataset(in_memory(packed | {"index.json": json.dumps(index).encode()}), seq_len=20)
-    assert torch.equal(torch.stack([*dataset]), torch.stack([*hr.LitDataset(in_memory(raw), seq_len=20)]))
+    packed = {
+        key: bytes(cramjam.zstd.compress(data)) for key, data in raw.items() if key != "index.json"
+    }
+    dataset = hr.LitDataset(
+        in_memory(packed | {"index.json": json.dumps(index).encode()}), seq_len=20
+    )
+    assert torch.equal(
+        torch.stack([*dataset]), torch.stack([*hr.LitDataset(in_memory(raw), seq_len=20)])
+    )
 
 
 async def test_unpacked_shard_is_loaded_once_for_all_that_wait_and_kept_while_it_is_in_use():
@@ -193,7 +233,9 @@ async def test_unpacked_shard_is_loaded_once_for_all_that_wait_and_kept_while_it
         await go.wait()
         return np.full(100, key, np.uint8)
 
-    waiting = [asyncio.create_task(cache.get(key, lambda key=key: load(key))) for key in (1, 1, 2, 1)]
+    waiting = [
+        asyncio.create_task(cache.get(key, lambda key=key: load(key))) for key in (1, 1, 2, 1)
+    ]
     await asyncio.sleep(0)
     waiting[0].cancel()
     waiting[2].cancel()  # the only one that waits for 2

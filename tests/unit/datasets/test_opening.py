@@ -21,8 +21,14 @@ def table(write):
 
 DATASETS = {
     ".npy": (numbers, hr.ArrayDataset),
-    ".parquet": (table(pq.write_table), lambda *args, **more: hr.ParquetDataset(*args, format="arrow", **more)),
-    ".feather": (table(pa.feather.write_feather), lambda *args, **more: hr.ArrowDataset(*args, format="arrow", **more)),
+    ".parquet": (
+        table(pq.write_table),
+        lambda *args, **more: hr.ParquetDataset(*args, format="arrow", **more),
+    ),
+    ".feather": (
+        table(pa.feather.write_feather),
+        lambda *args, **more: hr.ArrowDataset(*args, format="arrow", **more),
+    ),
     "tokens.npy": (numbers, lambda *args, **more: hr.TokenDataset(*args, seq_len=10, **more)),
 }
 

@@ -25,7 +25,9 @@ def written(table, **options):
 
 def numbers(first, count=ROWS):
     ids = range(first, first + count)
-    return pa.table({"id": ids, "text": [f"row {i}" for i in ids], "square": [float(i) ** 2 for i in ids]})
+    return pa.table(
+        {"id": ids, "text": [f"row {i}" for i in ids], "square": [float(i) ** 2 for i in ids]}
+    )
 
 
 OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)}
@@ -33,7 +35,9 @@ OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) fo
 
 def opened(server, shards="a", **options):
     return hr.ParquetDataset(
-        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
+        f"{server.url}/{shards}",
+        store=hr.Store(server.url, options=server.store_options),
+        **options,
     )
 
 
@@ -57,7 +61,9 @@ def test_footer_is_read_once_and_pickled_with_the_dataset(server):
     assert len(copy) == 300
     assert len(server.seen()) == 3
     assert ids(copy) == list(range(300))
-    assert len(server.seen()) == 3 + 12, "one request for each row group, whose columns are neighbours"
+    assert len(server.seen()) == 3 + 12, (
+        "one request for each row group, whose columns are neighbours"
+    )
 
 
 @pytest.mark.counts
@@ -71,7 +77,9 @@ def test_large_footer_takes_a_second_read(server):
 
 
 def test_only_requested_columns_are_read():
-    count = 20_000  # far more than 64 KiB to a column, so that the one in the middle is not read along
+    count = (
+        20_000  # far more than 64 KiB to a column, so that the one in the middle is not read along
+    )
     table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
     data = written(table, use_dictionary=False, compression="none")
     with ObjectServer({"a.parquet": data}) as server:
@@ -79,13 +87,19 @@ def test_only_requested_columns_are_read():
         server.misbehave()
         assert whole(dataset).equals(table.select(["a", "c"]))
         chunks = [pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(i) for i in (0, 2)]
-        wanted = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks]
-        assert sorted(seen.span for seen in server.seen()) == sorted(f"bytes={a}-{b}" for a, b in wanted)
+        wanted = [
+            (c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks
+        ]
+        assert sorted(seen.span for seen in server.seen()) == sorted(
+            f"bytes={a}-{b}" for a, b in wanted
+        )
 
 
 def test_large_column_chunk_is_read_by_several_requests():
     table = pa.table({"blob": [i.to_bytes(4, "little") * 250_000 for i in range(20)]})
-    with ObjectServer({"a.parquet": written(table, use_dictionary=False, compression="none")}) as server:
+    with ObjectServer(
+        {"a.parquet": written(table, use_dictionary=False, compression="none")}
+    ) as server:
         dataset = opened(server, "a.parquet", format="arrow")
         server.misbehave()
         assert whole(dataset).equals(table)
@@ -131,7 +145,9 @@ def test_invalid_arguments_are_errors(server):
 
 def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
     arrays = [pa.array([1]), pa.array([10]), pa.array([100])]
-    pq.write_table(pa.Table.from_arrays(arrays, names=["id", "value", "value"]), tmp_path / "j.parquet")
+    pq.write_table(
+        pa.Table.from_arrays(arrays, names=["id", "value", "value"]), tmp_path / "j.parquet"
+    )
     for columns in (None, ["value"]):
         with pytest.raises(ValueError, match=r"several columns called 'value'.*format='arrow'"):
             hr.ParquetDataset(tmp_path, columns=columns)
@@ -146,7 +162,12 @@ def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
     for name in ("foo", "user.name", "s.d", "foo.ints.x"):
         with pytest.raises(ValueError, match=f"has no column '{name}'; it has 'foo.ints'"):
             hr.ParquetDataset(tmp_path, columns=[name])
-    rows = {"user": {"user": 2}, "s": {"s": {"a": 4, "b": 5}}, "s.a": {"s": {"a": 4}}, "s.c": {"s.c": 6}}
+    rows = {
+        "user": {"user": 2},
+        "s": {"s": {"a": 4, "b": 5}},
+        "s.a": {"s": {"a": 4}},
+        "s.c": {"s.c": 6},
+    }
     for name, row in rows.items():
         assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]
 
@@ -197,7 +218,9 @@ def test_batch_at_is_the_batch_and_other_row_groups_refuse_the_state(server):
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}, {"shuffle": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"placement": "process"}, {"shuffle": True}], ids=str
+)
 def test_batch_of_tables_is_one_table(server, options):
     dataset = opened(server, format="arrow")
     with hr.DataLoader(dataset, 16, seed=0, **options) as loader:
@@ -206,8 +229,12 @@ def test_batch_of_tables_is_one_table(server, options):
     assert [len(table) for table in tables] == [16] * 18 + [12]
     expected = pa.concat_tables(numbers(n * ROWS) for n in range(3))
     assert pa.concat_tables(tables).sort_by("id").equals(expected.combine_chunks())
-    doubled = hr.concat([dataset, dataset]).map(lambda table: table.append_column("one", pa.array([1])))
-    with hr.DataLoader(doubled, 100, collate_fn=lambda table: table["one"].to_pylist(), **options) as loader:
+    doubled = hr.concat([dataset, dataset]).map(
+        lambda table: table.append_column("one", pa.array([1]))
+    )
+    with hr.DataLoader(
+        doubled, 100, collate_fn=lambda table: table["one"].to_pylist(), **options
+    ) as loader:
         assert list(loader) == [[1] * 100] * 6
     with hr.DataLoader(dataset, None, **options) as loader:
         assert {len(table) for table in loader} == {1}
@@ -217,7 +244,9 @@ def test_batches_in_order_are_slices_of_one_row_group_without_a_copy(server):
     with hr.DataLoader(opened(server, format="arrow"), 16) as loader:
         tables = list(loader)
     chunks = [chunk for table in tables for chunk in table["id"].chunks]
-    assert len(chunks) == 19 + 10, "a part of each row group: batches begin at one of the 11 other borders"
+    assert len(chunks) == 19 + 10, (
+        "a part of each row group: batches begin at one of the 11 other borders"
+    )
     assert len({chunk.buffers()[1].address for chunk in chunks}) == 12
 
 
@@ -227,7 +256,9 @@ def test_corrupt_row_group_and_changed_file_are_errors_of_their_rows_alone(serve
     server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
     with pytest.raises(ObjectChangedError, match=r"a/1\.parquet"):
         dataset[150]
-    data = bytearray(written(numbers(200), row_group_size=GROUP, write_page_checksum=True, compression="none"))
+    data = bytearray(
+        written(numbers(200), row_group_size=GROUP, write_page_checksum=True, compression="none")
+    )
     data[data.index(b"row 245")] ^= 1
     server.put("c.parquet", bytes(data))
     damaged = opened(server, "c.parquet", format=format)
@@ -244,7 +275,9 @@ def test_corrupt_row_group_and_changed_file_are_errors_of_their_rows_alone(serve
 
 def test_unconvertible_value_is_an_error_of_its_row(server):
     values = pa.array([0] * 12 + [10**18] + [0] * 12, pa.timestamp("us"))
-    server.put("bad.parquet", written(pa.table({"id": range(25), "value": values}), row_group_size=15))
+    server.put(
+        "bad.parquet", written(pa.table({"id": range(25), "value": values}), row_group_size=15)
+    )
     with hr.DataLoader(opened(server, "bad.parquet"), 5, collate_fn=ids, on_error="skip") as loader:
         assert [*itertools.chain.from_iterable(loader)] == [n for n in range(25) if n != 12]
         (record,) = loader.stats().skipped
@@ -268,5 +301,7 @@ class Tables(torch.utils.data.Dataset):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", [Tables, type("AsyncTables", (Tables,), {"aget": Tables.fetched})])
 def test_tables_of_another_dataset_reach_the_collate_function_as_a_list(kind, num_workers):
-    with hr.DataLoader(kind(), 2, num_workers=num_workers, collate_fn=lambda batch: [*map(len, batch)]) as loader:
+    with hr.DataLoader(
+        kind(), 2, num_workers=num_workers, collate_fn=lambda batch: [*map(len, batch)]
+    ) as loader:
         assert list(loader) == [[2, 2], [2, 2]]

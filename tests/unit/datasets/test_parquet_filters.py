@@ -77,11 +77,15 @@ def test_rows_stay_in_order_in_large_row_groups(tmp_path):
 def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(tmp_path):
     count = 60_000  # columns of more than 64 KiB in each row group
     columns = {name: np.random.default_rng(0).integers(1 << 62, size=count) for name in "abc"}
-    pq.write_table(pa.table({"x": range(count), **columns}), tmp_path / "0.parquet", row_group_size=count // 3)
+    pq.write_table(
+        pa.table({"x": range(count), **columns}), tmp_path / "0.parquet", row_group_size=count // 3
+    )
     with ObjectServer({"0.parquet": (tmp_path / "0.parquet").read_bytes()}) as server:
         store = hr.Store(server.url, options=server.store_options)
         server.misbehave()
-        dataset = hr.ParquetDataset(["0.parquet"], columns=["b"], filters=[("x", ">=", 59_990)], store=store)
+        dataset = hr.ParquetDataset(
+            ["0.parquet"], columns=["b"], filters=[("x", ">=", 59_990)], store=store
+        )
         assert len(server.seen()) == 2, "the footer, and column x of the last row group"
         server.misbehave()
         assert [row["b"] for row in dataset] == columns["b"][-10:].tolist()
@@ -102,7 +106,10 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         (X + 1, "must evaluate to bool"),
         (pc.field(0) > 3, "must name columns"),
         ([("x", "like", 3)], "is not a valid operator"),
-        *((bad, "must be an expression of pyarrow.compute, or") for bad in ([], [[]], "x", [("x", ">")], {"x": 3})),
+        *(
+            (bad, "must be an expression of pyarrow.compute, or")
+            for bad in ([], [[]], "x", [("x", ">")], {"x": 3})
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             hr.ParquetDataset(folder, filters=filters)
@@ -124,28 +131,47 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
         ((pa.dictionary(pa.int32(), pa.string()), pa.large_string()), None, pa.large_string()),
         ((pa.int64(), pa.float64()), 7, pa.float64()),
         ((pa.list_(pa.null()), pa.list_(pa.int64())), [], pa.list_(pa.int64())),
-        ((pa.timestamp("us"), pa.timestamp("ns")), datetime.datetime(2026, 1, 2), pa.timestamp("ns")),
-        ((pa.list_(pa.field("item", pa.int64(), nullable=False)), pa.list_(pa.int64())), [1], pa.list_(pa.int64())),
         (
-            (pa.struct({"a": pa.int8(), "b": pa.string()}), pa.struct({"b": pa.string(), "a": pa.int8()})),
+            (pa.timestamp("us"), pa.timestamp("ns")),
+            datetime.datetime(2026, 1, 2),
+            pa.timestamp("ns"),
+        ),
+        (
+            (pa.list_(pa.field("item", pa.int64(), nullable=False)), pa.list_(pa.int64())),
+            [1],
+            pa.list_(pa.int64()),
+        ),
+        (
+            (
+                pa.struct({"a": pa.int8(), "b": pa.string()}),
+                pa.struct({"b": pa.string(), "a": pa.int8()}),
+            ),
             {"a": 1, "b": ""},
             None,
         ),
     ],
     ids=str,
 )
-def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(tmp_path, types, value, unified):
+def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(
+    tmp_path, types, value, unified
+):
     for order in (types, types[::-1]):
         for number, kind in enumerate(order):
             columns = {"x": pa.array([value], kind), "n": [number]}
             names = sorted(columns, reverse=bool(number))  # another order of columns
             pq.write_table(pa.table(columns).select(names), tmp_path / f"{number}.parquet")
-        assert list(hr.ParquetDataset(tmp_path)) == [{"x": value, "n": number} for number in range(2)]
+        assert list(hr.ParquetDataset(tmp_path)) == [
+            {"x": value, "n": number} for number in range(2)
+        ]
         for columns in (None, ["x", "n"]):
-            tables = hr.ParquetDataset(tmp_path, format="arrow", columns=columns).__getitems__([0, 1])
+            tables = hr.ParquetDataset(tmp_path, format="arrow", columns=columns).__getitems__(
+                [0, 1]
+            )
             assert tables[0].schema.equals(tables[1].schema, check_metadata=True)
             assert unified in (None, tables[0].schema.field("x").type)
-            assert [row for table in tables for row in table.to_pylist()] == list(hr.ParquetDataset(tmp_path))
+            assert [row for table in tables for row in table.to_pylist()] == list(
+                hr.ParquetDataset(tmp_path)
+            )
             assert sorted(tables[1].column_names) == ["n", "x"]
 
 
@@ -153,7 +179,9 @@ def test_types_that_no_type_holds_are_an_error_that_names_both_files(tmp_path):
     for number, value in enumerate([1, "a"]):
         pq.write_table(pa.table({"x": [value], "n": [number]}), tmp_path / f"{number}.parquet")
     assert [row["x"] for row in hr.ParquetDataset(tmp_path)] == [1, "a"]
-    with pytest.raises(ShardError, match=r"x string.*x int64.*0\.parquet.*or read rows.*1\.parquet"):
+    with pytest.raises(
+        ShardError, match=r"x string.*x int64.*0\.parquet.*or read rows.*1\.parquet"
+    ):
         hr.ParquetDataset(tmp_path, format="arrow")
     tables = hr.ParquetDataset(tmp_path, format="arrow", columns=["n"])
     assert [table["n"].to_pylist() for table in tables] == [[0], [1]]
@@ -167,7 +195,11 @@ def test_value_that_the_common_type_cannot_hold_is_an_error(tmp_path):
 
 
 def test_partition_without_a_value_has_the_type_of_the_others(tmp_path):
-    pq.write_to_dataset(pa.table({"x": [1, 2], "year": [2024, None]}), tmp_path, partition_cols=["year"])
+    pq.write_to_dataset(
+        pa.table({"x": [1, 2], "year": [2024, None]}), tmp_path, partition_cols=["year"]
+    )
     tables = list(hr.ParquetDataset(tmp_path, format="arrow"))
     assert {str(table.schema.field("year").type) for table in tables} == {"int64"}
-    assert [row["x"] for row in hr.ParquetDataset(tmp_path, filters=pc.field("year").is_null())] == [2]
+    assert [
+        row["x"] for row in hr.ParquetDataset(tmp_path, filters=pc.field("year").is_null())
+    ] == [2]

@@ -44,15 +44,22 @@ class Checked(hr.TokenDataset):
 def test_corrupt_sample_ends_no_shard(server):
     found = outcomes(opened(server, Checked).stream())
     errors = [str(one) for one in found if isinstance(one, Exception)]
-    assert errors == [f"a wrong checksum (shard {place})" for place in ("0.bin[140:160]", "1.bin[400:420]")]
-    assert [one for one in found if isinstance(one, int)] == [n for n in range(0, 3000, 10) if n not in (70, 1200)]
+    assert errors == [
+        f"a wrong checksum (shard {place})" for place in ("0.bin[140:160]", "1.bin[400:420]")
+    ]
+    assert [one for one in found if isinstance(one, int)] == [
+        n for n in range(0, 3000, 10) if n not in (70, 1200)
+    ]
 
 
 def test_failed_requests_lose_the_samples_of_their_object_alone(server):
     dataset = opened(server)
     server.misbehave(Fault("status", status=403, key="*1.bin"))
     found = outcomes(dataset.stream())
-    assert [one for one in found if isinstance(one, int)] == [*range(0, 1000, 10), *range(2000, 3000, 10)]
+    assert [one for one in found if isinstance(one, int)] == [
+        *range(0, 1000, 10),
+        *range(2000, 3000, 10),
+    ]
     assert all(isinstance(one, StoreError) for one in found[100:200])
 
 

@@ -45,14 +45,22 @@ class OfFolder:
 
 class TestTarStream(OfFolder, StreamContract):
     def make_dataset(self):
-        return hr.TarDataset(self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000)
+        return hr.TarDataset(
+            self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000
+        )
 
 
 # Samples
 
 
 def test_members_with_the_same_key_are_one_sample(tmp_path):
-    files = [("d/1.JPG", b"j"), ("d/1.seg.png", b"s"), ("d/1.cls", b"7"), ("d.e/2.jpg", b"J"), ("README", b"r")]
+    files = [
+        ("d/1.JPG", b"j"),
+        ("d/1.seg.png", b"s"),
+        ("d/1.cls", b"7"),
+        ("d.e/2.jpg", b"J"),
+        ("README", b"r"),
+    ]
     (tmp_path / "a.tar").write_bytes(tars.members(*files))
     url = (tmp_path / "a.tar").as_uri()
     assert list(hr.TarDataset(tmp_path / "a.tar", uniform=False)) == [
@@ -63,7 +71,9 @@ def test_members_with_the_same_key_are_one_sample(tmp_path):
 
 @pytest.mark.parametrize("suffix", tars.PACKERS)
 def test_compressed_shards_give_the_same_samples_as_plain_ones(tmp_path, suffix):
-    data = tars.shard(map(str, range(500)), bin=lambda key: random.Random(key).randbytes(int(key) * 3))
+    data = tars.shard(
+        map(str, range(500)), bin=lambda key: random.Random(key).randbytes(int(key) * 3)
+    )
     (tmp_path / f"0.{suffix}").write_bytes(tars.PACKERS[suffix](data))
     samples = list(hr.TarDataset(tmp_path, chunk_bytes=10_000))
     assert [(sample["__key__"], sample["bin"]) for sample in samples] == [
@@ -75,7 +85,15 @@ def test_compressed_shards_give_the_same_samples_as_plain_ones(tmp_path, suffix)
 
 
 @pytest.mark.parametrize(
-    "pattern", ["{0000..0005}.tar", "*.tar", "000[0-5].tar", "{0000,000[1-5]}.tar", "", "{000{0..2},000{3..5}}.tar"]
+    "pattern",
+    [
+        "{0000..0005}.tar",
+        "*.tar",
+        "000[0-5].tar",
+        "{0000,000[1-5]}.tar",
+        "",
+        "{000{0..2},000{3..5}}.tar",
+    ],
 )
 def test_braces_globs_and_directories_name_shards(folder, pattern):
     assert sorted(keys(hr.TarDataset(f"{folder}/{pattern}"))) == ALL
@@ -96,7 +114,9 @@ def test_no_shard_is_an_error(tmp_path, make):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.md").touch()
     for name in ("nothing", "other", "other/"):
-        with pytest.raises(EmptyListingError, match=r"^no such file, and no file in such a directory that ends in"):
+        with pytest.raises(
+            EmptyListingError, match=r"^no such file, and no file in such a directory that ends in"
+        ):
             make(f"{tmp_path}/{name}")
     with pytest.raises(EmptyListingError, match=r"x\*"):
         make(tmp_path / "x*.tar")
@@ -114,7 +134,10 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path):
     for name, data in objects.items():
         (tmp_path / name).write_bytes(data)
     with ObjectServer(objects) as server:
-        for store in (hr.Store(tmp_path.as_uri()), hr.Store(server.url, options=server.store_options)):
+        for store in (
+            hr.Store(tmp_path.as_uri()),
+            hr.Store(server.url, options=server.store_options),
+        ):
             assert list(hr.LinesDataset("app.log", store=store)) == ["one", "two"]
             assert keys(hr.TarDataset("samples.archive", store=store)) == ["a", "b"]
             assert len(hr.TarDataset.index("samples.archive", store=store)) == 2
@@ -164,7 +187,9 @@ def test_order_depends_only_on_seed_and_epoch(folder):
 
 
 def test_more_ranks_than_shards_are_refused(folder):
-    with pytest.raises(ValueError, match=r"6 shards cannot be divided among 7 ranks; apply \.split\(\)"):
+    with pytest.raises(
+        ValueError, match=r"6 shards cannot be divided among 7 ranks; apply \.split\(\)"
+    ):
         list(hr.TarDataset(folder / "*.tar", rank=0, world_size=7))
 
 
@@ -173,8 +198,12 @@ def test_more_ranks_than_shards_are_refused(folder):
 
 def test_flipped_bit_in_compressed_data_is_an_error_of_its_shard(tmp_path):
     for name in "abc":
-        packed = bytearray(gzip.compress(tars.shard([f"{name}{sample}" for sample in range(20)]), compresslevel=0))
-        if name == "b":  # stored, not deflated: only gzip's checksum, after the last sample, shows it
+        packed = bytearray(
+            gzip.compress(tars.shard([f"{name}{sample}" for sample in range(20)]), compresslevel=0)
+        )
+        if (
+            name == "b"
+        ):  # stored, not deflated: only gzip's checksum, after the last sample, shows it
             packed[packed.index(b"text of b7")] ^= 8
         (tmp_path / f"{name}.tar.gz").write_bytes(packed)
     with hr.DataLoader(hr.TarDataset(tmp_path), batch_size=None, on_error="skip") as loader:
@@ -221,8 +250,9 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
             await stream.aclose()
 
         asyncio.run(first())
-        # Two shards and the one that is begun already; for each, two ranges under way, and at most three that are
-        # parsed: a block of samples that is given out, and the next, of two ranges where a sample reaches into both.
+        # Two shards and the one that is begun already; for each, two ranges under way, and at most
+        # three that are parsed: a block of samples that is given out, and the next, of two ranges
+        # where a sample reaches into both.
         assert server.requests()["GET"] <= 3 * (2 + 3)
 
 
@@ -236,7 +266,9 @@ def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
 
 def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(folder):
     names = [f"{number:03}.{field}" for number in range(40) for field in ("txt", "cls")]
-    (folder / "gap.tar").write_bytes(tars.members(*((name, b"x") for name in names if name != "010.cls")))
+    (folder / "gap.tar").write_bytes(
+        tars.members(*((name, b"x") for name in names if name != "010.cls"))
+    )
     for options in ({}, {"fields": ["txt", "cls"]}):
         dataset = hr.TarDataset(folder / "gap.tar", chunk_bytes=4096, **options)
         with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
@@ -263,7 +295,11 @@ def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
     for dataset, options, expected in (
         (tar.map(fail_on_the_second), {}, f"index 1, key {key}"),
         (tar.map(fail_on_the_second).shuffle(1), {}, f"before batching, key {key}"),
-        (tar, {"collate_fn": fail}, f"indices [0, 1], keys ['00-000 in {folder.as_uri()}/0000.tar', {key}]"),
+        (
+            tar,
+            {"collate_fn": fail},
+            f"indices [0, 1], keys ['00-000 in {folder.as_uri()}/0000.tar', {key}]",
+        ),
     ):
         with hr.DataLoader(dataset, 2, num_workers=num_workers, **options) as loader:
             with pytest.raises(ValueError) as raised:
@@ -273,7 +309,9 @@ def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
 
 @pytest.mark.parametrize("dataset", [hr.TarDataset, hr.ObjectDataset])
 def test_options_of_the_store_are_refused_with_the_remedy(folder, dataset):
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'options'. .*Store\(url, options="):
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'options'. .*Store\(url, options="
+    ):
         dataset(folder / "0000.tar", options={"anonymous": True})
 
 

@@ -20,7 +20,9 @@ def masked(data):
 
 def framed(*records):
     sizes = [struct.pack("<Q", len(record)) for record in records]
-    return b"".join(size + masked(size) + data + masked(data) for size, data in zip(sizes, records, strict=True))
+    return b"".join(
+        size + masked(size) + data + masked(data) for size, data in zip(sizes, records, strict=True)
+    )
 
 
 def read(data, name="x.tfrecord", **options):
@@ -65,7 +67,12 @@ def test_a_damaged_record_is_an_error_and_the_next_follow():
         (framed(b"first")[:-1], "x.tfrecord", TruncatedShardError, "truncated in record 1"),
         (FILES["d.tfrecord.zlib"], "x.tfrecord", ShardError, "length is damaged .* compressed"),
         (FILES["c.tfrecord.gz"], "x.tfrecord", ShardError, "gzip by its first bytes"),
-        (struct.pack("<Q", 1 << 40) + masked(struct.pack("<Q", 1 << 40)), "x.tfrec", ShardError, "above 1 GiB"),
+        (
+            struct.pack("<Q", 1 << 40) + masked(struct.pack("<Q", 1 << 40)),
+            "x.tfrec",
+            ShardError,
+            "above 1 GiB",
+        ),
     ],
 )
 def test_what_is_no_record_ends_its_file(data, name, error, what):

@@ -32,12 +32,16 @@ OBJECTS = {
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/tokens"
-DOCUMENTS = json.loads((FIXTURES / "expected.json").read_text())  # of each shard, by its original reader
+DOCUMENTS = json.loads(
+    (FIXTURES / "expected.json").read_text()
+)  # of each shard, by its original reader
 
 
 def opened(server, shards, **options):
     return hr.TokenDataset(
-        f"{server.url}/{shards}", store=hr.Store(server.url, options=server.store_options), **options
+        f"{server.url}/{shards}",
+        store=hr.Store(server.url, options=server.store_options),
+        **options,
     )
 
 
@@ -57,14 +61,23 @@ def test_windows_do_not_cross_shards(server, seq_len, stride):
 
 def test_each_shard_has_a_type_of_its_own(tmp_path):
     types = {"a.BIN": "<u2", "b.bin": "<u2", "D.NPY": "<u4", "e.npy": "<u2"}
-    arrays = {name: np.arange(10 * at, 10 * at + 10, dtype=type) for at, (name, type) in enumerate(types.items())}
-    data = {f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes() for name, a in arrays.items()}
+    arrays = {
+        name: np.arange(10 * at, 10 * at + 10, dtype=type)
+        for at, (name, type) in enumerate(types.items())
+    }
+    data = {
+        f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes()
+        for name, a in arrays.items()
+    }
     with ObjectServer(data) as server:
         store = hr.Store(server.url, options=server.store_options)
         for shards in ("d", "d/*", list(data)):
             dataset = hr.TokenDataset(shards, store=store, seq_len=10)
             read = dataset.cache(tmp_path / "cache")
-            given = {dataset.sample_key(i).partition("[")[0]: read[i].tolist() for i in range(len(dataset))}
+            given = {
+                dataset.sample_key(i).partition("[")[0]: read[i].tolist()
+                for i in range(len(dataset))
+            }
             assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
 
 
@@ -72,7 +85,9 @@ def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
     for name in ("a.bin", "b.tokens"):
         (tmp_path / name).write_bytes(np.arange(70_000, 70_010, dtype="<u4").tobytes())
     for shards in (tmp_path / "a.bin", tmp_path / "b.tokens", tmp_path / "b.*"):
-        assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [*range(70_000, 70_010)]
+        assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [
+            *range(70_000, 70_010)
+        ]
 
 
 def llmc(magic, tokens, version=1):
@@ -118,7 +133,9 @@ def test_ending_that_names_no_type_is_refused(tmp_path, name, dtype, error, what
 @pytest.mark.counts
 def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index(server):
     names = [f"{server.url}/a/{i}.bin" for i in range(3)]
-    dataset = hr.TokenDataset(names, seq_len=10, store=hr.Store(server.url, options=server.store_options))
+    dataset = hr.TokenDataset(
+        names, seq_len=10, store=hr.Store(server.url, options=server.store_options)
+    )
     assert (server.requests()["HEAD"], server.requests()["GET"]) == (0, 6)
     dataset[5]
     assert server.requests()["GET"] == 7
@@ -138,13 +155,41 @@ def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index
         ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "99 tokens, but 100 in the header"),
         ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:-2], "99 tokens, but 100 in the header"),
         ("a.npy", bytes(20), "not a .npy file.*raw tokens need dtype="),
-        ("a.bin", llmc(20240801, np.zeros(100, "<u4")), "not a header of llm.c's tokens: kind 20240801, version 1"),
-        ("a.bin", llmc(20240522, np.zeros(100, "<u2")), "not a header of llm.c's tokens: kind 20240522"),
-        ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:1000], "not a header of llm.c's tokens.*1000 bytes"),
-        ("a.bin", np.arange(100_000, 100_100, dtype="<u4").tobytes(), "tokens of 32 bits.*give dtype='int32'"),
-        ("a.bin", np.arange(100_000, 100_100, dtype="<u8").tobytes(), "tokens of 64 bits.*give dtype='int64'"),
-        ("a.bin", np.arange(-100, 100, dtype="<i4").tobytes(), "tokens of 32 bits.*give dtype='int32'"),
-        ("a.bin", b"LITPKDS" + bytes(17) + np.arange(100, dtype="<u2").tobytes(), "a packed dataset of lit-gpt"),
+        (
+            "a.bin",
+            llmc(20240801, np.zeros(100, "<u4")),
+            "not a header of llm.c's tokens: kind 20240801, version 1",
+        ),
+        (
+            "a.bin",
+            llmc(20240522, np.zeros(100, "<u2")),
+            "not a header of llm.c's tokens: kind 20240522",
+        ),
+        (
+            "a.bin",
+            llmc(20240520, np.zeros(100, "<u2"))[:1000],
+            "not a header of llm.c's tokens.*1000 bytes",
+        ),
+        (
+            "a.bin",
+            np.arange(100_000, 100_100, dtype="<u4").tobytes(),
+            "tokens of 32 bits.*give dtype='int32'",
+        ),
+        (
+            "a.bin",
+            np.arange(100_000, 100_100, dtype="<u8").tobytes(),
+            "tokens of 64 bits.*give dtype='int64'",
+        ),
+        (
+            "a.bin",
+            np.arange(-100, 100, dtype="<i4").tobytes(),
+            "tokens of 32 bits.*give dtype='int32'",
+        ),
+        (
+            "a.bin",
+            b"LITPKDS" + bytes(17) + np.arange(100, dtype="<u2").tobytes(),
+            "a packed dataset of lit-gpt",
+        ),
         ("a.ds", bytes(20), r"its \.index or \.metadata is missing; .*give dtype="),
     ],
 )
@@ -163,7 +208,9 @@ def test_too_few_tokens_for_a_window_are_an_error(server):
         opened(server, "a", seq_len=1, dtype="float32")
     with pytest.raises(ValueError, match="stride=2 is of windows"):
         opened(server, "a", seq_len=None, stride=2)
-    with pytest.raises(ShardError, match=r"no index of its documents.*give seq_len= \(shard .*a/\d\.bin"):
+    with pytest.raises(
+        ShardError, match=r"no index of its documents.*give seq_len= \(shard .*a/\d\.bin"
+    ):
         opened(server, "a", seq_len=None)
 
 
@@ -172,7 +219,14 @@ async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order
     dataset = opened(server, "a", seq_len=10)
     before = server.requests()["GET"]
     windows = await dataset.agets([99, 101, 0, 50, 0, 120])
-    wanted = [TOKENS[0][990:], TOKENS[1][10:20], TOKENS[0][:10], TOKENS[0][500:510], TOKENS[0][:10], TOKENS[1][200:210]]
+    wanted = [
+        TOKENS[0][990:],
+        TOKENS[1][10:20],
+        TOKENS[0][:10],
+        TOKENS[0][500:510],
+        TOKENS[0][:10],
+        TOKENS[1][200:210],
+    ]
     assert [window.tolist() for window in windows] == [tokens.tolist() for tokens in wanted]
     assert server.requests()["GET"] == before + 2
 
@@ -196,7 +250,9 @@ async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
 def test_files_of_the_original_writers_are_read_by_document_and_by_window(name):
     tokens = [*chain(*DOCUMENTS[name])]
     windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
-    assert [windows[i].tolist() for i in range(len(windows))] == [tokens[i : i + 11] for i in range(0, 90, 3)]
+    assert [windows[i].tolist() for i in range(len(windows))] == [
+        tokens[i : i + 11] for i in range(0, 90, 3)
+    ]
     documents = hr.TokenDataset(FIXTURES / name, seq_len=None)
     assert [each.tolist() for each in documents] == DOCUMENTS[name]
     every = hr.TokenDataset([FIXTURES / each for each in DOCUMENTS], seq_len=None)
@@ -211,41 +267,123 @@ def test_windows_read_only_the_ends_of_an_index():
     with ObjectServer({name: (FIXTURES / name).read_bytes() for name in names}) as server:
         server.misbehave()  # counts from here on
         for number, name in ((4, "int32.bin"), (7, "bare4.ds")):
-            hr.TokenDataset(name, seq_len=1, store=hr.Store(server.url, options=server.store_options))
+            hr.TokenDataset(
+                name, seq_len=1, store=hr.Store(server.url, options=server.store_options)
+            )
             assert server.requests()["GET"] == number
 
 
 def patch(at, format, *values):
-    return lambda data: data[:at] + struct.pack(f"<{format}", *values) + data[at + struct.calcsize(f"<{format}") :]
+    return lambda data: (
+        data[:at] + struct.pack(f"<{format}", *values) + data[at + struct.calcsize(f"<{format}") :]
+    )
 
 
 @pytest.mark.parametrize(
     ("shard", "file", "change", "seq_len", "what"),
     [
-        ("int32.bin", "int32.bin", lambda data: data[:-4], 1, "396 bytes, but 100 tokens of int32 by .*int32.idx"),
-        ("int32.bin", "int32.bin", lambda data: data + data, None, "800 bytes, but 100 tokens.*another shard"),
-        ("int32.bin", "int32.idx", lambda data: (FIXTURES / "uint16.idx").read_bytes(), 1, "400 bytes, but 100 tokens"),
-        ("int32.bin", "int32.idx", lambda data: data[:-1], 1, "181 bytes are not those of 7 sequences and 8 bounds"),
+        (
+            "int32.bin",
+            "int32.bin",
+            lambda data: data[:-4],
+            1,
+            "396 bytes, but 100 tokens of int32 by .*int32.idx",
+        ),
+        (
+            "int32.bin",
+            "int32.bin",
+            lambda data: data + data,
+            None,
+            "800 bytes, but 100 tokens.*another shard",
+        ),
+        (
+            "int32.bin",
+            "int32.idx",
+            lambda data: (FIXTURES / "uint16.idx").read_bytes(),
+            1,
+            "400 bytes, but 100 tokens",
+        ),
+        (
+            "int32.bin",
+            "int32.idx",
+            lambda data: data[:-1],
+            1,
+            "181 bytes are not those of 7 sequences and 8 bounds",
+        ),
         ("int32.bin", "int32.idx", lambda data: data[:20], 1, "20 bytes are not|not an index"),
-        ("int32.bin", "int32.idx", patch(0, "8s", b"TNTIDX"), 1, "not an index of Megatron's tokens.*TNTIDX"),
+        (
+            "int32.bin",
+            "int32.idx",
+            patch(0, "8s", b"TNTIDX"),
+            1,
+            "not an index of Megatron's tokens.*TNTIDX",
+        ),
         ("int32.bin", "int32.idx", patch(9, "Q", 2), 1, "version 2"),
         ("int32.bin", "int32.idx", patch(17, "B", 7), 1, "type 7"),
-        ("int32.bin", "int32.idx", patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
-        ("int32.bin", "int32.idx", patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
+        (
+            "int32.bin",
+            "int32.idx",
+            patch(18, "Q", 2**63),
+            None,
+            "bytes are not those of 9223372036854775808",
+        ),
+        (
+            "int32.bin",
+            "int32.idx",
+            patch(34, "i", 8),
+            None,
+            "sequence 1 does not begin where .*offset 70",
+        ),
         ("int32.bin", "int32.idx", patch(34, "i", -1), None, "sequence 0 does not begin"),
         ("int32.bin", "int32.idx", patch(62 + 8 * 6, "q", 288), 1, "400 bytes, but 101 tokens"),
-        ("int32.bin", "int32.idx", patch(62 + 8 * 6, "q", 285), 1, "a sequence of 29 tokens begins at byte 285"),
-        ("int32.bin", "int32.idx", patch(118, "q", 1), None, "its documents are not all of its 7 sequences"),
+        (
+            "int32.bin",
+            "int32.idx",
+            patch(62 + 8 * 6, "q", 285),
+            1,
+            "a sequence of 29 tokens begins at byte 285",
+        ),
+        (
+            "int32.bin",
+            "int32.idx",
+            patch(118, "q", 1),
+            None,
+            "its documents are not all of its 7 sequences",
+        ),
         ("int32.bin", "int32.idx", patch(118 + 8, "q", 5), None, "its documents are not all"),
         ("int32.bin", "int32.idx", patch(118 + 56, "q", 6), None, "its documents are not all"),
         ("int32.bin", "int32.idx", None, None, "no index of its documents"),
-        ("4.ds", "4.ds", lambda data: data[:-4], 1, "396 bytes, but 100 tokens of uint32 by .*metadata"),
-        ("4.ds", "4.ds.metadata", lambda data: b"gpt2|2\n100\n100 T", 1, "400 bytes, but 100 tokens of uint16"),
+        (
+            "4.ds",
+            "4.ds",
+            lambda data: data[:-4],
+            1,
+            "396 bytes, but 100 tokens of uint32 by .*metadata",
+        ),
+        (
+            "4.ds",
+            "4.ds.metadata",
+            lambda data: b"gpt2|2\n100\n100 T",
+            1,
+            "400 bytes, but 100 tokens of uint16",
+        ),
         ("4.ds", "4.ds.metadata", lambda data: b"gpt2|8\n50\n100 T", 1, "tokens of 8 bytes"),
         ("4.ds", "4.ds.metadata", lambda data: b"gpt2\n100", 1, "not the bytes of a token"),
-        ("4.ds", "4.ds.index", lambda data: data[:-8], None, "ends at 71, but 100 tokens by .metadata"),
+        (
+            "4.ds",
+            "4.ds.index",
+            lambda data: data[:-8],
+            None,
+            "ends at 71, but 100 tokens by .metadata",
+        ),
         ("4.ds", "4.ds.index", lambda data: data[:-1], None, "55 bytes are not whole numbers"),
-        ("4.ds", "4.ds.index", patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
+        (
+            "4.ds",
+            "4.ds.index",
+            patch(8, "Q", 6),
+            None,
+            "document 1 ends before it begins .*offset 8",
+        ),
         ("4.ds", "4.ds.index", None, None, "its .index or .metadata is missing"),
         ("bare4.ds", "bare4.ds", lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
         ("bare4.ds", "bare4.ds.index", lambda data: data[:-8], 1, "tokens of 5 bytes"),
@@ -266,7 +404,10 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
     shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
     for shard, other in (("int32.bin", "int16"), ("4.ds", "uint16")):
         for seq_len in (1, None):
-            with pytest.raises(ValueError, match=f"dtype='{other}', but .*{shard} is 'u?int32' by .*leave dtype= out"):
+            with pytest.raises(
+                ValueError,
+                match=f"dtype='{other}', but .*{shard} is 'u?int32' by .*leave dtype= out",
+            ):
                 hr.TokenDataset(tmp_path / shard, seq_len=seq_len, dtype=other)
     assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
     (tmp_path / "int32.idx").write_bytes(b"of another program")
@@ -281,7 +422,9 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
 @pytest.mark.parametrize(("written", "read"), [(32, 16), (64, 16), (64, 32)])
 def test_raw_tokens_that_are_read_as_fewer_bits_warn(tmp_path, written, read):
     np.arange(70_000, 70_100, dtype=f"<u{written // 8}").tofile(tmp_path / "a.npy")
-    with pytest.warns(UserWarning, match=rf"look like tokens of {written} bits, but are read as {read}: .*a\.npy"):
+    with pytest.warns(
+        UserWarning, match=rf"look like tokens of {written} bits, but are read as {read}: .*a\.npy"
+    ):
         hr.TokenDataset(tmp_path / "a.npy", seq_len=1, dtype=f"uint{read}")
 
 
@@ -301,7 +444,9 @@ def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["sentences.bin", "2.ds"])
 def test_documents_are_read_in_batches_of_about_the_same_number_of_tokens_and_blended(name):
-    dataset, other = (hr.TokenDataset(FIXTURES / each, seq_len=None) for each in (name, "int64.bin"))
+    dataset, other = (
+        hr.TokenDataset(FIXTURES / each, seq_len=None) for each in (name, "int64.bin")
+    )
     assert dataset.lengths.tolist() == [*map(len, DOCUMENTS[name])]
     assert hr.TokenDataset(FIXTURES / name, seq_len=11).lengths.tolist() == [11] * 9
     batches = hr.BalancedBatchSampler(dataset.lengths, max_tokens=70)

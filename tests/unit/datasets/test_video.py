@@ -64,11 +64,15 @@ def decoded(data):
     """Times and pixels of all frames of a file."""
     with av.open(io.BytesIO(data)) as container:
         container.streams.video[0].codec_context.thread_count = 1
-        return [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+        return [
+            (frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)
+        ]
 
 
 def same(some, others):
-    return len(some) == len(others) and all(map(np.array_equal, (one for _, one in some), (one for _, one in others)))
+    return len(some) == len(others) and all(
+        map(np.array_equal, (one for _, one in some), (one for _, one in others))
+    )
 
 
 def opened(data, **options):
@@ -87,10 +91,14 @@ def test_clips_have_the_frames_of_the_whole_file_at_their_times(name):
         for number, clip in enumerate(clips):
             assert same(decoded(clip.data), frames[stride * number :][:length])
             assert (clip.key, clip.start) == ("a.mp4", clip.times[0])
-        assert torch.equal(hr.decode.video(24)(clip), hr.decode.video(24)(file(name))[stride * number :][:length])
+        assert torch.equal(
+            hr.decode.video(24)(clip), hr.decode.video(24)(file(name))[stride * number :][:length]
+        )
 
 
-@pytest.mark.parametrize("name", ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"])
+@pytest.mark.parametrize(
+    "name", ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"]
+)
 def test_clips_by_time_have_the_frames_that_are_shown_in_it(name):
     frames = decoded(file(name))
     times = np.array([time for time, _ in frames])
@@ -137,9 +145,13 @@ def test_loader_gives_batches_of_clips_decoded_in_workers(tmp_path):
     decode = hr.decode.video(size=(24, 20), frames=4)
     with hr.DataLoader(clips, batch_size=4, num_workers=2, transform=decode) as loader:
         batches = [*loader]
-    assert [(*batch.shape, batch.dtype) for batch in batches] == [(4, 4, 3, 24, 20, torch.uint8)] * 2
+    assert [(*batch.shape, batch.dtype) for batch in batches] == [
+        (4, 4, 3, 24, 20, torch.uint8)
+    ] * 2
     with hr.DataLoader(clips, batch_size=4, collate_fn=list) as loader:
-        assert torch.equal(torch.cat(batches), torch.stack([decode(clip) for batch in loader for clip in batch]))
+        assert torch.equal(
+            torch.cat(batches), torch.stack([decode(clip) for batch in loader for clip in batch])
+        )
 
 
 def pictures(data):
@@ -151,9 +163,11 @@ def test_decoder_gives_upright_frames_of_clips_and_of_whole_files():
     frames = pictures(PLAIN)
     assert torch.equal(hr.decode.video()(PLAIN), frames)
     assert torch.equal(
-        hr.decode.video(frames=3)(hr.types.ObjectSample("a", memoryview(PLAIN), 5))[0], frames[[0, 30, 59]]
+        hr.decode.video(frames=3)(hr.types.ObjectSample("a", memoryview(PLAIN), 5))[0],
+        frames[[0, 30, 59]],
     )
-    # Compared with frames of the same file: x264 may encode the same pictures differently in each run.
+    # Compared with frames of the same file: x264 may encode the same pictures differently in each
+    # run.
     rotated = file("h264, mov, turned")
     turned = opened(rotated, frames=2)[3]
     assert torch.equal(hr.decode.video()(turned), torch.rot90(pictures(rotated)[6:8], 1, (2, 3)))
@@ -176,7 +190,9 @@ def test_damaged_frames_are_an_error_of_the_decoder():
 
 def test_clips_of_periodic_intra_refresh_are_refused_as_their_frames_would_be_wrong():
     params = "intra-refresh=1:keyint=12:bframes=0:ref=3:sliced-threads=1"
-    clips = opened(video_file(60, times=PAUSES, options={"x264-params": params}), frames=5, stride=1)
+    clips = opened(
+        video_file(60, times=PAUSES, options={"x264-params": params}), frames=5, stride=1
+    )
     assert hr.decode.video()(clips[0]).shape[0] == 5
     for index in range(20, len(clips)):
         with pytest.raises(ValueError, match="without a key frame"):

@@ -37,7 +37,9 @@ def root(tmp_path_factory):
 
 
 def objects(root):
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -64,17 +66,24 @@ def test_samples_are_slices_along_the_axis(root, layout, axis):
 
 
 # Chunks or shards of images, and indexes of shards; chunks of labels.
-@pytest.mark.parametrize(("layout", "requests"), [("v3", 26 + 2), ("v2", 26 + 2), ("sharded", 25 + 7 + 2), ("raw", 15)])
+@pytest.mark.parametrize(
+    ("layout", "requests"), [("v3", 26 + 2), ("v2", 26 + 2), ("sharded", 25 + 7 + 2), ("raw", 15)]
+)
 @pytest.mark.parametrize("blocks_at_once", [None, 4])
 def test_each_chunk_is_requested_once_for_neighbours(server, layout, requests, blocks_at_once):
     dataset = opened(server, layout, arrays=["images", "labels"])
-    sampler = blocks_at_once and hr.BlockShuffleSampler(dataset, block_size=8, blocks_at_once=4, seed=0)
+    sampler = blocks_at_once and hr.BlockShuffleSampler(
+        dataset, block_size=8, blocks_at_once=4, seed=0
+    )
     before = len(server.seen())
     with hr.DataLoader(dataset, 10, sampler=sampler) as loader:
         batches = list(loader)
     order = torch.cat([batch["labels"] for batch in batches])
     assert order.dtype == torch.uint16
-    assert same(torch.cat([batch["images"] for batch in batches]).numpy(), IMAGES[order.numpy()].astype(np.int32))
+    assert same(
+        torch.cat([batch["images"] for batch in batches]).numpy(),
+        IMAGES[order.numpy()].astype(np.int32),
+    )
     assert sorted(order.tolist()) == [*range(100)]
     assert len(server.seen()) - before == loader.stats().requests.requests == requests
 
@@ -91,7 +100,11 @@ def test_kept_chunks_are_bounded(server):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, layout):
-    lost = {key for key in objects(root) if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray"))}
+    lost = {
+        key
+        for key in objects(root)
+        if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray"))
+    }
     lost = min(lost - {f"{layout}/images/.zattrs"})  # of the first samples
     with ObjectServer({key: data for key, data in objects(root).items() if key != lost}) as server:
         dataset = opened(server, f"{layout}/images")
@@ -110,10 +123,14 @@ def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, layo
 
 @pytest.mark.parametrize("location", ["start", "end"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_missing_chunk_of_a_shard_is_an_error_unless_fill_values_are_asked_for(tmp_path, location, axis):
+def test_a_missing_chunk_of_a_shard_is_an_error_unless_fill_values_are_asked_for(
+    tmp_path, location, axis
+):
     codec = zarr.codecs.ShardingCodec(chunk_shape=(2, 2), index_location=location)
     path = str(tmp_path / "x")
-    array = zarr.create_array(path, shape=(10, 4), chunks=(8, 4), dtype="i4", serializer=codec, compressors=None)
+    array = zarr.create_array(
+        path, shape=(10, 4), chunks=(8, 4), dtype="i4", serializer=codec, compressors=None
+    )
     array[:] = np.arange(1, 41).reshape(10, 4)
     dataset = hr.ZarrDataset(path, axis=axis)
     assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
@@ -131,10 +148,14 @@ def test_a_missing_chunk_of_a_shard_is_an_error_unless_fill_values_are_asked_for
 
 @pytest.mark.parametrize("codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str)
 def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
-    zarr.create_array(tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec)[:] = 1
+    zarr.create_array(
+        tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec
+    )[:] = 1
     packed = codec.encode(bytes(400 << 20))
     (tmp_path / "x/0").write_bytes(packed)
-    with pytest.raises(ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"):
+    with pytest.raises(
+        ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"
+    ):
         hr.ZarrDataset(tmp_path / "x")[0]
 
 
@@ -167,7 +188,9 @@ def test_what_cannot_be_read_is_refused(root, options, error, what):
 
 def changed(tmp_path, **changes):
     """An array of format 2 with other metadata."""
-    zarr.create_array(tmp_path / "x", shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2, overwrite=True)[:] = 1
+    zarr.create_array(
+        tmp_path / "x", shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2, overwrite=True
+    )[:] = 1
     metadata = tmp_path / "x" / ".zarray"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | changes))
     return tmp_path / "x"
@@ -177,7 +200,10 @@ def changed(tmp_path, **changes):
     ("changes", "what"),
     [
         ({"compressor": {"id": "pickle", "protocol": 5}}, "pickle"),
-        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}}, "would run its code"),
+        (
+            {"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}},
+            "would run its code",
+        ),
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
         ({"shape": [4, 1 << 40]}, "too much"),
         ({"shape": [10**30, 4]}, "is not of a Zarr array"),
@@ -191,13 +217,18 @@ def test_metadata_that_lie_or_would_run_code_are_refused(tmp_path, changes, what
 def test_types_that_torch_lacks_stay_numpys(tmp_path):
     dates = np.arange(6).astype("M8[s]").reshape(3, 2)
     texts = np.array(["a", "bb", "ccc"])
-    with warnings.catch_warnings(action="ignore"):  # zarr's, of types that format 3 does not specify
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # zarr's, of types that format 3 does not specify
         group = zarr.open_group(tmp_path, mode="w", zarr_format=2)
         group.create_array("dates", data=dates)
         group.create_array("texts", data=texts)
     dataset = hr.ZarrDataset(tmp_path, arrays=["dates", "texts"])
     assert same(dataset[1], {"dates": dates[1], "texts": "bb"})
-    with zarr.storage.ZipStore(tmp_path / "s.zip", mode="w") as store, warnings.catch_warnings(action="ignore"):
+    with (
+        zarr.storage.ZipStore(tmp_path / "s.zip", mode="w") as store,
+        warnings.catch_warnings(action="ignore"),
+    ):
         zarr.create_array(store, shape=(4,), chunks=(2,), dtype=str)[:] = ["a", "é", "", "long"]
     dataset = hr.ZarrDataset(zarr.storage.ZipStore(tmp_path / "s.zip", mode="r"))
     assert [*dataset] == ["a", "é", "", "long"]
@@ -216,7 +247,9 @@ def test_attributes_that_change_the_values_cause_a_warning(tmp_path):
 def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
     repository = icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path)))
     session = repository.writable_session("main")
-    zarr.create_array(session.store, name="x", shape=(100, 3), chunks=(8, 3), dtype="f4")[:80] = np.ones((80, 3))
+    zarr.create_array(session.store, name="x", shape=(100, 3), chunks=(8, 3), dtype="f4")[:80] = (
+        np.ones((80, 3))
+    )
     session.commit("ones, and chunks that were never written")
     dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
     with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:

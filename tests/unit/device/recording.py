@@ -1,7 +1,7 @@
 """A device in host memory, behind the interface of `headrace._core.device.streams`: work is done when a test says so.
 
-A copy reads its source when its stream comes to it, and not when it is enqueued: memory that is written to too early
-gives a wrong byte here as it does on a device.
+A copy reads its source when its stream comes to it, and not when it is enqueued: memory that is
+written to too early gives a wrong byte here as it does on a device.
 """
 
 import weakref
@@ -133,7 +133,9 @@ class RecordingStreams:
         self.copied.append(host.nbytes)
         self.log.append(("copy", stream.name))
         source = next((held for held in self.held if held() is host), lambda: host)
-        stream.work.append(lambda: (there.copy_(source()), None)[1])  # which fails if pinned memory was dropped before
+        stream.work.append(
+            lambda: (there.copy_(source()), None)[1]
+        )  # which fails if pinned memory was dropped before
         return there
 
     def used_on(self, placed, stream):

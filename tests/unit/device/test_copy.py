@@ -65,7 +65,9 @@ def test_tensors_of_a_batch_have_separate_version_counters(copier, streams):
     ],
     ids=["expanded", "conjugate", "with gradient"],
 )
-def test_layouts_are_those_of_torchs_own_copy(copier, streams, tensor):  # other layouts: test_rehearsal.py
+def test_layouts_are_those_of_torchs_own_copy(
+    copier, streams, tensor
+):  # other layouts: test_rehearsal.py
     got = arrived(copier, streams, tensor)
     like = torch.empty_like(tensor)
     assert torch.equal(got.detach(), tensor.detach())
@@ -82,7 +84,9 @@ def test_containers_keep_their_classes_and_other_leaves_are_unchanged(copier, st
         "else": [b"bytes", None, 3, range(3), other],
     }
     got = arrived(copier, streams, batch)
-    assert {key: type(value) for key, value in got.items()} == {key: type(value) for key, value in batch.items()}
+    assert {key: type(value) for key, value in got.items()} == {
+        key: type(value) for key, value in batch.items()
+    }
     assert got["else"] == batch["else"]
     assert got["named"].x is got["ordered"]["x"] is got["user's"]["x"] is got["tuple"][0]
     assert got["named"].x is not x
@@ -141,7 +145,9 @@ class Record(UserDict):
     """A mapping that moves by itself and names its memory, as a `TensorDict` does."""
 
     def to(self, device, **options):
-        return Record({key: value.to(device, copy=True, **options) for key, value in self.data.items()})
+        return Record(
+            {key: value.to(device, copy=True, **options) for key, value in self.data.items()}
+        )
 
     def record_stream(self, stream):
         raise NotImplementedError

@@ -8,7 +8,9 @@ import headrace as hr
 NONE_THERE = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 
 
-@pytest.mark.parametrize("device", [None, torch.device("cpu"), pytest.param("auto", marks=NONE_THERE)], ids=str)
+@pytest.mark.parametrize(
+    "device", [None, torch.device("cpu"), pytest.param("auto", marks=NONE_THERE)], ids=str
+)
 def test_host_memory_is_no_device(device):
     batch = next(iter(hr.DataLoader([1], device=device)))
     assert batch.device.type == "cpu"

@@ -22,7 +22,9 @@ class PinnedMemory:
         self.kept = []
 
     def copy(self, tensor, device=None):
-        there = self.allocate(tensor.numel() * tensor.itemsize).view(tensor.dtype).view(tensor.shape)
+        there = (
+            self.allocate(tensor.numel() * tensor.itemsize).view(tensor.dtype).view(tensor.shape)
+        )
         return there.copy_(tensor)
 
     def allocate(self, size):
@@ -47,7 +49,9 @@ WAYS = [{}, {"num_workers": 1}]
 def test_copy_that_starts_after_its_batch_was_dropped_reads_every_byte(memory, options):
     with hr.DataLoader(Rows(240), batch_size=2, pin_memory=True, **options) as loader:
         under_way = [(batch.data_ptr(), batch.nbytes) for batch in loader]
-        assert [address for address, _ in under_way] == [tensor.data_ptr() for tensor in memory.kept]  # copied once
+        assert [address for address, _ in under_way] == [
+            tensor.data_ptr() for tensor in memory.kept
+        ]  # copied once
         for number, (address, size) in enumerate(under_way):
             read = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.int64)
             assert read.unique().tolist() == [2 * number, 2 * number + 1]
@@ -69,7 +73,9 @@ def fragile_at_one(samples):
 
 
 def test_error_of_pinning_has_the_batchs_number(memory):
-    with hr.DataLoader(Rows(6), batch_size=2, collate_fn=fragile_at_one, pin_memory=True, num_workers=1) as loader:
+    with hr.DataLoader(
+        Rows(6), batch_size=2, collate_fn=fragile_at_one, pin_memory=True, num_workers=1
+    ) as loader:
         batches = iter(loader)
         assert next(batches)[0, 0] == 0
         with pytest.raises(RuntimeError, match="it cannot be pinned") as caught:

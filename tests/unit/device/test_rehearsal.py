@@ -40,7 +40,9 @@ def test_all_bytes_of_all_dtypes_are_compared_and_a_single_wrong_bit_is_found(st
 
 def test_layouts_and_containers_arrive_as_they_were_sent(streams):
     sent = layouts()
-    with hr.DataLoader(Rows(1), collate_fn=lambda samples: sent, num_workers=1, device="there") as loader:
+    with hr.DataLoader(
+        Rows(1), collate_fn=lambda samples: sent, num_workers=1, device="there"
+    ) as loader:
         (got,) = loader
     run(streams)
     check_layouts(got, sent, lambda tensor: torch.empty_like(tensor).copy_(tensor))
@@ -51,7 +53,11 @@ def test_names_of_torch_in_code_for_a_gpu_exist(folder):
     named = set()
     for file in ROOT.glob(f"{folder}/{'gpu_' * (folder == 'benchmarks')}*.py"):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        named |= {name for node in nodes if (name := ast.unparse(node)).startswith("torch.") and is_dotted(node)}
+        named |= {
+            name
+            for node in nodes
+            if (name := ast.unparse(node)).startswith("torch.") and is_dotted(node)
+        }
     assert named
     for name in named:
         attrgetter(name.removeprefix("torch."))(torch)

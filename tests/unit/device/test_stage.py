@@ -41,9 +41,13 @@ def channels_last(rows):
     return torch.stack(rows).view(2, 100, 20, 10).contiguous(memory_format=torch.channels_last)
 
 
-def test_batches_in_slabs_are_copied_in_place_with_their_layout_until_the_slabs_are_unmapped(streams):
+def test_batches_in_slabs_are_copied_in_place_with_their_layout_until_the_slabs_are_unmapped(
+    streams,
+):
     registered = set()
-    loader = hr.DataLoader(Rows(24), batch_size=2, num_workers=1, collate_fn=channels_last, device="there")
+    loader = hr.DataLoader(
+        Rows(24), batch_size=2, num_workers=1, collate_fn=channels_last, device="there"
+    )
     for number, batch in enumerate(loader):
         registered |= streams.registered.keys()
         assert values(streams, batch) == [2 * number, 2 * number + 1]
@@ -80,18 +84,27 @@ def test_async_loops_get_the_same_batches(streams, consumer_loop):
 def test_kept_batches_are_never_overwritten(streams):
     # A device with much queued work: no copy ends before it is waited for.
     batches = 2 * SLABS
-    with hr.DataLoader(Rows(2 * batches), batch_size=2, device="there", num_workers=1, placement="thread") as loader:
+    with hr.DataLoader(
+        Rows(2 * batches), batch_size=2, device="there", num_workers=1, placement="thread"
+    ) as loader:
         got = list(loader)
         assert len(streams.registered) == SLABS
-        assert streams.pinned_count > 0  # what came when all slabs were in use, copied by way of pinned buffers
-        assert [batch.unique().tolist() for batch in got] == [[2 * number, 2 * number + 1] for number in range(batches)]
+        assert (
+            streams.pinned_count > 0
+        )  # what came when all slabs were in use, copied by way of pinned buffers
+        assert [batch.unique().tolist() for batch in got] == [
+            [2 * number, 2 * number + 1] for number in range(batches)
+        ]
 
 
 def test_loaders_for_several_devices_copy_to_their_own(monkeypatch):
     devices = {"there:0": RecordingStreams(), "there:1": RecordingStreams()}
     use(monkeypatch, None)
     monkeypatch.setattr(control, "streams_of", devices.__getitem__)
-    with hr.DataLoader(Rows(8), device="there:0") as one, hr.DataLoader(Rows(8), device="there:1") as other:
+    with (
+        hr.DataLoader(Rows(8), device="there:0") as one,
+        hr.DataLoader(Rows(8), device="there:1") as other,
+    ):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
             assert values(devices["there:0"], left) == values(devices["there:1"], right) == [number]
     assert [len(streams.copied) for streams in devices.values()] == [8, 8]
@@ -111,7 +124,9 @@ def test_no_batch_is_taken_or_lost_during_graph_capture(streams):
 
 
 def test_failed_device_is_an_error_with_the_batchs_number_and_the_loader_closes(streams):
-    with hr.DataLoader(Rows(24), batch_size=2, device="there", num_workers=1, device_prefetch=0) as loader:
+    with hr.DataLoader(
+        Rows(24), batch_size=2, device="there", num_workers=1, device_prefetch=0
+    ) as loader:
         batches = iter(loader)
         next(batches)
         streams.sides[-1].dead = True
@@ -132,7 +147,9 @@ def test_another_thread_may_close_the_loader_while_a_copy_starts(streams):
         return place(host, stream)
 
     streams.place = place_slowly
-    loader = hr.DataLoader(Rows(4000), batch_size=2, num_workers=1, device="there")  # too many to end before
+    loader = hr.DataLoader(
+        Rows(4000), batch_size=2, num_workers=1, device="there"
+    )  # too many to end before
 
     def close(loader):
         begun.wait()
@@ -164,7 +181,9 @@ class RowStream(hr.AsyncIterableDataset):
             yield torch.full((ELEMENTS,), index)
 
 
-@pytest.mark.parametrize(("data", "options"), [(Rows(24), WAYS[0]), (RowStream(), WAYS[2])], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    ("data", "options"), [(Rows(24), WAYS[0]), (RowStream(), WAYS[2])], ids=["map", "stream"]
+)
 def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(streams, data, options):
     """It is the state of a loader without a device, also after a copy that failed."""
     streams.broken_at = 3

@@ -15,8 +15,8 @@ TICK = 0.02
 class SimulatedStore:
     """Answers after `latency`, at most `capacity` a second; above `rate` requests a second, with a refusal at once.
 
-    A refused fetch waits in its place, with full jitter, and asks again. A fetch that finds no connection free takes
-    `connect` longer.
+    A refused fetch waits in its place, with full jitter, and asks again. A fetch that finds no
+    connection free takes `connect` longer.
     """
 
     def __init__(self, latency, capacity, rate=None, connect=0.0):
@@ -83,7 +83,9 @@ class SimulatedStore:
 
 
 def steered(control):
-    return lambda now, completed, refused: control.update(now, completed=completed, throttle_events=refused, full=True)
+    return lambda now, completed, refused: control.update(
+        now, completed=completed, throttle_events=refused, full=True
+    )
 
 
 STORES = {
@@ -118,7 +120,8 @@ def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object()
 def engines_on(store, starts, limits, seconds, busy_from):
     """The rates of engines that share a store, and their controls."""
     controls = [
-        AdaptiveLimit(limit, MOST, len(limits), random.Random(number).random) for number, limit in enumerate(limits)
+        AdaptiveLimit(limit, MOST, len(limits), random.Random(number).random)
+        for number, limit in enumerate(limits)
     ]
     return store.run_several(seconds, [*map(steered, controls)], busy_from, starts), controls
 
@@ -136,7 +139,9 @@ SHARED = {
 
 
 @pytest.mark.parametrize(("starts", "limits"), SHARED.values(), ids=SHARED.keys())
-def test_engines_that_share_a_store_that_throttles_get_equal_rates_and_keep_to_its_limit(starts, limits):
+def test_engines_that_share_a_store_that_throttles_get_equal_rates_and_keep_to_its_limit(
+    starts, limits
+):
     store = SimulatedStore(0.1, 6000, rate=400)
     rates, _ = engines_on(store, starts, limits, 40, busy_from=20.0)
     assert jain(rates) >= 0.95
@@ -150,7 +155,9 @@ def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(
     rates, controls = engines_on(store, starts, limits, 40, busy_from=20.0)
     assert jain(rates) >= 0.9
     assert sum(rates) >= 0.95 * 400
-    assert sum(control.limit for control in controls) <= 5 * 400 * 0.1, "fetches in flight, of those that are needed"
+    assert sum(control.limit for control in controls) <= 5 * 400 * 0.1, (
+        "fetches in flight, of those that are needed"
+    )
 
 
 def test_engines_that_were_throttled_once_do_not_climb_where_it_brings_nothing():
@@ -180,7 +187,9 @@ def test_a_store_that_grows_stronger_is_found_out():
 def test_refusals_halve_it_at_most_and_are_not_heard_twice():
     control = AdaptiveLimit(64, 512)
     assert control.update(1.0, completed=0, throttle_events=50, full=True) == 32
-    assert control.update(1.1, completed=0, throttle_events=90, full=True) == 32, "requests that were on their way"
+    assert control.update(1.1, completed=0, throttle_events=90, full=True) == 32, (
+        "requests that were on their way"
+    )
     assert control.update(2.0, completed=0, throttle_events=140, full=True) == 16
 
 

@@ -63,7 +63,9 @@ async def test_the_window_is_full_and_never_fuller(concurrency):
 
 @pytest.mark.parametrize("concurrency", [10, AdaptiveLimit(3, 8)], ids=["samples", "calls"])
 @run_by("on_loop")
-async def test_calls_for_whole_batches_cover_a_number_of_samples_or_are_counted_themselves(concurrency):
+async def test_calls_for_whole_batches_cover_a_number_of_samples_or_are_counted_themselves(
+    concurrency,
+):
     store = Store()
 
     async def agets(indices):

@@ -59,7 +59,9 @@ async def never():
     await asyncio.Event().wait()
 
 
-def test_when_the_first_attempt_fails_the_second_is_ended_and_each_sample_is_fetched_by_itself(engine_loop):
+def test_when_the_first_attempt_fails_the_second_is_ended_and_each_sample_is_fetched_by_itself(
+    engine_loop,
+):
     begun = []
 
     async def give(attempt):
@@ -84,7 +86,9 @@ def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
         await never()
 
     dataset = Pairs(give)
-    with hr.DataLoader(dataset, batch_size=10, hedge="auto", placement="thread", concurrency=8) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=10, hedge="auto", placement="thread", concurrency=8
+    ) as loader:
         batches = iter(loader)
         for _ in range(SLOW // 5):
             next(batches)
@@ -92,8 +96,12 @@ def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
     assert len(dataset.ended) == dataset.attempts
 
 
-@pytest.mark.parametrize(("placement", "is_cached"), [("thread", False), ("process", True)], ids=["plain", "cached"])
-def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_nobody_up(tmp_path, placement, is_cached):
+@pytest.mark.parametrize(
+    ("placement", "is_cached"), [("thread", False), ("process", True)], ids=["plain", "cached"]
+)
+def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_nobody_up(
+    tmp_path, placement, is_cached
+):
     tokens = np.arange(1000, dtype=np.uint16)
     with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:
         windows = hr.TokenDataset(
@@ -111,6 +119,8 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
             counts = loader.stats().requests
         assert rows == tokens.reshape(10, 100).tolist() * OBJECTS
         assert counts.hedges_won >= 1
-        assert OBJECTS < counts.requests <= 1.05 * 1.5 * OBJECTS  # the look-ahead may divide a shard once
+        assert (
+            OBJECTS < counts.requests <= 1.05 * 1.5 * OBJECTS
+        )  # the look-ahead may divide a shard once
         assert counts.hedges <= 0.05 * counts.requests
         assert counts.cache_misses == (10 * OBJECTS if is_cached else 0)

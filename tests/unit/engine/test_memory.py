@@ -9,7 +9,9 @@ PLANS = [BatchPlan(number, (2 * number, 2 * number + 1), 0) for number in range(
 
 def admitted(budget, plans, at_once=64):
     """The number of plans that the budget admits."""
-    return next((count for count, plan in enumerate(plans) if not budget.take(plan, at_once)), len(plans))
+    return next(
+        (count for count, plan in enumerate(plans) if not budget.take(plan, at_once)), len(plans)
+    )
 
 
 def test_before_sizes_are_known_few_samples_are_admitted_and_then_no_more_than_are_fetched_at_once():

@@ -27,7 +27,12 @@ def draw_from_the_process(image):
 
 
 def batches(dataset=None, **options):
-    options = {"batch_size": 4, "shuffle": dataset is None, "transform": draw_from_the_process, **options}
+    options = {
+        "batch_size": 4,
+        "shuffle": dataset is None,
+        "transform": draw_from_the_process,
+        **options,
+    }
     with hr.DataLoader(Images(24) if dataset is None else dataset, **options) as loader:
         return [batch.tolist() for _ in range(2) for batch in loader]
 
@@ -42,7 +47,9 @@ def test_torchs_seed_applies_without_a_loader_seed():
 
 def test_albumentations_draws_another_crop_for_each_batch_and_the_same_wherever_it_runs():
     albumentations = pytest.importorskip("albumentations")
-    augment = albumentations.Compose([albumentations.RandomCrop(4, 4), albumentations.HorizontalFlip()])
+    augment = albumentations.Compose(
+        [albumentations.RandomCrop(4, 4), albumentations.HorizontalFlip()]
+    )
 
     def crop(image):
         rows, columns = np.mgrid[0:8, 0:8].astype(np.uint8)

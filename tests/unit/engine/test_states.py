@@ -132,7 +132,9 @@ def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(ma
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [*PLACES.values(), (TorchCount, {"num_workers": 2})], ids=[*PLACES, "torch, two workers"]
+    ("make", "options"),
+    [*PLACES.values(), (TorchCount, {"num_workers": 2})],
+    ids=[*PLACES, "torch, two workers"],
 )
 def test_nothing_is_given_out_after_a_state_that_could_not_be_restored(make, options):
     with new(make(12), **options) as first:
@@ -189,7 +191,9 @@ class Many(StatefulReads):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize(("dataset", "workers"), [(StatefulReads, 0), (StatefulReads, 2), (Many, 0)])
+@pytest.mark.parametrize(
+    ("dataset", "workers"), [(StatefulReads, 0), (StatefulReads, 2), (Many, 0)]
+)
 def test_map_style_dataset_with_a_state_continues_from_it(dataset, workers):
     check_continues(lambda: new(dataset(), num_workers=workers))
 
@@ -220,7 +224,12 @@ def without_the_last(samples):
     [(Count, StatefulCounter, 2), (TorchCount, Counter, 0), (TorchCount, StatefulCounter, 0)],
 )
 def test_stream_continues_around_lost_batches(make, iterator, workers):
-    options = {"num_workers": workers, "collate_fn": without_the_last, "on_error": "skip", "seed": 3}
+    options = {
+        "num_workers": workers,
+        "collate_fn": without_the_last,
+        "on_error": "skip",
+        "seed": 3,
+    }
     check_continues(lambda: new(make(9, iterator=iterator), **options))
 
 
@@ -266,9 +275,13 @@ class GeneratorStream(IterableDataset):
 @pytest.mark.parametrize("made", [Generators, GeneratorStream])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("count", [0, 2])
-def test_generators_of_workers_are_restored_also_in_a_loader_that_has_run(made, workers, persistent, count):
+def test_generators_of_workers_are_restored_also_in_a_loader_that_has_run(
+    made, workers, persistent, count
+):
     def loader():
-        return hr.DataLoader(made(), 2, num_workers=workers, persistent_workers=persistent, collate_fn=list)
+        return hr.DataLoader(
+            made(), 2, num_workers=workers, persistent_workers=persistent, collate_fn=list
+        )
 
     torch.manual_seed(0)
     first = loader()

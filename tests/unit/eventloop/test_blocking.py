@@ -63,7 +63,9 @@ def test_loop_may_end_while_a_call_runs(on_loop):
     assert ended.wait(30)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()], ids=repr
+)
 def test_error_is_raised_by_its_own_call_and_does_not_end_the_thread(on_loop, error):
     def fail():
         raise error

@@ -149,7 +149,10 @@ async def callback_of_obstore():
 def test_result_of_a_request_after_the_close_is_dropped_and_other_calls_are_refused():
     loop = LoopThread("headrace-test")
     assert loop.close(1.0) is None
-    assert loop._loop.call_soon_threadsafe(asyncio.run(callback_of_obstore()), None, context=None) is None
+    assert (
+        loop._loop.call_soon_threadsafe(asyncio.run(callback_of_obstore()), None, context=None)
+        is None
+    )
     with pytest.raises(EngineDiedError):
         loop.call_soon(print)
     with pytest.raises(EngineDiedError):

@@ -142,7 +142,13 @@ async def test_error_of_make_is_raised_and_the_next_call_tries_again():
 
 
 @pytest.mark.parametrize(
-    "make", [asyncio.Lock, lambda: asyncio.Semaphore(1), asyncio.Condition, lambda: anyio.CapacityLimiter(1)]
+    "make",
+    [
+        asyncio.Lock,
+        lambda: asyncio.Semaphore(1),
+        asyncio.Condition,
+        lambda: anyio.CapacityLimiter(1),
+    ],
 )
 async def test_lock_is_the_resource_and_is_not_entered(make):
     lock = await per_loop(make)()
@@ -193,7 +199,9 @@ async def test_close_that_fails_is_a_warning():
         raise OSError("broken pipe")
 
     await per_loop(object, close=close)()
-    with pytest.warns(RuntimeWarning, match=r"closing per_loop\(object\) failed: OSError: broken pipe"):
+    with pytest.warns(
+        RuntimeWarning, match=r"closing per_loop\(object\) failed: OSError: broken pipe"
+    ):
         assert await end_tasks(1.0) == ""
 
 
@@ -248,7 +256,9 @@ class Stream(Clients, hr.AsyncIterableDataset):
             yield await self.fetch(index)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1}]
+)
 @pytest.mark.parametrize("kind", [Rows, Stream])
 def test_loader_opens_once_for_all_epochs_and_closes_with_the_loader(kind, options, tmp_path):
     log = tmp_path / "log"

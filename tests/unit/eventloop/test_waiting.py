@@ -32,7 +32,9 @@ def raises():
     before = signal.signal(signal.SIGUSR1, interrupt)
     yield
     signal.signal(signal.SIGUSR1, before)
-    wait_readable(timeout=0.0)  # one that interrupted the end of a wait is left to the next wait, here of another test
+    wait_readable(
+        timeout=0.0
+    )  # one that interrupted the end of a wait is left to the next wait, here of another test
 
 
 def test_timeout_or_a_signal_handler_that_returns_ends_the_wait(pair, handled):
@@ -113,7 +115,9 @@ def test_wait_for_a_future_ends_when_it_is_done(where):
     def check():
         for _ in range(300):
             futures = [Future() for _ in range(2)]
-            done = threading.Thread(target=lambda futures=futures: [future.set_result(1) for future in futures])
+            done = threading.Thread(
+                target=lambda futures=futures: [future.set_result(1) for future in futures]
+            )
             done.start()
             for future in futures:
                 wait_done(future)

@@ -128,22 +128,31 @@ def watchdog_threads():
 
 
 @pytest.mark.parametrize(
-    ("dataset_class", "placement", "loop"), [(BlockingStream, "thread", "asyncio"), (BlockingGets, "process", "uvloop")]
+    ("dataset_class", "placement", "loop"),
+    [(BlockingStream, "thread", "asyncio"), (BlockingGets, "process", "uvloop")],
 )
 def test_blocking_calls_are_reported_with_place_and_remedy(
     dataset_class, placement, loop, records, slow_url, tmp_path, monkeypatch
 ):
     monkeypatch.setenv(EVENT_LOOP_VARIABLE, loop)
     dataset = dataset_class(tmp_path, slow_url)
-    one_at_a_time = {"concurrency": 1} if dataset_class is BlockingGets else {}  # a stream's samples are so in any case
+    one_at_a_time = (
+        {"concurrency": 1} if dataset_class is BlockingGets else {}
+    )  # a stream's samples are so in any case
     with hr.DataLoader(dataset, batch_size=1, placement=placement, **one_at_a_time) as loader:
         for _ in loader:
             if records.all_reported():
                 break
-    by_kind = {kind: [each for each in records.messages if f"{kind}_in_the_loop" in each] for kind in KINDS}
-    assert {kind: len(found) for kind, found in by_kind.items()} == dict.fromkeys(KINDS, 1), records.messages
+    by_kind = {
+        kind: [each for each in records.messages if f"{kind}_in_the_loop" in each] for kind in KINDS
+    }
+    assert {kind: len(found) for kind, found in by_kind.items()} == dict.fromkeys(KINDS, 1), (
+        records.messages
+    )
     assert len(records.messages) == len(KINDS)
-    assert all(each.startswith(f"{dataset_class.__name__}: {__file__}:") for each in records.messages)
+    assert all(
+        each.startswith(f"{dataset_class.__name__}: {__file__}:") for each in records.messages
+    )
     (slept,), (requested,), (computed,) = by_kind.values()
     assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop has blocked" in slept
     assert "await anyio.sleep(seconds)" in slept

@@ -108,4 +108,6 @@ def test_helper_or_global_that_a_notebook_defines_anew_is_used_from_the_next_epo
         cells["SCALE"] = 3
         value, process = next(iter(loader))
         assert value == 300
-        assert next(iter(loader)) == [300, process], "the engine is not started again where nothing has changed"
+        assert next(iter(loader)) == [300, process], (
+            "the engine is not started again where nothing has changed"
+        )

@@ -17,7 +17,9 @@ def plan(number: int) -> BatchPlan:
 
 def deal(dealer: Dealer, numbers: Sequence[int], engines: Sequence[int]):
     dealer.waiting.extend(map(plan, numbers))
-    return {engine: [each.number for each in given] for engine, given in dealer.deal(engines).items()}
+    return {
+        engine: [each.number for each in given] for engine, given in dealer.deal(engines).items()
+    }
 
 
 def receive(dealer: Dealer, engine: int, number: int) -> list[int]:
@@ -66,9 +68,13 @@ def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
             if draw.random() < 0.05:
                 held[engine].clear()
                 dealer.take_back([engine])
-                up = sorted({*up, engine} if len(up) == 1 or draw.random() < 0.7 else {*up} - {engine})
+                up = sorted(
+                    {*up, engine} if len(up) == 1 or draw.random() < 0.7 else {*up} - {engine}
+                )
             elif held[engine]:
-                number = held[engine].pop(draw.randrange(len(held[engine])) if draw.random() < 0.3 else 0)
+                number = held[engine].pop(
+                    draw.randrange(len(held[engine])) if draw.random() < 0.3 else 0
+                )
                 delivered += receive(dealer, engine, number)
         assert sorted(delivered) == list(range(60))
         assert delivered == sorted(delivered) or not in_order

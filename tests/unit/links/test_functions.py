@@ -26,7 +26,9 @@ PLACEMENTS = [
 ]
 IN_PROCESS, IN_THREAD = PLACEMENTS[:2]
 
-in_processes = pytest.mark.parametrize("options", [IN_PROCESS, IN_THREAD], ids=["process", "thread"])
+in_processes = pytest.mark.parametrize(
+    "options", [IN_PROCESS, IN_THREAD], ids=["process", "thread"]
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -84,7 +86,10 @@ PLACES = {
 
 @pytest.mark.parametrize(
     ("options", "place"),
-    [*((options, "transform") for options in PLACEMENTS), *((IN_PROCESS, place) for place in PLACES)],
+    [
+        *((options, "transform") for options in PLACEMENTS),
+        *((IN_PROCESS, place) for place in PLACES),
+    ],
     ids=str,
 )
 def test_attribute_of_a_function_is_applied_at_next_epoch(options, place):
@@ -107,7 +112,9 @@ def test_change_of_what_a_function_refers_to_is_applied_at_next_epoch(monkeypatc
 
     cloudpickle.register_pickle_by_value(cell)
     try:
-        with hr.DataLoader(Numbers(4), transform=transform, worker_init_fn=init, **IN_PROCESS) as loader:
+        with hr.DataLoader(
+            Numbers(4), transform=transform, worker_init_fn=init, **IN_PROCESS
+        ) as loader:
             assert once(loader) == AS_IT_WAS
             cell.strength = 20  # a global of the main module
             assert once(loader) == CHANGED
@@ -122,7 +129,9 @@ def test_change_of_what_a_function_refers_to_is_applied_at_next_epoch(monkeypatc
 @in_processes
 def test_workers_are_kept_and_load_functions_only_when_they_change(options):
     counted = Counted(10)
-    with hr.DataLoader(Numbers(4), transform=lambda sample: (counted(sample), os.getpid())[1], **options) as loader:
+    with hr.DataLoader(
+        Numbers(4), transform=lambda sample: (counted(sample), os.getpid())[1], **options
+    ) as loader:
         pids = {pid for _ in range(3) for pid in once(loader)}
         assert counted.loads.value == 2
         counted.strength = 20
@@ -190,7 +199,12 @@ def test_functions_that_cannot_be_sent_or_loaded_fail_their_epoch_only():
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_multiprocessing_primitives_are_shared_with_workers(context):
     made = multiprocessing.get_context(context)
-    counter, queue, event, array = made.Value("i", 0), made.Queue(), made.Event(), made.Array("d", 4)
+    counter, queue, event, array = (
+        made.Value("i", 0),
+        made.Queue(),
+        made.Event(),
+        made.Array("d", 4),
+    )
     reader, writer = made.Pipe(duplex=False)
 
     def use(sample):
@@ -262,7 +276,9 @@ def test_samples_and_batches_in_shared_tensors_are_copied():
             return self.tensor
 
     dataset = Shared()
-    with hr.DataLoader(dataset, num_workers=1, transform=lambda sample: sample.add_(1), batch_size=None) as loader:
+    with hr.DataLoader(
+        dataset, num_workers=1, transform=lambda sample: sample.add_(1), batch_size=None
+    ) as loader:
         assert [batch.item() for batch in loader] == [1, 1, 1, 1]
     assert dataset.tensor.item() == 0
 
@@ -285,4 +301,6 @@ def test_large_closure_is_in_memory_once_for_all_workers():
         with hr.DataLoader(Numbers(4), transform=transform, **IN_PROCESS) as loader:
             return max(once(loader))
 
-    assert largest(measure) < largest(lambda sample: anonymous_memory(os.getpid())) + 64_000_000  # half an array
+    assert (
+        largest(measure) < largest(lambda sample: anonymous_memory(os.getpid())) + 64_000_000
+    )  # half an array

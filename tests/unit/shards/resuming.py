@@ -28,7 +28,9 @@ async def states(dataset):
         dumps.append(json.dumps(saved[-1]))
     saved.append(iterator.state_dict())  # after StopAsyncIteration
     dumps.append(json.dumps(saved[-1]))
-    assert [json.dumps(state) for state in saved] == dumps, "a state must not change after it was taken"
+    assert [json.dumps(state) for state in saved] == dumps, (
+        "a state must not change after it was taken"
+    )
     return found, dumps
 
 

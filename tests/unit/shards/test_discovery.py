@@ -24,16 +24,30 @@ from object_server import ObjectServer
         ("{0008..0011}.tar", ["0008.tar", "0009.tar", "0010.tar", "0011.tar"]),
         ("{a,b,{1..2}{x,y}}", ["a", "b", "1x", "1y", "2x", "2y"]),
         ("a{b", ["a{b"]),
-        ("{a}{,-b}{9..11}{2..1}", [f"{{a}}{b}{c}{d}" for b in ("", "-b") for c in (9, 10, 11) for d in (2, 1)]),
+        (
+            "{a}{,-b}{9..11}{2..1}",
+            [f"{{a}}{b}{c}{d}" for b in ("", "-b") for c in (9, 10, 11) for d in (2, 1)],
+        ),
     ],
 )
 def test_braces_expand_as_in_bash(pattern, names):
     assert expand_braces(pattern) == names
-    bash = subprocess.run(["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True)
+    bash = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True
+    )
     assert bash.stdout.splitlines() == names
 
 
-HIDDEN = ["a.txt", "d/a.txt", ".a.txt", ".d/a.txt", "d/.a.txt", "d/.e/a.txt", "d/e/a.txt", "x.a.txt"]
+HIDDEN = [
+    "a.txt",
+    "d/a.txt",
+    ".a.txt",
+    ".d/a.txt",
+    "d/.a.txt",
+    "d/.e/a.txt",
+    "d/e/a.txt",
+    "x.a.txt",
+]
 
 
 @pytest.mark.parametrize(
@@ -57,17 +71,30 @@ def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
     for key in HIDDEN:
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_text("")
-    found = {key for key in glob(pattern, root_dir=tmp_path, recursive=True) if (tmp_path / key).is_file()}
+    found = {
+        key
+        for key in glob(pattern, root_dir=tmp_path, recursive=True)
+        if (tmp_path / key).is_file()
+    }
     assert {key for key in HIDDEN if glob_expression(pattern).fullmatch(key)} == found
     everything = {key for key in HIDDEN if glob_expression(pattern, hidden=True).fullmatch(key)}
     if not pattern.endswith("**"):  # of pathlib's: directories only
         assert everything == {
-            path.relative_to(tmp_path).as_posix() for path in tmp_path.glob(pattern) if path.is_file()
+            path.relative_to(tmp_path).as_posix()
+            for path in tmp_path.glob(pattern)
+            if path.is_file()
         }
 
 
 def test_directory_of_shards_has_no_hidden_or_temporary_ones(tmp_path):
-    for key in ("a.txt", "_b.txt", "part=1/c.txt", ".d.txt", ".ipynb_checkpoints/e.txt", "_temporary/0/f.txt"):
+    for key in (
+        "a.txt",
+        "_b.txt",
+        "part=1/c.txt",
+        ".d.txt",
+        ".ipynb_checkpoints/e.txt",
+        "_temporary/0/f.txt",
+    ):
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_text(f"{key}\n")
     assert list(LinesDataset(tmp_path)) == ["_b.txt", "a.txt", "part=1/c.txt"]
@@ -79,7 +106,9 @@ def test_shards_of_a_store_are_all_that_is_in_it(tmp_path):
     (tmp_path / "a" / "0.txt").write_text("zero\n")
     (tmp_path / "a" / "1.txt").write_text("one\n")
     store = Store(tmp_path.as_uri())
-    assert list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]
+    assert (
+        list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]
+    )
 
 
 def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
@@ -90,10 +119,16 @@ def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
     (tmp_path / "gone.jsonl").symlink_to("nothing")
     (tmp_path / "a\tb\n").mkdir()
     (tmp_path / os.fsdecode(b"\xff")).write_bytes(b"")
-    assert list(LinesDataset(f"{tmp_path}/*.jsonl")) == list(LinesDataset(f"{tmp_path}/l*/*.jsonl")) == [1]
+    assert (
+        list(LinesDataset(f"{tmp_path}/*.jsonl"))
+        == list(LinesDataset(f"{tmp_path}/l*/*.jsonl"))
+        == [1]
+    )
     assert list(LinesDataset("[a]/?.jsonl", store=tmp_path.as_uri())) == [0]
     (tmp_path / "a\tb\n" / "2.jsonl").write_text("2\n")
-    with pytest.raises(StoreError, match=r"'a\\tb\\n/2.jsonl': this cannot be the key of an object"):
+    with pytest.raises(
+        StoreError, match=r"'a\\tb\\n/2.jsonl': this cannot be the key of an object"
+    ):
         LinesDataset(f"{tmp_path}/*/*.jsonl")
 
 
@@ -114,19 +149,32 @@ def test_glob_lists_only_directories_whose_paths_match(pattern, most):
         store = Store(server.url, options=server.store_options)
         wanted = sorted(key for key in KEYS if glob_expression(pattern).fullmatch(key))
         with contextlib.nullcontext() if wanted else pytest.raises(EmptyListingError):
-            assert LinesDataset(pattern, store=store).shards == tuple(f"{server.url}/{key}" for key in wanted)
+            assert LinesDataset(pattern, store=store).shards == tuple(
+                f"{server.url}/{key}" for key in wanted
+            )
         assert server.requests()["LIST"] <= most
 
 
 def test_directory_that_is_named_as_a_shard_is_read_as_a_directory(tmp_path):
     (tmp_path / "t.parquet" / "x=1").mkdir(parents=True)
     (tmp_path / "t.parquet" / "_SUCCESS").touch()
-    parquet.write_table(pyarrow.table({"n": [7]}), tmp_path / "t.parquet" / "x=1" / "part-0.parquet")
+    parquet.write_table(
+        pyarrow.table({"n": [7]}), tmp_path / "t.parquet" / "x=1" / "part-0.parquet"
+    )
     files = {"t.parquet/": b"", "t.parquet/_SUCCESS": b"", "t.parquet/x=1/": b""}
-    files["t.parquet/x=1/part-0.parquet"] = (tmp_path / "t.parquet" / "x=1" / "part-0.parquet").read_bytes()
+    files["t.parquet/x=1/part-0.parquet"] = (
+        tmp_path / "t.parquet" / "x=1" / "part-0.parquet"
+    ).read_bytes()
     with ObjectServer(files) as server:
         for store in (Store(tmp_path), Store(server.url, options=server.store_options)):
-            for name in ("t.parquet", "t.parquet/", "*.parquet", "t*.parquet", "**/*.parquet", "t.parquet/*/*"):
+            for name in (
+                "t.parquet",
+                "t.parquet/",
+                "*.parquet",
+                "t*.parquet",
+                "**/*.parquet",
+                "t.parquet/*/*",
+            ):
                 assert list(ParquetDataset(name, store=store)) == [{"n": 7, "x": 1}], name
             with pytest.raises(ObjectNotFoundError, match=r"'u\.parquet': not found"):
                 ParquetDataset("u.parquet", store=store)
@@ -138,13 +186,18 @@ def test_braces_that_stand_for_too_many_names_are_an_error_that_says_how_many(pa
         expand_braces(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["train-*-*-*-*-*.tar", "*a" * 30, "**/*-*-*-*.tar", "**/a/" * 9 + "b"])
+@pytest.mark.parametrize(
+    "pattern", ["train-*-*-*-*-*.tar", "*a" * 30, "**/*-*-*-*.tar", "**/a/" * 9 + "b"]
+)
 def test_globs_with_many_stars_end(pattern):
     for key in ("train-" + "-" * 3000, "a" * 3000 + "b", "a/" * 400 + "c"):
         assert not glob_expression(pattern).fullmatch(key)
 
 
-@given(st.lists(st.sampled_from(["a", "b", "*", "?", "**", "/", "."]), max_size=7), st.text("ab/.", max_size=9))
+@given(
+    st.lists(st.sampled_from(["a", "b", "*", "?", "**", "/", "."]), max_size=7),
+    st.text("ab/.", max_size=9),
+)
 def test_globs_match_as_their_expressions_with_backtracking(parts, key):
     pattern = "".join(parts)
     found = glob_expression(pattern, hidden=True)

@@ -12,22 +12,37 @@ import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError, StateError
 from object_server import ObjectServer
 from tests.unit.shards import tars
-from tests.unit.shards.resuming import in_memory, restored, resumes_at_every_position, state_after, states
+from tests.unit.shards.resuming import (
+    in_memory,
+    restored,
+    resumes_at_every_position,
+    state_after,
+    states,
+)
 from tests.unit.streams.reading import outcomes
 
 CHUNK = 700  # bytes; members straddle chunks
 
 
-def tar_bytes(number, samples, *, size=150, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"):
+def tar_bytes(
+    number, samples, *, size=150, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"
+):
     """A tar with two fields in each sample, of lengths that differ."""
-    draw, keys = random.Random(number), [name.format(number=number, sample=sample) for sample in range(samples)]
+    draw, keys = (
+        random.Random(number),
+        [name.format(number=number, sample=sample) for sample in range(samples)],
+    )
     names = [f"{key}.{field}" for key in keys for field in ("txt", "cls")]
-    return tars.members(*((name, draw.randbytes(draw.randrange(size))) for name in names), format=format)
+    return tars.members(
+        *((name, draw.randbytes(draw.randrange(size))) for name in names), format=format
+    )
 
 
 def many_gzip_streams(data):
     """A gzip stream for each 900 bytes, as `bgzip` and parallel compressors write them."""
-    return b"".join(gzip.compress(data[start : start + 900], mtime=0) for start in range(0, len(data), 900))
+    return b"".join(
+        gzip.compress(data[start : start + 900], mtime=0) for start in range(0, len(data), 900)
+    )
 
 
 PACKINGS = {
@@ -36,20 +51,29 @@ PACKINGS = {
     "gzip-streams": (".gz", many_gzip_streams),
     "gzip-padded": (".gz", lambda data: many_gzip_streams(data) + bytes(100)),
     "zstd": (".zst", tars.zstd),
-    "zstd-frames": (".zst", lambda data: b"".join(tars.zstd(data[at : at + 900]) for at in range(0, len(data), 900))),
+    "zstd-frames": (
+        ".zst",
+        lambda data: b"".join(tars.zstd(data[at : at + 900]) for at in range(0, len(data), 900)),
+    ),
 }
 
 
 # The same samples in the same order
 
 
-@pytest.mark.parametrize(("packing", "in_parallel"), [("plain", 1), *((name, 2) for name in PACKINGS)])
+@pytest.mark.parametrize(
+    ("packing", "in_parallel"), [("plain", 1), *((name, 2) for name in PACKINGS)]
+)
 def test_tar_stream_continues_at_every_position(packing, in_parallel):
     suffix, pack = PACKINGS[packing]
-    objects = {f"{n}.tar{suffix}": pack(tar_bytes(n, samples)) for n, samples in enumerate((4, 1, 6, 3))}
+    objects = {
+        f"{n}.tar{suffix}": pack(tar_bytes(n, samples)) for n, samples in enumerate((4, 1, 6, 3))
+    }
     store = in_memory(objects)
     found = resumes_at_every_position(
-        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel)
+        lambda: hr.TarDataset(
+            list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel
+        )
     )
     assert len({sample["__key__"] for sample in found}) == len(found) == 14
 
@@ -59,24 +83,36 @@ def test_tar_stream_continues_before_extended_headers(format):
     name = "é" * 60 + "/" + "n" * 90 + "{number}-{sample}"
     objects = {f"{n}.tar": tar_bytes(n, 4, format=format, name=name) for n in range(3)}
     store = in_memory(objects)
-    found = resumes_at_every_position(lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK))
+    found = resumes_at_every_position(
+        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK)
+    )
     assert len(found) == 12
 
 
 @pytest.mark.parametrize(
     ("packing", "format", "ending"),
-    [("plain", "json", "\n"), ("plain", "text", "\r\n"), ("gzip-streams", "text", "\n"), ("zstd", "json", "\r\n")],
+    [
+        ("plain", "json", "\n"),
+        ("plain", "text", "\r\n"),
+        ("gzip-streams", "text", "\n"),
+        ("zstd", "json", "\r\n"),
+    ],
 )
 def test_lines_continue_at_every_position(packing, format, ending):
     suffix, pack = PACKINGS[packing]
     draw = random.Random(0)
-    texts = [ending.join(json.dumps("x" * draw.randrange(40)) for _ in range(count)) for count in (9, 1, 14, 6)]
+    texts = [
+        ending.join(json.dumps("x" * draw.randrange(40)) for _ in range(count))
+        for count in (9, 1, 14, 6)
+    ]
     texts[1] += ending
     texts[2] = ending + texts[2].replace(ending, ending * 2, 5) + ending * 2
     objects = {f"{n}.jsonl{suffix}": pack(text.encode()) for n, text in enumerate(texts)}
     store = in_memory(objects)
     found = resumes_at_every_position(
-        lambda: hr.LinesDataset(list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2)
+        lambda: hr.LinesDataset(
+            list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2
+        )
     )
     assert len(found) == 30 if format == "json" else len(found) > 30
 
@@ -114,13 +150,19 @@ def test_errors_are_at_the_same_place_and_not_reported_again(in_parallel):
     objects = damaged_shards()
     store = in_memory(objects)
     found = resumes_at_every_position(
-        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel)
+        lambda: hr.TarDataset(
+            list(objects), store=store, chunk_bytes=CHUNK, shards_in_parallel=in_parallel
+        )
     )
     assert sum(isinstance(one, tuple) for one in found) == 3
 
 
 def test_invalid_lines_are_at_the_same_offset():
-    objects = {"0.jsonl": b"1\n2\n3\n" * 9, "1.jsonl": b"4\n" * 9 + b"{\n5\n" + b"6\n" * 9, "2.jsonl": b"7\n" * 30}
+    objects = {
+        "0.jsonl": b"1\n2\n3\n" * 9,
+        "1.jsonl": b"4\n" * 9 + b"{\n5\n" + b"6\n" * 9,
+        "2.jsonl": b"7\n" * 30,
+    }
     store = in_memory(objects)
     found = resumes_at_every_position(
         lambda: hr.LinesDataset(list(objects), store=store, chunk_bytes=5, shards_in_parallel=2)
@@ -129,9 +171,13 @@ def test_invalid_lines_are_at_the_same_offset():
 
 
 def test_fields_of_the_first_sample_are_required_after_a_restore():
-    data = tars.members(*((f"{n}.{field}", b"x" * 300) for n in range(4) for field in ("a", "b")), ("4.a", b"x"))
+    data = tars.members(
+        *((f"{n}.{field}", b"x" * 300) for n in range(4) for field in ("a", "b")), ("4.a", b"x")
+    )
     store = in_memory({"0.tar": data})
-    found = resumes_at_every_position(lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK))
+    found = resumes_at_every_position(
+        lambda: hr.TarDataset(["0.tar"], store=store, chunk_bytes=CHUNK)
+    )
     assert len(found) == 5
     assert found[4][0] is ShardError
 
@@ -145,7 +191,9 @@ async def test_restore_reads_at_most_a_chunk_again():
         options = {"store": hr.Store(server.url, options=server.store_options), "chunk_bytes": 4096}
 
         def make():
-            return hr.TarDataset(list(objects), shards_in_parallel=2, requests_per_shard=1, **options)
+            return hr.TarDataset(
+                list(objects), shards_in_parallel=2, requests_per_shard=1, **options
+            )
 
         found, dumps = await states(make())
         whole = sum(map(len, objects.values())) // 4096
@@ -156,7 +204,9 @@ async def test_restore_reads_at_most_a_chunk_again():
 
 async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
     objects = {f"{number}.tar": tar_bytes(number, 40) for number in range(6)}
-    iterator = aiter(hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2))
+    iterator = aiter(
+        hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2)
+    )
     await outcomes(iterator, 70)  # near the end of the first two: the next ones are opened ahead
     state = iterator.state_dict()
     assert len(asyncio.all_tasks()) > 1
@@ -170,7 +220,9 @@ async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
 
 
 def small(store, names=("0.tar", "1.tar", "2.tar"), **options):
-    return hr.TarDataset(list(names), store=store, chunk_bytes=CHUNK, **{"shards_in_parallel": 2, **options})
+    return hr.TarDataset(
+        list(names), store=store, chunk_bytes=CHUNK, **{"shards_in_parallel": 2, **options}
+    )
 
 
 @pytest.fixture
@@ -180,7 +232,9 @@ def objects():
 
 async def test_shard_that_has_changed_is_an_error_that_names_it(objects):
     state = await state_after(small(in_memory(objects)), 3)
-    changed = in_memory(dict(reversed(objects.items())))  # other versions, of all but the middle one
+    changed = in_memory(
+        dict(reversed(objects.items()))
+    )  # other versions, of all but the middle one
     iterator = aiter(small(changed))
     iterator.load_state_dict(state)
     with pytest.raises(ObjectChangedError, match=r"0\.tar"):
@@ -196,7 +250,9 @@ def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objec
 
     state = asyncio.run(state_after(make(), 3))
     (tmp_path / "1.tar").write_bytes(tar_bytes(7, 30))
-    with pytest.raises(StateError, match=r"1\.tar has changed since the state was saved: it had \d+ bytes"):
+    with pytest.raises(
+        StateError, match=r"1\.tar has changed since the state was saved: it had \d+ bytes"
+    ):
         aiter(make()).load_state_dict(state)
 
 
@@ -208,20 +264,28 @@ async def test_shard_that_has_become_shorter_without_a_version_is_an_error(objec
         one["drop"] += 20
     iterator = aiter(small(store))
     iterator.load_state_dict(state)
-    with pytest.raises(StateError, match=r"\.tar has changed since the state was saved: it ends after \d+ samples"):
+    with pytest.raises(
+        StateError, match=r"\.tar has changed since the state was saved: it ends after \d+ samples"
+    ):
         await anext(iterator)
 
 
 def test_each_different_option_is_named_with_old_and_new(objects):
     store = in_memory(objects)
     state = asyncio.run(state_after(small(store, shuffle=True, seed=1), 3))
-    with pytest.raises(StateError, match="was saved with shuffle=True, but now there is shuffle=False"):
+    with pytest.raises(
+        StateError, match="was saved with shuffle=True, but now there is shuffle=False"
+    ):
         aiter(small(store, seed=1)).load_state_dict(state)
     with pytest.raises(StateError, match="was saved with seed=1, but now there is seed=0"):
         aiter(small(store, shuffle=True)).load_state_dict(state)
-    with pytest.raises(StateError, match=r"saved with list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'"):
+    with pytest.raises(
+        StateError, match=r"saved with list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'"
+    ):
         aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1)).load_state_dict(state)
-    with pytest.raises(StateError, match=r"was saved with reader=\[0, 1\], but now there is reader=\[0, 2\]"):
+    with pytest.raises(
+        StateError, match=r"was saved with reader=\[0, 1\], but now there is reader=\[0, 2\]"
+    ):
         aiter(small(store, shuffle=True, seed=1, rank=0, world_size=2)).load_state_dict(state)
 
 

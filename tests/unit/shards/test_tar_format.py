@@ -25,7 +25,11 @@ def parse(data, pieces=None, **options):
     """All members, the archive fed in pieces of `pieces` bytes."""
     parser = TarParser("x.tar", **options)
     step = pieces or len(data) or 1
-    members = [member for at in range(0, len(data), step) for member in parser.members(data[at : at + step])]
+    members = [
+        member
+        for at in range(0, len(data), step)
+        for member in parser.members(data[at : at + step])
+    ]
     parser.check_end()
     return members
 
@@ -42,7 +46,12 @@ def typed(kind, **more):
     return info
 
 
-FILES = [("a.txt", b"abc"), ("empty.bin", b""), ("deep/er/b.bin", bytes(range(256)) * 5), ("block", bytes(TAR_BLOCK))]
+FILES = [
+    ("a.txt", b"abc"),
+    ("empty.bin", b""),
+    ("deep/er/b.bin", bytes(range(256)) * 5),
+    ("block", bytes(TAR_BLOCK)),
+]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -61,7 +70,9 @@ def test_long_and_non_ascii_names_are_read_and_directories_are_skipped(format):
 def test_offsets_equal_those_of_tarfile():
     data = archive([*FILES, ("d/" * 200 + "x.txt", b"far")], tarfile.GNU_FORMAT)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        expected = [info.offset_data + info.size + -info.size % TAR_BLOCK for info in tar.getmembers()]
+        expected = [
+            info.offset_data + info.size + -info.size % TAR_BLOCK for info in tar.getmembers()
+        ]
     assert [member.end for member in parse(data, 1000)] == expected
 
 
@@ -72,7 +83,8 @@ def test_archives_of_gnu_tar_are_read(tmp_path):
     for format in ("v7", "ustar", "gnu", "posix"):
         names = ["a.txt"] if format in ("v7", "ustar") else ["."]
         done = subprocess.run(
-            ["tar", f"--format={format}", "-C", tmp_path / "in", "-cf", "-", *names], capture_output=True
+            ["tar", f"--format={format}", "-C", tmp_path / "in", "-cf", "-", *names],
+            capture_output=True,
         )
         assert done.returncode == 0, done.stderr
         found = dict(contents(parse(done.stdout, 777)))
@@ -157,7 +169,9 @@ def test_invalid_size_is_refused(size):
         parse(rechecked(header) + bytes(1024))
 
 
-@pytest.mark.parametrize("records", [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"])
+@pytest.mark.parametrize(
+    "records", [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"]
+)
 def test_invalid_pax_records_are_refused(records):
     header = bytearray(archive([("pax", b"")])[:TAR_BLOCK])
     header[156:157] = b"x"
@@ -192,7 +206,9 @@ def outcome(data, pieces, **options):
 @example(field=(0, 100), noise=b".hidden.txt\0", at=0, right=True, header=0, options={})
 @given(
     field=st.sampled_from([(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]),
-    noise=st.one_of(st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)),
+    noise=st.one_of(
+        st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)
+    ),
     at=st.integers(0, 99),
     right=st.booleans(),
     header=st.sampled_from([0, 2 * TAR_BLOCK]),
@@ -200,7 +216,9 @@ def outcome(data, pieces, **options):
 )
 @settings(deadline=None, max_examples=300)
 def test_fast_path_equals_general_path(field, noise, at, right, header, options):
-    data = bytearray(archive([*SMALL, ("two.cls", b"2"), ("d.e/three.Txt", b"3" * 90), ("d.e/four.txt", b"4")]))
+    data = bytearray(
+        archive([*SMALL, ("two.cls", b"2"), ("d.e/three.Txt", b"3" * 90), ("d.e/four.txt", b"4")])
+    )
     begin, length = field
     at %= length
     noise = noise[: length - at]
@@ -226,7 +244,17 @@ def refused(member):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.txt", "a/../../x.txt", "/etc/passwd", "..", "a\\..\\..\\x.txt", "C:x.txt", "./../x.txt", "../d/"]
+    "name",
+    [
+        "../x.txt",
+        "a/../../x.txt",
+        "/etc/passwd",
+        "..",
+        "a\\..\\..\\x.txt",
+        "C:x.txt",
+        "./../x.txt",
+        "../d/",
+    ],
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_names_that_lead_outside_are_refused_and_end_no_shard(name, format):

@@ -50,14 +50,21 @@ def test_the_budget_is_a_reserve_and_a_share_of_what_succeeds(clock):
     assert [gate.take_retry(policy) for _ in range(10)] == [0.0] * 10
     assert gate.take_retry(policy) == 1.0, "a tenth of the burst is refilled each second"
     gate.successes = 4
-    assert [gate.take_retry(policy), gate.take_retry(policy)] == [0.0, 0.0], "four successes earn two retries"
+    assert [gate.take_retry(policy), gate.take_retry(policy)] == [0.0, 0.0], (
+        "four successes earn two retries"
+    )
     assert gate.take_retry(policy) > 0
     clock.now += 1.0
     assert gate.take_retry(policy) == 0.0
 
 
 def test_a_policy_that_makes_no_sense_is_refused_and_an_int_is_a_number_of_attempts():
-    for name, value in {"max_attempts": 1.5, "initial_backoff": -1, "deadline": float("inf"), "burst": 0}.items():
+    for name, value in {
+        "max_attempts": 1.5,
+        "initial_backoff": -1,
+        "deadline": float("inf"),
+        "burst": 0,
+    }.items():
         with pytest.raises((ValueError, TypeError), match=name):
             RetryPolicy(**{name: value})
     assert as_policy(3) == RetryPolicy(max_attempts=3)

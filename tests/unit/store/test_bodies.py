@@ -56,7 +56,10 @@ async def reader():
 async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(reader):
     here = threading.current_thread().name
     small, long = Result(b"small"), Result(b"long")
-    assert await asyncio.gather(reader.read(small, SMALL), reader.read(long, SMALL + 1)) == [b"small", b"long"]
+    assert await asyncio.gather(reader.read(small, SMALL), reader.read(long, SMALL + 1)) == [
+        b"small",
+        b"long",
+    ]
     assert small.threads == ["headrace-bodies"]
     assert long.threads == [here]
 
@@ -72,7 +75,9 @@ async def test_a_stalled_body_holds_up_no_other(reader):
         later = Result()
         assert await reader.read(later, 4) == b"body"  # at once: the thread is still occupied
     assert not waiting.done()
-    assert {name for other in [*others, later] for name in other.threads} == {threading.current_thread().name}
+    assert {name for other in [*others, later] for name in other.threads} == {
+        threading.current_thread().name
+    }
 
     stalled.arrive()
     assert await waiting == b"body"
@@ -82,7 +87,12 @@ async def test_a_stalled_body_holds_up_no_other(reader):
 
 
 async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():
-    reader, stalled, queued, later = BodyReader(), Result(arrived=False), Result(b"queued"), Result(b"later")
+    reader, stalled, queued, later = (
+        BodyReader(),
+        Result(arrived=False),
+        Result(b"queued"),
+        Result(b"later"),
+    )
     waiting = asyncio.ensure_future(reader.read(stalled, 4))
     await asyncio.to_thread(stalled.began.wait, TIMEOUT)
     behind = asyncio.ensure_future(reader.read(queued, 6))

@@ -27,7 +27,11 @@ def test_strings_are_those_of_a_tuple(strings, more):
 
 def test_indices_are_those_of_a_tuple():
     packed = StringArray([str(i) for i in range(300)])
-    assert (packed[np.uint8(255)], packed[np.int64(-1)], packed[1:7:2]) == ("255", "299", ("1", "3", "5"))
+    assert (packed[np.uint8(255)], packed[np.int64(-1)], packed[1:7:2]) == (
+        "255",
+        "299",
+        ("1", "3", "5"),
+    )
     for index in (300, -301):
         with pytest.raises(IndexError):
             packed[index]
@@ -53,7 +57,9 @@ def test_objects_are_sorted_and_those_listed_twice_come_once(keys):
     tags = {key: f'"{key}"' if len(key) % 2 else None for key in keys}
     pages = [[{"path": key, "size": len(key), "e_tag": tags[key]}] for key in keys]
     catalog = join_pages(map(catalog_of_page, pages))
-    assert catalog.keys == tuple(sorted(tags.keys() - {""}))  # an empty object: the marker of the folder
+    assert catalog.keys == tuple(
+        sorted(tags.keys() - {""})
+    )  # an empty object: the marker of the folder
     for position, key in enumerate(catalog.keys):
         assert catalog.sizes[position] == len(key)
         assert (catalog.etags[position] if catalog.etags else "") == (tags[key] or "")

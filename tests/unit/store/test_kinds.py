@@ -21,7 +21,10 @@ def parquet_bytes():
 
 KINDS = {
     "objects.bin": (b"some bytes", lambda store: hr.ObjectDataset(store, suffix=".bin")),
-    "stream.tar": (shard(map(str, range(5)), txt=str.encode), lambda store: hr.TarDataset("**/*.tar", store=store)),
+    "stream.tar": (
+        shard(map(str, range(5)), txt=str.encode),
+        lambda store: hr.TarDataset("**/*.tar", store=store),
+    ),
     "rows.parquet": (parquet_bytes(), lambda store: hr.ParquetDataset("**/*.parquet", store=store)),
     "tokens.npy.bin": (
         np.arange(40, dtype="<u2").tobytes(),
@@ -60,4 +63,8 @@ def test_errors_and_retries_are_the_same_for_every_kind(key):
         server.misbehave()
         server.put(f"data/{key}", data[:-1] + b"?")
         error = failure_of(dataset)
-        assert (type(error), error.attempts, error.status) == (hr.errors.ObjectChangedError, 1, None)
+        assert (type(error), error.attempts, error.status) == (
+            hr.errors.ObjectChangedError,
+            1,
+            None,
+        )

@@ -29,7 +29,10 @@ def awkward(seed):
     keys = set()
     for _ in range(400):
         directory = "/".join(chance.choices(parts, k=chance.randrange(4)))
-        keys.update(f"{directory}/{i}" if directory else str(i) for i in range(chance.choice([1, 3, 10, 60])))
+        keys.update(
+            f"{directory}/{i}" if directory else str(i)
+            for i in range(chance.choice([1, 3, 10, 60]))
+        )
     return sorted(keys)
 
 
@@ -37,7 +40,10 @@ SHAPES = {
     "flat": ([f"{i:05}.jpg" for i in range(5500)], 6),
     "classes": (classes(100, 60), 6 + 2 + 3),
     "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8 + 1),
-    "a directory before many objects": (classes(1, 1500) + [f"z{i:05}" for i in range(5500)], 7 + 7 + 2),
+    "a directory before many objects": (
+        classes(1, 1500) + [f"z{i:05}" for i in range(5500)],
+        7 + 7 + 2,
+    ),
     "awkward names": (awkward(1), None),
 }
 
@@ -49,7 +55,9 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
         dataset = ObjectDataset(Store(server.url + "/data", options=server.store_options))
         requests = server.requests()["LIST"]
         assert dataset.keys == tuple(sorted(keys))
-        flat = obstore.list(from_url(server.url + "/data", **server.store_options), chunk_size=100_000).collect()
+        flat = obstore.list(
+            from_url(server.url + "/data", **server.store_options), chunk_size=100_000
+        ).collect()
         assert [(entry["size"], entry["e_tag"]) for entry in flat] == [
             (dataset._sizes[i], dataset._etags[i]) for i in range(len(keys))
         ]
@@ -60,21 +68,35 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
 
 def test_markers_of_folders_are_left_out_and_empty_objects_are_not():
     keys = ("", "a", "cats/", "cats", "cats/1.jpg", "cats/empty", "cats-2", "dogs/deep/2.jpg")
-    with ObjectServer({f"train/{key}": b"jpeg" if key.endswith(".jpg") else b"" for key in keys}) as server:
+    with ObjectServer(
+        {f"train/{key}": b"jpeg" if key.endswith(".jpg") else b"" for key in keys}
+    ) as server:
         dataset = ObjectDataset(Store(f"{server.url}/train", options=server.store_options))
         assert list(dataset.keys) == ["a", "cats-2", "cats/1.jpg", "cats/empty", "dogs/deep/2.jpg"]
-        assert [bytes(dataset[index].data) for index in range(5)] == [b"", b"", b"jpeg", b"", b"jpeg"]
+        assert [bytes(dataset[index].data) for index in range(5)] == [
+            b"",
+            b"",
+            b"jpeg",
+            b"",
+            b"jpeg",
+        ]
 
 
 @pytest.mark.parametrize("other", ["/b.txt", "b.txt/"])
-def test_keys_that_differ_by_a_slash_at_an_end_are_an_error_and_the_marker_of_a_folder_is_not(other):
+def test_keys_that_differ_by_a_slash_at_an_end_are_an_error_and_the_marker_of_a_folder_is_not(
+    other,
+):
     with ObjectServer({"b.txt": b"one!", other: b"two!"}) as server:
         store = Store(server.url, options=server.store_options)
         for dataset in (ObjectDataset, LinesDataset):
-            with pytest.raises(StoreError, match=r"two objects are listed as 'b\.txt': .* differ by a slash"):
+            with pytest.raises(
+                StoreError, match=r"two objects are listed as 'b\.txt': .* differ by a slash"
+            ):
                 dataset(store)
     with ObjectServer({"b.txt": b"one!", other: b""}) as server:
-        assert bytes(ObjectDataset(Store(server.url, options=server.store_options))[0].data) == b"one!"
+        assert (
+            bytes(ObjectDataset(Store(server.url, options=server.store_options))[0].data) == b"one!"
+        )
 
 
 def test_pages_of_several_parts_are_asked_for_at_once():
@@ -89,7 +111,9 @@ def test_a_suffix_or_a_glob_chooses_in_every_part():
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
         store = Store(server.url, options=server.store_options)
         assert ObjectDataset(store, suffix=".txt").keys == tuple(chosen)
-        assert LinesDataset("train/**/*.txt", store=store).shards == tuple(f"{server.url}/{key}" for key in chosen)
+        assert LinesDataset("train/**/*.txt", store=store).shards == tuple(
+            f"{server.url}/{key}" for key in chosen
+        )
 
 
 def test_a_store_that_fails_now_and_then_is_listed_whole():
@@ -97,7 +121,11 @@ def test_a_store_that_fails_now_and_then_is_listed_whole():
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
         server.misbehave(Fault("status", method="LIST", share=0.3))
         dataset = ObjectDataset(
-            Store(server.url, options=server.store_options, retry=RetryPolicy(max_attempts=20, initial_backoff=0.001))
+            Store(
+                server.url,
+                options=server.store_options,
+                retry=RetryPolicy(max_attempts=20, initial_backoff=0.001),
+            )
         )
         assert dataset.keys == tuple(keys)
 
@@ -125,14 +153,23 @@ SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
 @pytest.mark.parametrize("keys", [["a"] * 500, SEVERAL, SEVERAL[:1000], ["b", "a"] * 250])
 @pytest.mark.parametrize(("url", "name"), [("s3://c", "endpoint"), ("gs://c", "base_url")])
 def test_a_continuation_token_that_repeats_is_an_error(url, name, keys):
-    with endless(keys, name=name) as options, pytest.raises(StoreError, match=r"no end: .*, and so this key: '[ab]"):
+    with (
+        endless(keys, name=name) as options,
+        pytest.raises(StoreError, match=r"no end: .*, and so this key: '[ab]"),
+    ):
         ObjectDataset(Store(url, options=options))
 
 
 @pytest.mark.parametrize(("place", "keys"), [("", []), ("*.txt", ["a.txt"])])
 def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(place, keys):
-    with endless(keys) as options, pytest.raises(StoreUnreachableError, match="no end of a listing, came within"):
-        LinesDataset(place, store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)))
+    with (
+        endless(keys) as options,
+        pytest.raises(StoreUnreachableError, match="no end of a listing, came within"),
+    ):
+        LinesDataset(
+            place,
+            store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)),
+        )
 
 
 def test_a_store_whose_keys_do_not_come_in_order_is_listed_from_end_to_end():

@@ -1,8 +1,8 @@
 """The wording of obstore's errors, which `errors.classify_error` reads, checked with real requests.
 
-obstore gives no status, no headers and no kind of a failed connection but in the text of its errors. Where a release
-words them otherwise, failed requests would silently no longer be retried; these tests fail then, and name the release
-and the text.
+obstore gives no status, no headers and no kind of a failed connection but in the text of its
+errors. Where a release words them otherwise, failed requests would silently no longer be retried;
+these tests fail then, and name the release and the text.
 """
 
 import asyncio
@@ -69,7 +69,9 @@ def test_status_is_in_the_text(server):
 
 
 def test_body_of_a_refusal_is_in_the_text(server):
-    body = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    body = (
+        "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    )
     error = error_of(opened(server, Fault("status", status=400, body=body)))
     check(error, Cause.EXPIRED, 400)
     assert "ExpiredToken: The provided token has expired." in describe_error(error), RELEASE
@@ -103,7 +105,9 @@ def test_missing_objects_of_other_stores(tmp_path):
     check(error_of(MemoryStore()), Cause.NOT_FOUND)
 
 
-@pytest.mark.parametrize("make", [lambda path: LocalStore(path), lambda path: MemoryStore()], ids=["local", "memory"])
+@pytest.mark.parametrize(
+    "make", [lambda path: LocalStore(path), lambda path: MemoryStore()], ids=["local", "memory"]
+)
 def test_range_of_an_empty_object(tmp_path, make):
     store = make(tmp_path)
     obstore.put(store, "a", b"")
@@ -121,12 +125,18 @@ def chunked(request):
     ("answer", "named"),
     [
         (chunked, "Content-Length Header missing"),
-        (lambda request: request.send(206, BODY, {"Content-Range": "bytes 0-999/*"}), r"CONTENT_RANGE .*0-999/\*"),
+        (
+            lambda request: request.send(206, BODY, {"Content-Range": "bytes 0-999/*"}),
+            r"CONTENT_RANGE .*0-999/\*",
+        ),
         (lambda request: request.send_object(BODY, {"ETag": '"caf\u00e9"'}), "non-ASCII"),
     ],
 )
 def test_unusable_answer_is_reported_at_once_with_its_header(answer, named):
-    with answering(answer) as url, pytest.raises(hr.StoreError, match=f"failed: .*{named}") as failed:
+    with (
+        answering(answer) as url,
+        pytest.raises(hr.StoreError, match=f"failed: .*{named}") as failed,
+    ):
         hr.ObjectDataset(hr.Store(url, retry=5), keys=["x"])[0]
     assert not isinstance(failed.value, hr.errors.StoreUnreachableError)
     assert failed.value.attempts == 1

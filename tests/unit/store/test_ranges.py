@@ -28,7 +28,9 @@ def ranges_of(triples):
 
 
 @given(RANGES, GAPS, LARGEST)
-def test_each_range_is_covered_once_and_neighbours_are_joined_as_far_as_allowed(triples, gap, largest):
+def test_each_range_is_covered_once_and_neighbours_are_joined_as_far_as_allowed(
+    triples, gap, largest
+):
     ranges = ranges_of(triples)
     spans = plan_spans(ranges, gap=gap, largest=largest)
     covered = sorted(i for span in spans for i in span.members)
@@ -57,7 +59,9 @@ def test_what_is_read_is_what_was_asked_for(triples, gap, largest):
 
     ranges = ranges_of(triples)
     views = asyncio.run(read_ranges(ranges, read, gap=gap, largest=largest))
-    assert [bytes(view) for view in views] == [OBJECTS[number][start:stop] for number, start, stop in triples]
+    assert [bytes(view) for view in views] == [
+        OBJECTS[number][start:stop] for number, start, stop in triples
+    ]
     assert len(requests) == len(plan_spans(ranges, gap=gap, largest=largest))
 
 

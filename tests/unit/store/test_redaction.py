@@ -15,7 +15,10 @@ WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
         ("s3://bucket/train", "s3://bucket/train"),
         ("https://me:pass@host:8080/a/b.bin", "https://host:8080/a/b.bin"),
         ("https://me:p@ss@host/a", "https://host/a"),
-        ("abfss://files@account.dfs.core.windows.net/a", "abfss://files@account.dfs.core.windows.net/a"),
+        (
+            "abfss://files@account.dfs.core.windows.net/a",
+            "abfss://files@account.dfs.core.windows.net/a",
+        ),
         ("az://me:pass@host/a", "az://host/a"),
         ("https://account.blob/c?sv=1&sig=abc", "https://account.blob/c"),
         ("https://host?sig=a/b", "https://host"),
@@ -37,7 +40,10 @@ def test_no_url_shows_its_password_or_query(user, password, host, path, query):
 
 
 def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand():
-    assert redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""") == """at "http://h/x", 'http://h/y'"""
+    assert (
+        redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""")
+        == """at "http://h/x", 'http://h/y'"""
+    )
     assert redact_text("key hush and hush-hush", ["hush", "hush-hush"]) == "key *** and ***"
 
 
@@ -49,12 +55,18 @@ def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand(
         ("https:\\/\\/host\\/k?sig=hush", "https:\\/\\/host\\/k"),
         ("k%3FX-Amz-Signature%3Dhush%26b", "k%3FX-Amz-Signature%3D***"),
         ("k&amp;X-Amz-Security-Token=hush&amp;a=b", "k&amp;X-Amz-Security-Token=***&amp;a=b"),
-        ("AWSAccessKeyId=hush Expires=3&Signature=hush", "AWSAccessKeyId=*** Expires=3&Signature=***"),
+        (
+            "AWSAccessKeyId=hush Expires=3&Signature=hush",
+            "AWSAccessKeyId=*** Expires=3&Signature=***",
+        ),
         (
             '{"token": "hush", "Authorization": "Bearer hush", "n": 1}',
             '{"token": "***", "Authorization": "***", "n": 1}',
         ),
-        ("authorization: AWS4-HMAC-SHA256 Credential=hush, Signature=hush\nx", "authorization: ***\nx"),
+        (
+            "authorization: AWS4-HMAC-SHA256 Credential=hush, Signature=hush\nx",
+            "authorization: ***\nx",
+        ),
         ("Set-Cookie: a=hush; b=hush", "Set-Cookie: ***"),
         ("X-Api-Key: hush", "X-Api-Key: ***"),
         ("sent bearer hushhushhushhush.", "sent bearer ***"),
@@ -76,6 +88,9 @@ def test_credentials_are_found_at_any_depth_and_nothing_else_is():
         "secret_access_key": "hush",
         "sse_bucket_key_enabled": "true",
         "config": {"aws_session_token": "silence", "bucket": "b"},
-        "client_options": {"default_headers": {"x-auth": b"quiet", "cookie": "id=a/secret"}, "timeout": "30s"},
+        "client_options": {
+            "default_headers": {"x-auth": b"quiet", "cookie": "id=a/secret"},
+            "timeout": "30s",
+        },
     }
     assert sorted(secrets_in(options)) == ["a/secret", "hush", "id=a/secret", "quiet", "silence"]

@@ -35,7 +35,9 @@ def test_key_of_a_url_under_the_store_is_relative_to_it(url, place, key):
     assert hr.Store(url).key_of(place) == key
 
 
-@pytest.mark.parametrize("place", ["s3://other/a.tar", "s3://bucket2/a.tar", "https://bucket/a.tar"])
+@pytest.mark.parametrize(
+    "place", ["s3://other/a.tar", "s3://bucket2/a.tar", "https://bucket/a.tar"]
+)
 def test_key_of_a_url_elsewhere_is_refused(place):
     with pytest.raises(ValueError, match="not under the URL of store="):
         hr.Store("s3://bucket").key_of(place)
@@ -47,7 +49,11 @@ def test_https_url_of_a_bucket_is_a_bucket_and_not_a_web_server():
         del options["region"]  # the URL has it
         store = hr.Store("https://s3.us-east-1.amazonaws.com/bucket/a%20b", options=options)
         dataset = hr.ObjectDataset(store)
-        assert (len(dataset), bytes(dataset[1499].data), server.requests()["LIST"]) == (1500, b"1499", 2)
+        assert (len(dataset), bytes(dataset[1499].data), server.requests()["LIST"]) == (
+            1500,
+            b"1499",
+            2,
+        )
         assert store.key_of(f"{store.url}/c%20d") == "c d"
 
 
@@ -68,21 +74,30 @@ def test_kind_of_an_https_url_is_that_of_the_store_that_is_opened_for_it(url, ba
 
 
 def test_containers_of_one_azure_account_are_two_stores():
-    first, other = (hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data") for name in ("train", "val"))
-    assert (first.url, first.store_id != other.store_id) == ("abfss://train@account.dfs.core.windows.net/data", True)
+    first, other = (
+        hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data") for name in ("train", "val")
+    )
+    assert (first.url, first.store_id != other.store_id) == (
+        "abfss://train@account.dfs.core.windows.net/data",
+        True,
+    )
     assert len(hr.TarDataset([first.name("0.tar"), other.name("0.tar")]).shards) == 2
 
 
 def test_host_may_be_an_ipv6_address(tmp_path):
     def answer(request):
         key = request.path.partition("?")[0].rpartition("/")[2]
-        request.send_object(f"{key}\n".encode()) if key.endswith(".txt") else request.send(404, b"/k?sig=canary")
+        request.send_object(f"{key}\n".encode()) if key.endswith(".txt") else request.send(
+            404, b"/k?sig=canary"
+        )
 
     with answering(answer, host="[::1]") as url:
         shards = hr.LinesDataset(f"{url}/d/{{0..1}}.txt")
         assert list(shards) == ["0.txt", "1.txt"]
         assert shards.shards == (f"{url}/d/0.txt", f"{url}/d/1.txt")
-        objects = hr.ObjectDataset(hr.Store(url.replace("[", "me:canary@[")), keys=["0.txt", "other"]).cache(tmp_path)
+        objects = hr.ObjectDataset(
+            hr.Store(url.replace("[", "me:canary@[")), keys=["0.txt", "other"]
+        ).cache(tmp_path)
         assert [bytes(objects[0].data) for _ in range(2)] == [b"0.txt\n"] * 2
         with pytest.raises(hr.StoreError, match="not found") as caught:
             objects[1]
@@ -92,14 +107,18 @@ def test_host_may_be_an_ipv6_address(tmp_path):
 
 
 def test_repr_and_url_have_no_secrets():
-    store = hr.Store("https://me:canary@host/data?sig=canary", options={"default_headers": {"cookie": "canary"}})
+    store = hr.Store(
+        "https://me:canary@host/data?sig=canary", options={"default_headers": {"cookie": "canary"}}
+    )
     assert repr(store) == "Store('https://host/data')"
     assert store.url == "https://host/data"
 
 
 def test_datasets_of_one_store_share_one_client():
     with ObjectServer({"a": b"a", "b.txt": b"b\n"}) as server:
-        store = hr.Store(server.url, options=server.store_options, retry=hr.RetryPolicy(initial_backoff=0.001))
+        store = hr.Store(
+            server.url, options=server.store_options, retry=hr.RetryPolicy(initial_backoff=0.001)
+        )
         server.misbehave(Fault("status", status=500, times=2, key="a"))
         objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
         assert bytes(objects[0].data) == b"a"

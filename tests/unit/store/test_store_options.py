@@ -25,7 +25,11 @@ def no_variables(monkeypatch):
         ("hdfs://host", {}, "It must begin with s3, "),
         ("s3://bucket", {"regoin": "x"}, "'regoin'"),
         ("gs://bucket", {"client_options": {"timout": "1s"}}, "timout"),
-        ("s3://bucket", {"endpoint": "minio:9000"}, "its endpoint must begin with http:// or https://"),
+        (
+            "s3://bucket",
+            {"endpoint": "minio:9000"},
+            "its endpoint must begin with http:// or https://",
+        ),
         ("s3://bucket", {"endpoint": ""}, "its endpoint must begin with http:// or https://"),
     ],
 )
@@ -43,7 +47,12 @@ def client_of(url, options):
     [
         ("s3://bucket", {"endpoint": "http://10.0.0.7:9000"}, {}, True),
         ("s3://bucket", {}, {"AWS_ENDPOINT_URL": "http://10.0.0.7:9000"}, True),
-        ("s3://bucket", {"endpoint": "https://10.0.0.7"}, {"AWS_ENDPOINT": "http://10.0.0.7"}, None),
+        (
+            "s3://bucket",
+            {"endpoint": "https://10.0.0.7"},
+            {"AWS_ENDPOINT": "http://10.0.0.7"},
+            None,
+        ),
         ("gs://bucket", {"base_url": "http://10.0.0.7"}, {}, True),
         ("abfss://container", {}, {"AZURE_STORAGE_ENDPOINT": "http://10.0.0.7/account"}, True),
         ("https://10.0.0.7/data", {}, {}, None),
@@ -63,7 +72,12 @@ def test_client_options_are_found_beside_those_of_the_store(url):
 
 def test_options_of_the_client_do_not_make_another_store(monkeypatch):
     plain = store_id("s3://bucket", {"region": "eu"}, None)
-    given = {"region": "eu", "aws_allow_http": "true", "proxy_url": "http://me:hush@proxy", "profile": "mine"}
+    given = {
+        "region": "eu",
+        "aws_allow_http": "true",
+        "proxy_url": "http://me:hush@proxy",
+        "profile": "mine",
+    }
     assert store_id("s3://bucket", given, None) == plain
 
 
@@ -77,25 +91,39 @@ def spellings(headers):
 
 def test_default_headers_make_another_store_in_each_spelling():
     plain = store_id("s3://bucket", {}, None)
-    of_a = {store_id("s3://bucket", options, None) for options in spellings({"x-tenant": "tenant-a"})}
-    of_b = {store_id("s3://bucket", options, None) for options in spellings({"X-Tenant": b"tenant-b"})}
+    of_a = {
+        store_id("s3://bucket", options, None) for options in spellings({"x-tenant": "tenant-a"})
+    }
+    of_b = {
+        store_id("s3://bucket", options, None) for options in spellings({"X-Tenant": b"tenant-b"})
+    }
     assert len(of_a) == len(of_b) == 1
     assert len({plain, *of_a, *of_b}) == 3
     assert "tenant" not in str(of_a | of_b)
     backends = [
-        HTTPStore("http://host", client_options={"allow_http": True, "default_headers": h}) for h in ({}, {"a": "b"})
+        HTTPStore("http://host", client_options={"allow_http": True, "default_headers": h})
+        for h in ({}, {"a": "b"})
     ]
     assert len({store_id("http://host", {}, backend) for backend in backends}) == 2
 
 
 def test_credentials_do_not_make_another_store_and_options_beside_them_do():
     plain = store_id("https://host", {}, None)
-    headers = {"Authorization": "Bearer hush", "cookie": "a=b", "X-Auth-Token": "hush", "user-agent": "mine/2"}
-    assert {store_id("https://host", options, None) for options in spellings(headers)[:2]} == {plain}
+    headers = {
+        "Authorization": "Bearer hush",
+        "cookie": "a=b",
+        "X-Auth-Token": "hush",
+        "user-agent": "mine/2",
+    }
+    assert {store_id("https://host", options, None) for options in spellings(headers)[:2]} == {
+        plain
+    }
     assert store_id("https://host", {"default_headers": {}}, None) == plain
 
     def of(endpoint, secret):
-        return store_id("s3://bucket", {"config": {"endpoint": endpoint, "secret_access_key": secret}}, None)
+        return store_id(
+            "s3://bucket", {"config": {"endpoint": endpoint, "secret_access_key": secret}}, None
+        )
 
     assert of("http://one", "hush") == of("http://one", "other") != of("http://two", "hush")
     assert "hush" not in str(of("http://one", "hush"))

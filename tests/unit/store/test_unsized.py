@@ -19,7 +19,9 @@ BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts 
 
 @pytest.fixture(scope="module")
 def shared():
-    with ObjectServer({"small": b"small", "empty": b"", "full": BODY[:LARGE], "more": BODY[: LARGE + 1]}) as server:
+    with ObjectServer(
+        {"small": b"small", "empty": b"", "full": BODY[:LARGE], "more": BODY[: LARGE + 1]}
+    ) as server:
         yield server
 
 
@@ -37,7 +39,9 @@ def read(server, key, checksum=None):
 
 
 def spans(server):
-    return sorted(tuple(map(int, seen.span.removeprefix("bytes=").split("-"))) for seen in server.seen())
+    return sorted(
+        tuple(map(int, seen.span.removeprefix("bytes=").split("-"))) for seen in server.seen()
+    )
 
 
 @pytest.mark.parametrize(("key", "body"), [("small", b"small"), ("full", BODY[:LARGE])])
@@ -69,7 +73,9 @@ def test_an_empty_object_comes_empty(server, tmp_path):
 
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
     server.misbehave(Fault("whole", key="empty"))
-    dataset = ObjectDataset(Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"])
+    dataset = ObjectDataset(
+        Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"]
+    )
     assert bytes(dataset[0].data) == b""
     assert bytes(dataset[1].data) == BODY
     assert len([seen for seen in server.seen() if seen.key == "large"]) == 4
@@ -104,6 +110,8 @@ def test_a_size_beyond_memory_is_an_error_with_key_and_size(size):
         options = {"endpoint": url, "skip_signature": True, "region": "x"}
         listed = ObjectDataset(Store("s3://bucket", options=options))
         for dataset in (listed, ObjectDataset(f"{url}/d", keys=["a"])):
-            with pytest.raises(StoreError, match=rf"'a' .*: {min(size, 2**63 - 1):,} bytes are claimed") as caught:
+            with pytest.raises(
+                StoreError, match=rf"'a' .*: {min(size, 2**63 - 1):,} bytes are claimed"
+            ) as caught:
                 dataset[0]
             assert (caught.value.key, caught.value.index) == ("a", 0)

@@ -21,7 +21,10 @@ HEADERS = {
     "strong tag": ({"ETag": '"1"'}, {"ETag": '"2"'}),
     "weak tag": ({"ETag": 'W/"1"'}, {"ETag": 'W/"2"'}),
     "time": ({"Last-Modified": TIMES[0]}, {"Last-Modified": TIMES[1]}),
-    "weak tag that stays": ({"ETag": 'W/"1"', "Last-Modified": TIMES[0]}, {"ETag": 'W/"1"', "Last-Modified": TIMES[1]}),
+    "weak tag that stays": (
+        {"ETag": 'W/"1"', "Last-Modified": TIMES[0]},
+        {"ETag": 'W/"1"', "Last-Modified": TIMES[1]},
+    ),
 }
 each_kind = pytest.mark.parametrize("headers", HEADERS.values(), ids=HEADERS)
 
@@ -41,7 +44,10 @@ def overwritten(old, new, headers, *, after):
 @each_kind
 def test_large_object_of_unknown_size_is_of_one_version(headers):
     old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
-    with answering(overwritten(old, new, headers, after=1)) as url, pytest.raises(ObjectChangedError):
+    with (
+        answering(overwritten(old, new, headers, after=1)) as url,
+        pytest.raises(ObjectChangedError),
+    ):
         hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
 
 
@@ -66,7 +72,9 @@ def test_store_without_tags_in_its_answers_is_asked_to_compare():
 
     with answering(answer) as url:
         columns = {"key": ["x"], "size": [5], "etag": ['"1"']}
-        dataset = hr.ObjectDataset.from_table(hr.Store(url, retry=QUICK), columns, size="size", etag="etag")
+        dataset = hr.ObjectDataset.from_table(
+            hr.Store(url, retry=QUICK), columns, size="size", etag="etag"
+        )
         with pytest.raises(ObjectChangedError):
             dataset[0]
     assert asked == [None, '"1"']
@@ -75,7 +83,9 @@ def test_store_without_tags_in_its_answers_is_asked_to_compare():
 def test_windows_of_tokens_are_of_one_version():
     old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
     with answering(overwritten(old, new, HEADERS["weak tag"], after=2)) as url:
-        windows = hr.TokenDataset("x.npy", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16")
+        windows = hr.TokenDataset(
+            "x.npy", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16"
+        )
         assert windows[0].tolist() == [0] * 8
         with pytest.raises(ObjectChangedError):
             windows[1]
@@ -87,17 +97,24 @@ def test_footer_and_row_groups_of_a_parquet_file_are_of_one_version():
         written = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
         files.append(written.getvalue())
-    with answering(overwritten(*files, HEADERS["time"], after=1)) as url, pytest.raises(ObjectChangedError):
+    with (
+        answering(overwritten(*files, HEADERS["time"], after=1)) as url,
+        pytest.raises(ObjectChangedError),
+    ):
         list(hr.ParquetDataset("x.parquet", store=hr.Store(url, retry=QUICK)))
 
 
-@pytest.mark.parametrize("headers", [HEADERS["strong tag"], HEADERS["time"]], ids=["strong tag", "time"])
+@pytest.mark.parametrize(
+    "headers", [HEADERS["strong tag"], HEADERS["time"]], ids=["strong tag", "time"]
+)
 def test_cached_window_is_of_the_version_of_the_shard(headers, tmp_path):
     versions = [np.full(64, number, np.uint16).tobytes() for number in (0, 1)]
     current = 0
     with answering(lambda request: request.send_object(versions[current], headers[current])) as url:
         for current in (0, 1):
-            windows = hr.TokenDataset("x.bin", store=url, seq_len=8, dtype="uint16").cache(tmp_path / "cache")
+            windows = hr.TokenDataset("x.bin", store=url, seq_len=8, dtype="uint16").cache(
+                tmp_path / "cache"
+            )
             assert windows[0].tolist() == [current] * 8
 
 

@@ -52,7 +52,9 @@ def test_truncated_body_of_a_shard_is_requested_again(cuts):
     server = Plain(b"".join(b"%07d\n" % number for number in range(30_000)))
     with answering(server) as url:
         server.cuts.extend([0, *cuts])  # the first, for a range, is not read
-        lines = list(hr.LinesDataset(f"{url}/a.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=50_000))
+        lines = list(
+            hr.LinesDataset(f"{url}/a.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=50_000)
+        )
     assert lines == [f"{number:07}" for number in range(30_000)]
 
 
@@ -75,7 +77,9 @@ async def test_large_object_is_an_error_that_has_its_size(read):
 
     with answering(answer) as url:
         client = hr.Store(url, retry=QUICK)
-        with pytest.raises(hr.StoreError, match=f"all {LARGEST_WHOLE + 1} bytes come.* 64 MiB") as failed:
+        with pytest.raises(
+            hr.StoreError, match=f"all {LARGEST_WHOLE + 1} bytes come.* 64 MiB"
+        ) as failed:
             await (client.read("a", 0, 10) if read == "read" else client.read_start("a", 10))
     assert failed.value.attempts == 1
 

@@ -83,5 +83,9 @@ async def outcomes(iterator, count=None):
         except StopAsyncIteration:
             break
         except ValueError as error:
-            found.append((type(error), error.shard, error.offset) if isinstance(error, ShardError) else repr(error))
+            found.append(
+                (type(error), error.shard, error.offset)
+                if isinstance(error, ShardError)
+                else repr(error)
+            )
     return found

@@ -57,7 +57,9 @@ def test_undefined_method_error_names_the_method():
         iter(AsyncIterableDataset())
 
 
-@pytest.mark.parametrize("held", [contextlib.nullcontext(), blocking._lock], ids=["", "while it is started"])
+@pytest.mark.parametrize(
+    "held", [contextlib.nullcontext(), blocking._lock], ids=["", "while it is started"]
+)
 def test_forked_process_has_its_own_background_loop(held):
     assert SQUARES[2] == 4
     parents_loop = background_loop()

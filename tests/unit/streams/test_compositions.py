@@ -51,7 +51,9 @@ def loaded(dataset, **options):
 
 def test_samples_of_all_parts_are_fetched_concurrently():
     first = Together(4)  # as many as are fetched before the size of a sample is known
-    assert loaded(data.ConcatDataset([data.Subset(first, [0, 1]), data.Subset(first, [2, 3])])) == [*range(4)]
+    assert loaded(data.ConcatDataset([data.Subset(first, [0, 1]), data.Subset(first, [2, 3])])) == [
+        *range(4)
+    ]
 
 
 def test_negative_index_counts_from_the_end():

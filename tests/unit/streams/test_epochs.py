@@ -20,7 +20,9 @@ class Packed(hr.AsyncIterableDataset):
         self.inner = inner
 
     async def __aiter__(self):
-        async for sample in self.inner["streams"][0] if isinstance(self.inner, dict) else self.inner:
+        async for sample in (
+            self.inner["streams"][0] if isinstance(self.inner, dict) else self.inner
+        ):
             yield sample
 
 
@@ -83,7 +85,10 @@ def epochs_of(loader, count=3):
 
 @pytest.mark.parametrize(
     ("make", "placement", "num_workers"),
-    [*((make, "thread", 0) for make in WRAPPERS.values()), *((WRAPPERS[name], "process", 2) for name in IN_PROCESSES)],
+    [
+        *((make, "thread", 0) for make in WRAPPERS.values()),
+        *((WRAPPERS[name], "process", 2) for name in IN_PROCESSES),
+    ],
 )
 def test_epochs_have_different_reproducible_orders(make, placement, num_workers):
     with hr.DataLoader(make(), 4, placement=placement, num_workers=num_workers) as loader:
@@ -170,7 +175,9 @@ def rounds(samples, length):
 
 
 @pytest.mark.parametrize(
-    "around", [lambda stream: stream, Packed, lambda stream: hr.mix([stream], [1])], ids=["itself", "own", "mix"]
+    "around",
+    [lambda stream: stream, Packed, lambda stream: hr.mix([stream], [1])],
+    ids=["itself", "own", "mix"],
 )
 def test_repeated_part_of_a_mix_is_reshuffled(around):
     mix = mixed(around(short(8)))

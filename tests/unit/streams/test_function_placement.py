@@ -114,7 +114,9 @@ MAP_STYLE = {
     "map": lambda d: hr.concat([d]).map(mapped_again),
     "concat": lambda d: hr.concat([d, Samples("b").map(mapped_again), Samples("c")]),
     "concat of ranges": lambda d: hr.concat([d, RangedSamples().map(mapped), RangedSamples()]),
-    "concat of batched": lambda d: hr.concat([d, BatchedSamples("b").map(mapped), BatchedSamples("c")]),
+    "concat of batched": lambda d: hr.concat(
+        [d, BatchedSamples("b").map(mapped), BatchedSamples("c")]
+    ),
     "Subset": lambda d: data.Subset(d, [2, 0, 0]),
     "ConcatDataset": lambda d: data.ConcatDataset([d, Samples("b").map(mapped_again), d]),
     "StackDataset": lambda d: data.StackDataset(x=d, y=hr.concat([d]).map(mapped_again)),
@@ -155,17 +157,31 @@ def assert_functions_run_off_the_loop(dataset, **options):
         assert functions == {here()}
 
 
-@pytest.mark.parametrize(("num_workers", "placement"), [(0, "thread"), (0, "process"), (2, "process")])
+@pytest.mark.parametrize(
+    ("num_workers", "placement"), [(0, "thread"), (0, "process"), (2, "process")]
+)
 @pytest.mark.parametrize(("kinds", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})])
 def test_functions_run_off_the_loop_that_fetches(kinds, sources, num_workers, placement):
-    parts = {(name, of): kinds[name](make().map(mapped)) for name in kinds for of, make in sources.items()}
+    parts = {
+        (name, of): kinds[name](make().map(mapped))
+        for name in kinds
+        for of, make in sources.items()
+    }
     if placement == "process":
-        assert_functions_run_off_the_loop(hr.concat([*parts.values()]), num_workers=num_workers, placement=placement)
+        assert_functions_run_off_the_loop(
+            hr.concat([*parts.values()]), num_workers=num_workers, placement=placement
+        )
         return
     for outer, compose in kinds.items():  # each composition around each of the others
         # A split of a split is an error: the outer one would drop samples of the other ranks.
-        nested = [compose(part) for (inner, _), part in parts.items() if (inner, outer) != ("split", "split")]
-        assert_functions_run_off_the_loop(hr.concat(nested), num_workers=num_workers, placement=placement)
+        nested = [
+            compose(part)
+            for (inner, _), part in parts.items()
+            if (inner, outer) != ("split", "split")
+        ]
+        assert_functions_run_off_the_loop(
+            hr.concat(nested), num_workers=num_workers, placement=placement
+        )
 
 
 KEEPS_READS = [

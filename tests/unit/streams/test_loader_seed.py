@@ -8,7 +8,9 @@ from headrace.errors import StateError
 
 def lines(folder, **seed):
     for shard in range(0 if any(folder.iterdir()) else 6):
-        (folder / f"{shard}.jsonl").write_text("".join(f"{10 * shard + line}\n" for line in range(10)))
+        (folder / f"{shard}.jsonl").write_text(
+            "".join(f"{10 * shard + line}\n" for line in range(10))
+        )
     return hr.LinesDataset(folder, shuffle=True, buffer_size=5, **seed)
 
 
@@ -17,7 +19,9 @@ def read(stream, **options):
         return [[sample for batch in loader for sample in batch] for _ in range(2)]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process", "engines": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"placement": "process", "engines": 2}]
+)
 def test_stream_without_a_seed_takes_that_of_the_loader(tmp_path, options):
     own = read(lines(tmp_path, seed=3), **options)
     assert read(lines(tmp_path), seed=3, **options) == own

@@ -16,7 +16,9 @@ from tests.unit.streams.reading import Count, outcomes
 
 def mix(weights, *, count=2, length=9000, **options):
     """Samples of stream n begin at n * 10_000."""
-    parts = {f"s{number}": Count(number * 10_000 + length, number * 10_000) for number in range(count)}
+    parts = {
+        f"s{number}": Count(number * 10_000 + length, number * 10_000) for number in range(count)
+    }
     return hr.mix(parts, weights, **options)
 
 
@@ -32,11 +34,18 @@ def test_schedule_changes_weights_at_its_steps():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "share"), [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)]
+    ("temperature", "share"),
+    [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)],
 )
 @pytest.mark.parametrize("scale", [1, 1e301, 1e-307])
 def test_temperature_evens_out_sizes_of_any_scale(temperature, share, scale):
-    assert abs(drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(4000))[0] / 4000 - share) < 0.03
+    assert (
+        abs(
+            drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(4000))[0] / 4000
+            - share
+        )
+        < 0.03
+    )
     assert drawn(mix([(0, [scale, 0])], temperature=temperature).take(50)) == {0: 50}
 
 
@@ -58,12 +67,20 @@ def test_each_stream_is_read_once():
     samples = list(hr.mix(parts, [1, 1, 9, 1], stop="once"))
     assert sorted(samples) == [*range(5), *range(100, 140), 1000]
     ends = [(0, [1, 1, 1, 1]), (2, [1, 0, 0, 0])]
-    assert set(list(hr.mix(parts, ends, stop="once"))[2:]) <= set(range(5)), "until no stream with a weight is left"
+    assert set(list(hr.mix(parts, ends, stop="once"))[2:]) <= set(range(5)), (
+        "until no stream with a weight is left"
+    )
 
 
 def test_dataset_that_occurs_twice_has_another_order_the_second_time():
     shuffled = Count(50).shuffle(50)
-    pairs = list(hr.mix([shuffled.map(lambda n: ("a", n)), shuffled.map(lambda n: ("b", n))], [1, 1], stop="once"))
+    pairs = list(
+        hr.mix(
+            [shuffled.map(lambda n: ("a", n)), shuffled.map(lambda n: ("b", n))],
+            [1, 1],
+            stop="once",
+        )
+    )
     first, second = ([n for name, n in pairs if name == each] for each in "ab")
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
@@ -85,7 +102,9 @@ def test_each_rank_draws_for_itself_and_again_the_same(monkeypatch):
         return [sample // 10_000 for sample in samples]
 
     steps = [*zip(*(sources(rank, 64) for rank in range(64)), strict=True)]
-    assert all(4 <= sum(step) <= 34 for step in steps), "of 64 ranks a quarter draws from the second stream"
+    assert all(4 <= sum(step) <= 34 for step in steps), (
+        "of 64 ranks a quarter draws from the second stream"
+    )
     assert sources(63, 64) == [step[63] for step in steps]
     on_rank(monkeypatch, 0, 1)
     assert sources(0, 1) == [step[0] for step in steps]
@@ -133,10 +152,16 @@ def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1, "b": 2, "c": 1}, "saved with names=['a', 'b'], but now there is names=['a', 'b', 'c']"),
+        (
+            {"a": 1, "b": 2, "c": 1},
+            "saved with names=['a', 'b'], but now there is names=['a', 'b', 'c']",
+        ),
         ({"b": 2}, "but now there is names=['b']"),
         ({"b": 2, "a": 1}, "but now there is names=['b', 'a']"),
-        ({"a": 1, "b": 5}, "saved with weights=[[0, [1.0, 2.0]]], but now there is weights=[[0, [1.0, 5.0]]]"),
+        (
+            {"a": 1, "b": 5},
+            "saved with weights=[[0, [1.0, 2.0]]], but now there is weights=[[0, [1.0, 5.0]]]",
+        ),
     ],
 )
 def test_state_of_other_streams_or_weights_is_refused(weights, message):
@@ -152,7 +177,9 @@ async def test_state_of_many_streams_asks_only_those_that_were_drawn():
     iterator.state_dict()
     asked = collections.Counter()
     for number, part in enumerate(iterator._inner):
-        part.state_dict = lambda number=number, state=part.state_dict: asked.update([number]) or state()
+        part.state_dict = lambda number=number, state=part.state_dict: (
+            asked.update([number]) or state()
+        )
     samples = [await anext(iterator) for _ in range(5)]
     state = iterator.state_dict()
     assert set(asked) == set(drawn(samples))

@@ -39,10 +39,7 @@ def divided_lines(folder, **part):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (lines, {"shuffle": True, "buffer_size": 5}),
-        (divided_lines, {"rank": 1, "world_size": 2}),
-    ],
+    [(lines, {"shuffle": True, "buffer_size": 5}), (divided_lines, {"rank": 1, "world_size": 2})],
 )
 def test_failure_has_the_place_of_its_sample(tmp_path, make, options, num_workers, read):
     found = []
@@ -64,8 +61,14 @@ def test_failure_has_the_place_of_its_sample(tmp_path, make, options, num_worker
 @pytest.mark.parametrize("where", ["transform", "collate_fn", "filter"])
 def test_error_and_warning_name_file_and_line(tmp_path, where):
     stream, _ = lines(tmp_path, shards_in_parallel=1)
-    fails = (lambda rows: [fail_at_some(row) for row in rows]) if where == "collate_fn" else fail_at_some
-    stream, arguments = (stream.filter(fails), {}) if where == "filter" else (stream, {where: fails})
+    fails = (
+        (lambda rows: [fail_at_some(row) for row in rows])
+        if where == "collate_fn"
+        else fail_at_some
+    )
+    stream, arguments = (
+        (stream.filter(fails), {}) if where == "filter" else (stream, {where: fails})
+    )
     loader = hr.DataLoader(stream, 3, **{"collate_fn": list, **arguments})
     with pytest.raises(ValueError, match=r"0\.jsonl, 2") as caught:
         next(iter(loader))

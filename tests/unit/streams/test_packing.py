@@ -30,7 +30,9 @@ def segments(sequence, field="tokens"):
     found = [[*piece] for _, piece in itertools.groupby(range(used), key=numbers.__getitem__)]
     assert list(dict.fromkeys(numbers[:used])) == [*range(1, len(found) + 1)]
     assert not any(numbers[used:])
-    positions = [place for piece in [*found, range(used, len(numbers))] for place in range(len(piece))]
+    positions = [
+        place for piece in [*found, range(used, len(numbers))] for place in range(len(piece))
+    ]
     assert sequence["positions"] == positions
     assert not any(sequence["tokens"][used:])
     return [[sequence[field][place] for place in piece] for piece in found]
@@ -39,7 +41,9 @@ def segments(sequence, field="tokens"):
 def numbered(lengths):
     """Documents in which all tokens differ."""
     ends = list(itertools.accumulate(lengths))
-    return [list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)]
+    return [
+        list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,19 +57,33 @@ def test_every_token_comes_once_in_the_order_of_its_document(lengths, seq_len, s
     documents = numbered(lengths)
     packed = pack(documents, seq_len, strategy, window=window, labels="next")
     pieces = [piece for each in packed for piece in segments(each)]
-    expected = [document[at : at + seq_len] for document in documents for at in range(0, len(document), seq_len)]
+    expected = [
+        document[at : at + seq_len]
+        for document in documents
+        for at in range(0, len(document), seq_len)
+    ]
     if strategy == "concat":
         assert list(itertools.chain(*pieces)) == list(range(1, sum(lengths) + 1))
         assert all(all(each["segment_ids"]) for each in packed[:-1])
     else:
         assert sorted(pieces) == expected
-    following = {token: after for document in documents for token, after in itertools.pairwise(document)}
+    following = {
+        token: after for document in documents for token, after in itertools.pairwise(document)
+    }
     for each in packed:
         assert each["labels"] == [following.get(token, -100) for token in each["tokens"]]
 
 
 def test_labels_of_models_that_shift_them_leave_out_the_first_token_of_each_document():
-    assert pack([[5, 6, 7], [8, 9]], 7, "first_fit", labels="same")[0]["labels"] == [-100, 6, 7, -100, 9, -100, -100]
+    assert pack([[5, 6, 7], [8, 9]], 7, "first_fit", labels="same")[0]["labels"] == [
+        -100,
+        6,
+        7,
+        -100,
+        9,
+        -100,
+        -100,
+    ]
 
 
 def test_positions_of_a_batch_give_cu_seqlens_with_padding_as_a_document():
@@ -78,7 +96,11 @@ def test_positions_of_a_batch_give_cu_seqlens_with_padding_as_a_document():
 
 def test_fields_of_dicts_are_packed_beside_their_tokens():
     documents = [
-        {"ids": torch.tensor([1, 2, 3]), "labels": np.uint16([1, 2, 3]), "weight": np.float32([0.5, 1, 1])},
+        {
+            "ids": torch.tensor([1, 2, 3]),
+            "labels": np.uint16([1, 2, 3]),
+            "weight": np.float32([0.5, 1, 1]),
+        },
         {"ids": np.uint16([4, 5]), "labels": np.uint16([4, 5]), "weight": np.array([2, 2], ">f4")},
     ]
     (packed,) = stream(*documents).pack(6, "best_fit", fields=("ids", "labels", "weight"))
@@ -89,7 +111,13 @@ def test_fields_of_dicts_are_packed_beside_their_tokens():
         "segment_ids": [1, 1, 1, 2, 2, 0],
         "positions": [0, 1, 2, 0, 1, 0],
     }
-    assert [row.dtype for row in packed.values()] == [torch.int64, torch.int64, torch.float32, torch.int32, torch.int32]
+    assert [row.dtype for row in packed.values()] == [
+        torch.int64,
+        torch.int64,
+        torch.float32,
+        torch.int32,
+        torch.int32,
+    ]
 
 
 async def test_documents_that_cannot_be_packed_are_errors_of_theirs():
@@ -122,7 +150,9 @@ async def test_documents_that_differ_after_a_restore_are_an_error():
 
 
 NUMBERS = [range(shard * 40, shard * 41 + 34) for shard in range(6)]
-SHARDS = {f"{shard}.txt": "\n".join(map(str, numbers)).encode() for shard, numbers in enumerate(NUMBERS)}
+SHARDS = {
+    f"{shard}.txt": "\n".join(map(str, numbers)).encode() for shard, numbers in enumerate(NUMBERS)
+}
 
 
 def document_of(line):
@@ -157,5 +187,7 @@ def test_job_continues_with_every_token_once(as_rank, strategy, ranks):
             loader.load_state_dict(hr.merge_states(states))
             read(loader)
     every = np.concatenate([*map(document_of, itertools.chain(*NUMBERS))]).tolist()
-    assert len(set(given_out)) == len(given_out) > len(every) - 16 * ranks  # an incomplete last round is dropped
+    assert (
+        len(set(given_out)) == len(given_out) > len(every) - 16 * ranks
+    )  # an incomplete last round is dropped
     assert set(given_out) <= set(every)

@@ -16,7 +16,9 @@ ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist(
 
 @pytest.fixture
 def server():
-    with ObjectServer({f"{number}.bin": TOKENS[number * 20_000 :][:20_000].tobytes() for number in range(2)}) as server:
+    with ObjectServer(
+        {f"{number}.bin": TOKENS[number * 20_000 :][:20_000].tobytes() for number in range(2)}
+    ) as server:
         yield server
 
 
@@ -42,7 +44,12 @@ def expected(order):
 def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placement, num_workers):
     dataset = windows(server)
     sampler = hr.BlockShuffleSampler(dataset, block_size=250, blocks_at_once=4, seed=0)
-    options = {"batch_size": 10, "sampler": sampler, "placement": placement, "num_workers": num_workers}
+    options = {
+        "batch_size": 10,
+        "sampler": sampler,
+        "placement": placement,
+        "num_workers": num_workers,
+    }
     with hr.DataLoader(dataset, **options) as loader:
         batches, gets = gets_of(server, lambda: loader)
     sampler.set_epoch(0)
@@ -58,12 +65,20 @@ def plus_one(window):
 @pytest.mark.parametrize("mapped", [False, True])
 def test_torch_concatenation_keeps_joined_reads(server, mapped):
     parts = [
-        hr.TokenDataset(f"{server.url}/{i}.bin", seq_len=40, store=hr.Store(server.url, options=server.store_options))
+        hr.TokenDataset(
+            f"{server.url}/{i}.bin",
+            seq_len=40,
+            store=hr.Store(server.url, options=server.store_options),
+        )
         for i in (0, 1)
     ]
-    both = ConcatDataset([parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])])
+    both = ConcatDataset(
+        [parts[0], parts[1].map(plus_one) if mapped else parts[1], Subset(parts[0], [7, 3])]
+    )
     order = [*ORDER, 1000, 1001]
-    with hr.DataLoader(both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101) as loader:
+    with hr.DataLoader(
+        both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101
+    ) as loader:
         batches, gets = gets_of(server, lambda: loader)
     wanted = expected([*ORDER, 7, 3])
     if mapped:
@@ -90,7 +105,9 @@ def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
 
 def test_reads_of_single_samples_are_joined(server):
     order = {"batch_size": None, "sampler": ORDER[:100]}
-    with hr.DataLoader(windows(server), **order, memory_budget=None) as loader:  # nothing waits for the first size
+    with hr.DataLoader(
+        windows(server), **order, memory_budget=None
+    ) as loader:  # nothing waits for the first size
         samples, gets = gets_of(server, lambda: loader)
     assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
     assert gets <= 4
@@ -106,5 +123,7 @@ def test_missing_shard_fails_only_its_samples_each_by_name(server):
     assert torch.equal(delivered, expected(good))
     assert len(failures) <= 100  # all of them are listed
     assert sorted(failure.index for failure in failures) == sorted(set(ORDER[:60]) - set(good))
-    assert {failure.key for failure in failures} == {dataset.sample_key(failure.index) for failure in failures}
+    assert {failure.key for failure in failures} == {
+        dataset.sample_key(failure.index) for failure in failures
+    }
     assert all(f"index {failure.index}" in failure.message for failure in failures)

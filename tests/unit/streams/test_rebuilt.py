@@ -78,13 +78,19 @@ def numbers(loader):
                          ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 @pytest.mark.parametrize(("batch_size", "num_workers"), [(4, 0), (None, 0), (4, 2)])
 def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size, num_workers):
-    loader = hr.DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold)
+    loader = hr.DataLoader(
+        dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold
+    )
     plain = rebuilt(loader)
     with warnings.catch_warnings(record=True, action="always") as caught:
         assert sorted(numbers(plain)) == list(range(0, 100, 10))
         assert sorted(numbers(plain)) == list(range(0, 100, 10))
-    ours = [each for each in caught if "docs/trainers.md" in str(each.message)]  # libraries warn of each fork
-    assert len(ours) == (1 if num_workers == 0 else 0)  # a worker's warning is printed in the worker
+    ours = [
+        each for each in caught if "docs/trainers.md" in str(each.message)
+    ]  # libraries warn of each fork
+    assert len(ours) == (
+        1 if num_workers == 0 else 0
+    )  # a worker's warning is printed in the worker
     assert portable._warned[0] == 1
     with loader:
         assert sorted(numbers(loader)) == list(range(0, 100, 10))
@@ -101,12 +107,18 @@ def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
     assert numbers(rebuilt(loader)) == list(range(10))
 
 
-@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers(10), 1), (range(10), 1), (DuckMap(), 0)])
-def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attributes(dataset, num_workers):
+@pytest.mark.parametrize(
+    ("dataset", "num_workers"), [(Numbers(10), 1), (range(10), 1), (DuckMap(), 0)]
+)
+def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attributes(
+    dataset, num_workers
+):
     first = hr.DataLoader(dataset, batch_size=4, transform=tenfold)
     options = {"batch_size": 4, "num_workers": num_workers}
     for given in ({"transform": first.transform}, {}):
-        with hr.DataLoader(first.dataset, collate_fn=first.collate_fn, **given, **options) as second:
+        with hr.DataLoader(
+            first.dataset, collate_fn=first.collate_fn, **given, **options
+        ) as second:
             assert numbers(second) == list(range(0, 100, 10))
     with hr.DataLoader(first.dataset, **options) as third:
         assert numbers(third) == list(range(10))
@@ -114,7 +126,9 @@ def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attribu
 
 def test_own_transform_replaces_that_of_a_collate_fn_from_another_loader():
     first = hr.DataLoader(Numbers(10), batch_size=5, transform=tenfold)
-    with hr.DataLoader(Numbers(10), batch_size=5, transform=lambda n: n + 1, collate_fn=first.collate_fn) as second:
+    with hr.DataLoader(
+        Numbers(10), batch_size=5, transform=lambda n: n + 1, collate_fn=first.collate_fn
+    ) as second:
         assert numbers(second) == list(range(1, 11))
 
 
@@ -128,7 +142,9 @@ class Negated:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_collate_fn_wrapped_and_set_again_applies_the_transform_once(num_workers):
-    with hr.DataLoader(Numbers(10), batch_size=5, num_workers=num_workers, transform=tenfold) as loader:
+    with hr.DataLoader(
+        Numbers(10), batch_size=5, num_workers=num_workers, transform=tenfold
+    ) as loader:
         loader.collate_fn = Negated(loader.collate_fn)
         assert numbers(loader) == list(range(0, -100, -10))
         with pytest.warns(RuntimeWarning, match="rebuilt"):
@@ -145,7 +161,9 @@ def test_attributes_of_the_collate_fn_are_those_of_the_users():
         def __call__(self, samples):
             return [sample * self.factor for sample in samples]
 
-    with hr.DataLoader(Numbers(10), batch_size=5, collate_fn=Scaled(1), transform=tenfold) as loader:
+    with hr.DataLoader(
+        Numbers(10), batch_size=5, collate_fn=Scaled(1), transform=tenfold
+    ) as loader:
         shown = loader.collate_fn
         assert (shown.factor, shown.transform, shown.warn) == (1, "the user's", 2)
         shown.factor, shown.collate = 3, "added"
@@ -161,7 +179,8 @@ def test_attributes_of_the_collate_fn_are_those_of_the_users():
 
 
 @pytest.mark.parametrize(
-    ("stream", "num_workers"), [(Stream(), 3), (DuckStream(), 3), (DividedStream(), 0), (DividedStream(), 3)]
+    ("stream", "num_workers"),
+    [(Stream(), 3), (DuckStream(), 3), (DividedStream(), 0), (DividedStream(), 3)],
 )
 def test_torch_loader_yields_a_stream_once_with_any_number_of_workers(stream, num_workers):
     shown = hr.DataLoader(stream).dataset

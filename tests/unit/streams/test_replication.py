@@ -34,13 +34,19 @@ class OfOneRank(datasets.Numbers):
         (Numbers().shuffle(2), {}, r"\.split\(\).*get_rank_info"),
         (datasets.Numbers(4), {}, r"sampler=headrace\.ElasticSampler"),
         (datasets.Numbers(4).map(abs), {"shuffle": True}, r"sampler=headrace\.ElasticSampler"),
-        (datasets.Numbers(4), {"shuffle": True, "seed": 0, "batch_size": None}, r"sampler=headrace\.ElasticSampler"),
+        (
+            datasets.Numbers(4),
+            {"shuffle": True, "seed": 0, "batch_size": None},
+            r"sampler=headrace\.ElasticSampler",
+        ),
     ],
 )
 def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, options, remedy):
     as_rank(1, 2)
     with hr.DataLoader(dataset, **options) as loader:
-        with pytest.warns(UserWarning, match=rf"2 ranks reads all of.*{remedy}.*splits_by_rank") as caught:
+        with pytest.warns(
+            UserWarning, match=rf"2 ranks reads all of.*{remedy}.*splits_by_rank"
+        ) as caught:
             list(loader)
         assert [warning.filename for warning in caught] == [__file__]
         with warnings.catch_warnings():
@@ -60,7 +66,11 @@ def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, op
         (2, datasets.Numbers(4), {"sampler": hr.ElasticSampler(4)}),
         (2, datasets.Numbers(4), {"sampler": DistributedSampler(range(4), 2, 0)}),
         (2, datasets.Numbers(4), {"sampler": [0, 2]}),
-        (2, datasets.Numbers(4), {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)}),
+        (
+            2,
+            datasets.Numbers(4),
+            {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 1, False)},
+        ),
         (2, range(4), {}),  # of torch, whose loader does not warn
     ],
 )

@@ -15,7 +15,9 @@ from headrace._core.streams.steps import CHUNK
 from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 
-WHERE = pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, {"placement": "process"}])
+WHERE = pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 2}, {"placement": "process"}]
+)
 
 
 def even(sample):
@@ -32,7 +34,9 @@ def test_error_of_a_predicate_is_raised_in_order_and_later_samples_follow(option
             raise Mine("no")
         return True
 
-    with hr.DataLoader(Count(40).filter(check), batch_size=None, collate_fn=int, **options) as loader:
+    with hr.DataLoader(
+        Count(40).filter(check), batch_size=None, collate_fn=int, **options
+    ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 25)) == list(range(25))
         with pytest.raises(Mine, match="no") as caught:
@@ -50,7 +54,9 @@ def test_sample_that_kills_its_worker_before_batching_loses_no_other():
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    with hr.DataLoader(Count(60).filter(die), batch_size=None, collate_fn=int, num_workers=1) as loader:
+    with hr.DataLoader(
+        Count(60).filter(die), batch_size=None, collate_fn=int, num_workers=1
+    ) as loader:
         batches, came, died = iter(loader), [], []
         while True:
             try:
@@ -73,12 +79,16 @@ def test_function_or_result_that_cannot_be_pickled_is_named_and_loses_no_other_s
     with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 20)) == list(range(20))
-        with pytest.raises(hr.errors.NotPicklableError, match="the result of a function before batching"):
+        with pytest.raises(
+            hr.errors.NotPicklableError, match="the result of a function before batching"
+        ):
             next(batches)
         assert list(batches) == list(range(21, 30))
 
 
-@pytest.mark.parametrize(("seed", "options"), [(None, {}), (5, {"placement": "process"}), (5, {"num_workers": 2})])
+@pytest.mark.parametrize(
+    ("seed", "options"), [(None, {}), (5, {"placement": "process"}), (5, {"num_workers": 2})]
+)
 def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(as_rank, options, seed):
     kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
     stream = kept.split().map(lambda sample: (*sample, random.random())).filter(lambda sample: True)
@@ -86,12 +96,16 @@ def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks(as_r
     for rank in range(2):
         torch.manual_seed(rank)
         as_rank(rank, 2)
-        with hr.DataLoader(stream, batch_size=None, seed=seed, collate_fn=tuple, **options) as loader:
+        with hr.DataLoader(
+            stream, batch_size=None, seed=seed, collate_fn=tuple, **options
+        ) as loader:
             epochs.append([list(loader), list(loader)])
     for first, second in zip(*epochs, strict=True):
         both = [sample for pair in zip(first, second, strict=True) for sample in pair]
         assert [index for index, _, _ in both] == sorted({index for index, _, _ in both})
-        assert len({above for _, _, above in both}) == len(both)  # after the split each rank draws its own
+        assert len({above for _, _, above in both}) == len(
+            both
+        )  # after the split each rank draws its own
     assert epochs[0][0] != epochs[0][1]
 
 
@@ -122,7 +136,11 @@ def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
                 reads.append(i)
                 yield i
 
-    options = {"batch_size": 1, "num_workers": num_workers, "prefetch_factor": 1 if num_workers else None}
+    options = {
+        "batch_size": 1,
+        "num_workers": num_workers,
+        "prefetch_factor": 1 if num_workers else None,
+    }
     with hr.DataLoader(Feed().filter(lambda i: True), placement="thread", **options) as loader:
         batches = iter(loader)
         for _ in range(20):
@@ -139,7 +157,9 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
                 await asyncio.to_thread(more.acquire)
                 yield i
 
-    with hr.DataLoader(Feed().filter(lambda i: True), batch_size=None, placement="thread", num_workers=1) as loader:
+    with hr.DataLoader(
+        Feed().filter(lambda i: True), batch_size=None, placement="thread", num_workers=1
+    ) as loader:
         for sample in loader:
             assert more.acquire(blocking=False) is False
             more.release()
@@ -159,7 +179,10 @@ class OnlyFails(hr.AsyncIterableDataset):
 
 
 def test_stream_that_always_fails_ends():
-    with hr.DataLoader(OnlyFails(), batch_size=None, on_error="skip") as loader, pytest.raises(Mine):
+    with (
+        hr.DataLoader(OnlyFails(), batch_size=None, on_error="skip") as loader,
+        pytest.raises(Mine),
+    ):
         list(loader)
 
 

@@ -74,41 +74,67 @@ COMPOSITIONS = {
     "map, filter": lambda: Count(12, bad=[2]).map(fail_at(5, 7)).filter(odd).map(str),
     "concat": lambda: hr.concat([Count(3), Count(0), Count(4, bad=[0, 3]), Count(2)]),
     "mix": lambda: hr.mix(
-        {np.str_("a"): Count(5), N(1): Count(20, 10, bad=[12])}, {"a": N(1), 1: np.float32(2)}, seed=N(3)
+        {np.str_("a"): Count(5), N(1): Count(20, 10, bad=[12])},
+        {"a": N(1), 1: np.float32(2)},
+        seed=N(3),
     ),
     "mix, all, filtered": lambda: hr.mix(
-        [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])], [2, 1, 1, 2], stop="all"
+        [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])],
+        [2, 1, 1, 2],
+        stop="all",
     ),
-    "mix, all, only errors": lambda: hr.mix([Count(2, bad=[0, 1]), Count(6, 10)], [1, 1], stop="all"),
+    "mix, all, only errors": lambda: hr.mix(
+        [Count(2, bad=[0, 1]), Count(6, 10)], [1, 1], stop="all"
+    ),
     "mix, once, by a schedule": lambda: hr.mix(
         [Count(5, bad=[2]), Count(14, 10), Count(100, 100)],
         [(0, [1, 0, 1]), (N(4), np.array([1, 2, 0]))],
         stop=np.str_("once"),
     ),
-    "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], [1, 2]))(Count(9).shuffle(4)),
+    "mix, a dataset twice": lambda: (lambda part: hr.mix([part, part], [1, 2]))(
+        Count(9).shuffle(4)
+    ),
     "mix of mixes": lambda: hr.mix(
-        [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)], [1, 1], stop="all"
+        [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)],
+        [1, 1],
+        stop="all",
     ),
     "repeat": lambda: Count(3, bad=[1]).repeat(N(3)),
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     **{
-        f"split, rank {rank}": (lambda rank=rank: Count(8, bad=[1, 5]).shuffle(3).split(rank=rank, world_size=3))
+        f"split, rank {rank}": (
+            lambda rank=rank: Count(8, bad=[1, 5]).shuffle(3).split(rank=rank, world_size=3)
+        )
         for rank in range(3)
     },
     "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), N(12), length=N),
     "tokens, buckets": lambda: hr.batch_by_tokens(
-        Count(30).map(lambda i: i * 7 % 10 + 1), 14, length=int, boundaries=np.array([3, 6]), padded=np.bool_(False)
+        Count(30).map(lambda i: i * 7 % 10 + 1),
+        14,
+        length=int,
+        boundaries=np.array([3, 6]),
+        padded=np.bool_(False),
     ),
     "tokens of filter, errors, drop last": lambda: hr.batch_by_tokens(
-        Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10), 20, length=int, boundaries=[4], drop_last=True
+        Count(40, bad=[4, 21]).filter(odd).map(lambda i: i * 7 % 10),
+        20,
+        length=int,
+        boundaries=[4],
+        drop_last=True,
     ),
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
     "pack of filter": lambda: (
-        Count(30, bad=[4]).filter(odd).map(document).pack(N(9), np.str_("first_fit"), window=N(3)).map(listed)
+        Count(30, bad=[4])
+        .filter(odd)
+        .map(document)
+        .pack(N(9), np.str_("first_fit"), window=N(3))
+        .map(listed)
     ),
     "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
-    "from_async_iterable of a stream": lambda: hr.from_async_iterable(lambda: Count(9).shuffle(3)).take(N(7)),
+    "from_async_iterable of a stream": lambda: hr.from_async_iterable(
+        lambda: Count(9).shuffle(3)
+    ).take(N(7)),
 }
 
 
@@ -144,7 +170,9 @@ def in_a_loader(dataset):
 
 def is_plain(value):
     parts = value.values() if type(value) is dict else value if type(value) is list else ()
-    return type(value) in (dict, list, str, int, float, bool, type(None)) and all(map(is_plain, parts))
+    return type(value) in (dict, list, str, int, float, bool, type(None)) and all(
+        map(is_plain, parts)
+    )
 
 
 def saved(iterator):
@@ -180,7 +208,9 @@ async def check_every_position(make, start=start_stream):
 
 
 @pytest.mark.parametrize(
-    ("start", "place"), [(start_stream, contextlib.nullcontext), (in_a_loader, loader)], ids=["alone", "in a loader"]
+    ("start", "place"),
+    [(start_stream, contextlib.nullcontext), (in_a_loader, loader)],
+    ids=["alone", "in a loader"],
 )
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_restored_stream_continues_from_every_position(name, start, place):
@@ -188,8 +218,12 @@ def test_restored_stream_continues_from_every_position(name, start, place):
         asyncio.run(check_every_position(COMPOSITIONS[name], start))
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if not re.search("without state|inside", name)])
-async def test_cancelled_wait_keeps_the_position(name):  # of others, a cancelled generator has ended
+@pytest.mark.parametrize(
+    "name", [name for name in COMPOSITIONS if not re.search("without state|inside", name)]
+)
+async def test_cancelled_wait_keeps_the_position(
+    name,
+):  # of others, a cancelled generator has ended
     make = COMPOSITIONS[name]
     expected = await outcomes(start_stream(make()))
     for position in range(0, len(expected), 2):
@@ -219,10 +253,17 @@ async def test_streams_with_the_same_functions_draw_different_random_numbers():
 
     with loader(), isolated_generators():
         for combine in (hr.concat, mix, lambda streams: Inside(*streams)):
-            iterator = in_a_loader(combine([Count(20).map(jittered).filter(bool) for _ in range(2)]))
+            iterator = in_a_loader(
+                combine([Count(20).map(jittered).filter(bool) for _ in range(2)])
+            )
             drawn = [number for _, number in await outcomes(iterator)]
             assert len(set(drawn)) == len(drawn) > 20
-        drawn = [number for _, number in await outcomes(in_a_loader(Count(10).map(jittered).filter(bool).repeat(3)))]
+        drawn = [
+            number
+            for _, number in await outcomes(
+                in_a_loader(Count(10).map(jittered).filter(bool).repeat(3))
+            )
+        ]
         assert len(set(drawn)) == 30
 
 
@@ -243,7 +284,10 @@ def test_operations_read_again_only_what_they_held():
 
     assert asyncio.run(reads(lambda stream: stream.shuffle(50), 725)) == 50 + 24 + 1
     assert asyncio.run(reads(batches, 600)) < 50
-    assert asyncio.run(reads(lambda stream: stream.map(document).pack(30, "best_fit", window=3), 500)) < 5 * 3 * 30
+    assert (
+        asyncio.run(reads(lambda stream: stream.map(document).pack(30, "best_fit", window=3), 500))
+        < 5 * 3 * 30
+    )
 
 
 HOLDING = pytest.mark.parametrize(
@@ -280,11 +324,23 @@ async def test_samples_that_cannot_be_read_again_are_an_error(operation):
 
 
 WRONG = {
-    "another operation": (Count(9).take(4), Count(9).shuffle(4), "saved of 'take', but the stream is 'shuffle' now"),
+    "another operation": (
+        Count(9).take(4),
+        Count(9).shuffle(4),
+        "saved of 'take', but the stream is 'shuffle' now",
+    ),
     "a user's stream": (Count(9), Count(9).shuffle(4), "saved of a stream without operations"),
-    "an option": (Count(9).take(4), Count(9).take(5), "saved with count=4, but now there is count=5"),
+    "an option": (
+        Count(9).take(4),
+        Count(9).take(5),
+        "saved with count=4, but now there is count=5",
+    ),
     "seed": (hr.mix([Count(9)], [1]), hr.mix([Count(9)], [1], seed=2), "saved with seed=0"),
-    "number of parts": (hr.concat([Count(9)]), hr.concat([Count(9), Count(9)]), "saved with parts=1"),
+    "number of parts": (
+        hr.concat([Count(9)]),
+        hr.concat([Count(9), Count(9)]),
+        "saved with parts=1",
+    ),
 }
 
 
@@ -304,7 +360,9 @@ def test_error_while_a_filter_reads_again_is_a_state_error(tmp_path):
             raise Unprintable
         return int(line) % 3
 
-    loader, restored = (hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3) for _ in range(2))
+    loader, restored = (
+        hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3) for _ in range(2)
+    )
     with loader, restored:
         assert list(itertools.islice(loader, 4))[3] == ["14", "16", "17"]
         restored.load_state_dict(loader.state_dict())
@@ -328,7 +386,9 @@ STEPS = {
         seed=4,
         stop="all",
     ),
-    "concat": lambda: hr.concat([Count(60).filter(often), Count(5), Count(80).filter(often).map(jittered)]),
+    "concat": lambda: hr.concat(
+        [Count(60).filter(often), Count(5), Count(80).filter(often).map(jittered)]
+    ),
     "inside a generator": lambda: Inside(Count(80).filter(often), Count(80).filter(often)),
 }
 
@@ -337,7 +397,9 @@ STEPS = {
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_continues_with_the_random_numbers_of_functions_before_batching(num_workers, stream):
     def make():
-        return hr.DataLoader(stream(), 8, num_workers=num_workers, seed=5, collate_fn=list, on_error="skip")
+        return hr.DataLoader(
+            stream(), 8, num_workers=num_workers, seed=5, collate_fn=list, on_error="skip"
+        )
 
     with make() as loader:
         for _ in range(2):
@@ -376,7 +438,9 @@ def test_state_dict_with_arguments_is_no_state():
     assert next(batches).tolist() == [0, 1, 2, 3]
     restored = make()
     restored.load_state_dict(loader.state_dict())
-    with pytest.warns(UserWarning, match="it is read again from its start, .* must be the same, in the same order"):
+    with pytest.warns(
+        UserWarning, match="it is read again from its start, .* must be the same, in the same order"
+    ):
         assert [batch.tolist() for batch in restored] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 

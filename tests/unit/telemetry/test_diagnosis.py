@@ -50,7 +50,9 @@ def records(
     for number in range(count):
         called = now
         lengths = {step: steps.get(step.replace("-", "_").replace(" ", "_"), 0.0) for step in WAITS}
-        lengths = {step: length(number) if callable(length) else length for step, length in lengths.items()}
+        lengths = {
+            step: length(number) if callable(length) else length for step, length in lengths.items()
+        }
         if not number:
             lengths["plan"] += start_up
         points, at = {}, called
@@ -90,10 +92,20 @@ def report(setup=SETUP, **steps):
         ("latency", {"fetch": 0.02, "load": FULL}),
         ("look-ahead", {"fetch": 0.02, "load": IDLE}),
         ("memory-budget", {"queue": 0.02, "load": IDLE._replace(held_plans=2)}),
-        ("throttling", {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)}),
+        (
+            "throttling",
+            {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)},
+        ),
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.95}),
         ("blocked-loop", {"fetch": 0.02, "load": FULL, "blocked": 0.4}),
-        ("source", {"fetch": 0.02, "load": FULL, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
+        (
+            "source",
+            {
+                "fetch": 0.02,
+                "load": FULL,
+                "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01,
+            },
+        ),
         ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
@@ -117,14 +129,29 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
 @pytest.mark.parametrize(
     ("most", "cpu", "advice", "predicted"),
     [
-        (1024, 0.1, "concurrency=32", 0.0),  # 20 ms of waiting and 10 ms of computing: three times the rate is needed
+        (
+            1024,
+            0.1,
+            "concurrency=32",
+            0.0,
+        ),  # 20 ms of waiting and 10 ms of computing: three times the rate is needed
         (12, 0.1, "concurrency=12", 0.5),  # 20 ms for a batch, of which 10 ms are computed
-        (1024, 0.7, "concurrency=16", 1 - 10 / 21),  # the engine's thread computes 21 ms for a batch
+        (
+            1024,
+            0.7,
+            "concurrency=16",
+            1 - 10 / 21,
+        ),  # the engine's thread computes 21 ms for a batch
     ],
 )
-def test_prediction_for_more_fetches_is_bounded_by_descriptors_and_other_stages(most, cpu, advice, predicted):
+def test_prediction_for_more_fetches_is_bounded_by_descriptors_and_other_stages(
+    most, cpu, advice, predicted
+):
     found = report(SETUP._replace(most_concurrency=most), fetch=0.02, load=FULL, cpu=cpu)
-    assert (found.limit, found.advice.partition(", if the source serves more")[0]) == ("latency", advice)
+    assert (found.limit, found.advice.partition(", if the source serves more")[0]) == (
+        "latency",
+        advice,
+    )
     assert found.wait_share == pytest.approx(2 / 3, abs=0.01)
     assert found.predicted == pytest.approx(predicted, abs=0.01)
 
@@ -135,7 +162,11 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
         (auto, {}, "source"),
         (SETUP, {}, "latency"),
         (auto, {"fetch_seconds": 0.2}, "latency"),  # too few fetches one after the other
-        (auto, {"load": lambda number: FULL if number < 30 else FULL._replace(limit=16, in_flight=16)}, "latency"),
+        (
+            auto,
+            {"load": lambda number: FULL if number < 30 else FULL._replace(limit=16, in_flight=16)},
+            "latency",
+        ),
     ]:
         found = report(setup, **{"fetch": 0.02, "load": FULL, "fetch_seconds": 0.02, **steps})
         assert found.limit == limit
@@ -154,15 +185,22 @@ def test_full_window_is_the_limit_beside_idle_workers():
 
 
 def test_memory_that_is_advised_is_in_proportion_to_the_rate_that_is_needed():
-    load = IDLE._replace(held_plans=2, memory=2 << 20)  # three times the rate is needed, and some to spare
+    load = IDLE._replace(
+        held_plans=2, memory=2 << 20
+    )  # three times the rate is needed, and some to spare
     found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
 
 
 @pytest.mark.parametrize(("cores", "change"), [(2, {}), (5, {"num_workers": 5})])
 def test_number_of_workers_is_limited_by_the_cores(cores, change):
-    busy = records(worker_queue=0.01, work=0.05, work_cpu=0.2)  # waiting for a core looks as waiting for anything else
-    overlapping = [each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06)) for each in busy]
+    busy = records(
+        worker_queue=0.01, work=0.05, work_cpu=0.2
+    )  # waiting for a core looks as waiting for anything else
+    overlapping = [
+        each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06))
+        for each in busy
+    ]
     found = make_report(overlapping, SETUP._replace(num_workers=2, cores=cores))
     assert found.limit == "workers"
     assert found.change == change
@@ -221,7 +259,9 @@ def test_prefetch_factor_that_was_given_is_left_out_with_more_concurrency():
 
 def test_slow_shard_of_a_stream_is_read_beside_more_others():
     stream = SETUP._replace(stream=True)
-    found = report(stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad())
+    found = report(
+        stream, fetch=lambda number: 0.1 if 10 <= number < 15 else 0.001, load=FetchLoad()
+    )
     assert found.limit == "latency"
     assert "shards_in_parallel=" in found.advice
     assert "hedge" not in found.advice  # streams are not hedged
@@ -242,12 +282,17 @@ def test_work_inside_next_asks_for_workers(placement, searched):
         at_end.append(each._replace(times=times, planned=99.0))
     found = make_report(at_end, SETUP._replace(num_workers=0, placement=placement))
     assert found.limit == "workers"
-    assert found.advice == f"num_workers=4{searched}"  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
+    assert (
+        found.advice == f"num_workers=4{searched}"
+    )  # 30 ms of work for each 10 ms of the loop, with a fifth to spare
 
 
 def contradictions(found, setup):
     """What the figures of a report say against its verdict."""
-    loop, workers = found.engine_cpu + found.engine_queued, found.workers_busy / max(1, setup.num_workers)
+    loop, workers = (
+        found.engine_cpu + found.engine_queued,
+        found.workers_busy / max(1, setup.num_workers),
+    )
     with_gil = found.engine_cpu + found.consumer_cpu if setup.placement == "thread" else 0.0
     fast = found.wait_share < 0.05 or found.waited < 50e-6 * found.batches
     allowed = {
@@ -255,7 +300,8 @@ def contradictions(found, setup):
         "start-up": found.start_up > found.waited,
         "event-loop": loop > 0.85 or with_gil > 0.85,
         "blocked-loop": found.blocked >= 0.1,
-        "workers": workers > 0.7 or found.waits["work"] + found.waits["worker queue"] > found.waited / 3,
+        "workers": workers > 0.7
+        or found.waits["work"] + found.waits["worker queue"] > found.waited / 3,
         "copy": found.waits["delivery"] > found.waited / 3,
     }
     if not allowed.get(found.limit, True):
@@ -276,18 +322,36 @@ def contradictions(found, setup):
 def test_no_verdict_contradicts_the_figures_beside_it(placement, workers):
     loads = FULL, IDLE, IDLE._replace(held_plans=2), FetchLoad(in_flight=64, limit=64)
     steps = ["plan", "queue", "fetch", "worker_queue", "work", "loop", "hand_over", "delivery"]
-    pairs = [{step: 0.02, other: seconds} for step in steps for other in steps for seconds in (0.015, 0.1)]
+    pairs = [
+        {step: 0.02, other: seconds}
+        for step in steps
+        for other in steps
+        for seconds in (0.015, 0.1)
+    ]
     grid = itertools.product(pairs, loads, (0.05, 0.95), (0.0, 0.03, 0.5), ((2, "auto"), (16, 8)))
     for lengths, load, cpu, blocked, (cores, concurrency) in grid:
-        setup = SETUP._replace(num_workers=workers, placement=placement, cores=cores, concurrency=concurrency)
-        found = report(setup, count=12, load=load, cpu=cpu, blocked=blocked, fetch_seconds=0.002, **lengths)
+        setup = SETUP._replace(
+            num_workers=workers, placement=placement, cores=cores, concurrency=concurrency
+        )
+        found = report(
+            setup, count=12, load=load, cpu=cpu, blocked=blocked, fetch_seconds=0.002, **lengths
+        )
         wrong = list(contradictions(found, setup))
-        assert not wrong, f"{lengths}, {load}, cpu {cpu}, blocked {blocked}, {setup}: {found} {wrong}"
+        assert not wrong, (
+            f"{lengths}, {load}, cpu {cpu}, blocked {blocked}, {setup}: {found} {wrong}"
+        )
 
 
 def test_workers_that_are_busy_all_the_time_are_the_limit_beside_calls_that_wait():
     load = FetchLoad(in_flight=80, limit=128)
-    steps = {"work": 0.2, "loop": 0.003, "fetch_seconds": 0.02, "cpu": 0.03, "work_cpu": 1.0, "load": load}
+    steps = {
+        "work": 0.2,
+        "loop": 0.003,
+        "fetch_seconds": 0.02,
+        "cpu": 0.03,
+        "work_cpu": 1.0,
+        "load": load,
+    }
     found = report(SETUP._replace(num_workers=1, concurrency="auto"), **steps)
     assert (found.limit, found.change) == ("workers", {"num_workers": 16})
 
@@ -302,7 +366,9 @@ def test_few_batches_or_none_have_no_diagnosis():
 
 
 def test_counts_are_in_the_values_and_in_the_text():
-    found = report(fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2))
+    found = report(
+        fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2)
+    )
     values = dataclasses.asdict(found)
     assert values["requests"]["requests"] == 500
     assert "waits for             fetch 100 %" in str(found)

@@ -44,11 +44,16 @@ def test_each_number_of_the_stats_is_a_metric():
     names = [each.name for each in dataclasses.fields(LoaderStats) if each.type in ("int", "float")]
     counts = {name: number for number, name in enumerate(names, 200)}
     vars(counters).update(counts, requests=requests)
-    wanted = {*dataclasses.astuple(requests), *(number for name, number in counts.items() if name not in left_out)}
+    wanted = {
+        *dataclasses.astuple(requests),
+        *(number for name, number in counts.items() if name not in left_out),
+    }
     assert wanted <= {operator.attrgetter(source)(counters) for _, _, source in COUNTERS}
 
 
-def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_makes(registry, tmp_path):
+def test_numbers_are_those_of_the_stats_with_dead_workers_whose_batch_another_makes(
+    registry, tmp_path
+):
     def die_once(sample, folder=tmp_path):
         if sample == 5 and not (folder / "died").exists():
             (folder / "died").touch()
@@ -80,7 +85,9 @@ def test_counters_continue_over_iterations_and_gauges_are_those_of_the_last_batc
     assert (value(registry, "epochs_total"), value(registry, "samples_total")) == (3, 4 + 128)
 
 
-def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_the_conventions(registry):
+def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_the_conventions(
+    registry,
+):
     with hr.DataLoader(Numbers(64), 4) as train, hr.DataLoader(Numbers(64), 8) as test:
         hr.telemetry.prometheus(train, name="train", registry=registry)
         hr.telemetry.prometheus(test, name='a "test"\\\n', registry=registry)
@@ -89,16 +96,25 @@ def test_both_parsers_accept_two_loaders_in_one_registry_and_the_names_follow_th
         list(test)
         text = generate_latest(registry).decode()
         families = list(text_string_to_metric_families(text))
-        also = list(openmetrics_parser.text_string_to_metric_families(openmetrics.generate_latest(registry).decode()))
+        also = list(
+            openmetrics_parser.text_string_to_metric_families(
+                openmetrics.generate_latest(registry).decode()
+            )
+        )
     assert [family.name for family in families] == [family.name for family in also]
     (samples,) = (family for family in families if family.name == "headrace_samples")
-    assert {sample.labels["loader"]: sample.value for sample in samples.samples} == {"train": 4, 'a "test"\\\n': 64}
+    assert {sample.labels["loader"]: sample.value for sample in samples.samples} == {
+        "train": 4,
+        'a "test"\\\n': 64,
+    }
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
     assert sorted(re.findall(r"^# HELP (\S+) \S", text, re.M)) == sorted(kinds)
     for name, kind in kinds.items():
         assert re.fullmatch("headrace(_[a-z]+)+", name)
         assert name.endswith("_total") == (kind == "counter")
-        assert not re.search("_(count|sum|bucket|milliseconds|ms|kb|mb|percent|counter|gauge)(_|$)", name)
+        assert not re.search(
+            "_(count|sum|bucket|milliseconds|ms|kb|mb|percent|counter|gauge)(_|$)", name
+        )
     assert kinds["headrace_memory_bytes"] == "gauge"
 
 

@@ -18,7 +18,11 @@ def file():
     threads = {thread.name for thread in threading.enumerate()}
     yield io.StringIO()
     gc.collect()
-    assert not [name for name in {thread.name for thread in threading.enumerate()} - threads if "headrace" not in name]
+    assert not [
+        name
+        for name in {thread.name for thread in threading.enumerate()} - threads
+        if "headrace" not in name
+    ]
 
 
 def last_line(file):
@@ -32,7 +36,9 @@ def test_bar_has_the_position_the_rate_the_waiting_share_and_the_limit(file):
         line = hr.progress(loader, name="train", file=file)
         assert len(line) == 16
         for epoch in range(2):
-            assert [batch.tolist() for batch in line] == [batch.tolist() for batch in hr.DataLoader(range(64), 4)]
+            assert [batch.tolist() for batch in line] == [
+                batch.tolist() for batch in hr.DataLoader(range(64), 4)
+            ]
             last = last_line(file)
             assert last.startswith(f"train epoch {epoch}: 100%")
             assert " 16/16 " in last

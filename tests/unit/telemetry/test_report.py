@@ -196,7 +196,11 @@ def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, 
         loader.report()
         loader.stats()
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
-    messages = [record.getMessage() for record in caplog.records if record.name.partition(".")[0] == "headrace"]
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.partition(".")[0] == "headrace"
+    ]
     assert [message.partition(",")[0] for message in messages] == [
         f"epoch {epoch} begins with batch 0" for epoch in (0, 1)
     ]

@@ -66,10 +66,16 @@ def all_loaders():
     """One of each kind, by its name in the trace."""
     options = {"batch_size": BATCH, "collate_fn": torch.utils.data.default_collate}
     return {
-        "Photos": hr.DataLoader(Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options),
+        "Photos": hr.DataLoader(
+            Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options
+        ),
         "Photos 2": hr.DataLoader(Photos(LENGTH), transform=double, concurrency=16, **options),
-        "Photos 3": hr.DataLoader(Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options),
-        "Joined": hr.DataLoader(Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options),
+        "Photos 3": hr.DataLoader(
+            Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options
+        ),
+        "Joined": hr.DataLoader(
+            Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options
+        ),
         "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
         "Squares": hr.DataLoader(Squares(), **options),
         "Halves": hr.DataLoader(Halves(), num_workers=2, **options),
@@ -118,15 +124,23 @@ def test_batches_and_single_fetches_are_in_it_once(path):
 
 def test_work_is_in_the_process_that_did_it(path):
     events = events_of(path)
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     worked = {
         (event["cat"], names[event["pid"]])
         for event in events
         if event["name"] == "transform and collate" and event["ph"] == "X"
     }
-    workers = {f"worker {number} of {name}" for name in ("Photos", "Joined", "Halves") for number in (0, 1)}
+    workers = {
+        f"worker {number} of {name}" for name in ("Photos", "Joined", "Halves") for number in (0, 1)
+    }
     assert {name for _, name in worked} - {"consumer", "loader of Photos 3"} <= workers
-    assert {("Photos 2", "consumer"), ("Squares", "consumer"), ("Photos 3", "loader of Photos 3")} <= worked
+    assert {
+        ("Photos 2", "consumer"),
+        ("Squares", "consumer"),
+        ("Photos 3", "loader of Photos 3"),
+    } <= worked
     assert names[os.getpid()] == "consumer"
 
 
@@ -141,8 +155,13 @@ def processor(path):
 
 
 def test_trace_processor_drops_nothing(processor, path):
-    assert processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value > 0") == []
-    assert processor.query("SELECT count() AS n FROM stats WHERE name GLOB '*flow*without*' AND value > 0") == [(0,)]
+    assert (
+        processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value > 0")
+        == []
+    )
+    assert processor.query(
+        "SELECT count() AS n FROM stats WHERE name GLOB '*flow*without*' AND value > 0"
+    ) == [(0,)]
     events = events_of(path)
     slices = sum(event["ph"] in "Xb" for event in events)
     assert processor.query("SELECT count() AS n FROM slice") == [(slices,)]
@@ -163,7 +182,9 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
     """)
     assert {rows[0], rows[1]} == {("batch", "consumer"), ("plan", "consumer")}
     elsewhere = [row for row in rows if row[1] != "consumer"]
-    assert elsewhere in [[("transform and collate", f"worker {number} of Photos")] for number in (0, 1)]
+    assert elsewhere in [
+        [("transform and collate", f"worker {number} of Photos")] for number in (0, 1)
+    ]
     assert rows[-1] == ("delivery", "consumer")
 
 

@@ -20,8 +20,9 @@ from headrace._core.torchcompat import private
 
 CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
 SOURCE = Path(hr.__file__).parent
-# Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler that gives the plans,
-# and the length that `len()` of a stream's loader has reported; and the method that makes the iterator.
+# Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler
+# that gives the plans, and the length that `len()` of a stream's loader has reported; and the
+# method that makes the iterator.
 ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
 
 
@@ -44,7 +45,9 @@ def test_private_names_of_torch_are_used_in_one_module_only():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and re.search(r"^torch\b.*\._", node.module or ""):
                 found.append((path.name, node.module))
-            if isinstance(node, ast.Attribute) and re.match(r"torch\b.*\._[a-zA-Z]", ast.unparse(node)):
+            if isinstance(node, ast.Attribute) and re.match(
+                r"torch\b.*\._[a-zA-Z]", ast.unparse(node)
+            ):
                 found.append((path.name, ast.unparse(node)))
     assert found == []
 

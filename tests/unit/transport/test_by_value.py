@@ -58,7 +58,11 @@ if __name__ == "__main__":
 def test_classes_and_functions_of_a_script_reach_workers(method, options, forks, tmp_path):
     """Where the script itself trains, and where its children do, which `multiprocessing` starts."""
     script, source = tmp_path / "script.py", SCRIPT.replace("OPTIONS", options)
-    train = "train(0)" if method is None else f"mp.start_processes(train, nprocs=1, start_method={method!r})"
+    train = (
+        "train(0)"
+        if method is None
+        else f"mp.start_processes(train, nprocs=1, start_method={method!r})"
+    )
     script.write_text(source.replace("METHOD", train))
     done = forks.run_file(script)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
@@ -86,9 +90,15 @@ def transform(index):
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(made_by_the_program, "config_of_the_program"), (loaded_from_a_file, "plugin_1"), (loaded_from_a_file, "this")],
+    [
+        (made_by_the_program, "config_of_the_program"),
+        (loaded_from_a_file, "plugin_1"),
+        (loaded_from_a_file, "this"),
+    ],
 )
-def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(make, name, tmp_path, monkeypatch):
+def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(
+    make, name, tmp_path, monkeypatch
+):
     module = make(name, SOURCE, tmp_path)
     monkeypatch.setitem(sys.modules, name, module)
     exec(SOURCE, module.__dict__)
@@ -99,7 +109,12 @@ def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(make
     cloudpickle.register_pickle_by_value(module)
     for options in ({}, {"placement": "thread"}):
         with hr.DataLoader(
-            Numbers(2), batch_size=2, num_workers=1, transform=module.transform, collate_fn=list, **options
+            Numbers(2),
+            batch_size=2,
+            num_workers=1,
+            transform=module.transform,
+            collate_fn=list,
+            **options,
         ) as loader:
             (batch,) = loader
         assert batch == [0, 10]
@@ -115,6 +130,12 @@ def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(m
     """cloudpickle leaves out the file from 3.1.3 on."""
     monkeypatch.setattr(fail, "__module__", "__main__")
     line = fail.__code__.co_firstlineno + 1
-    with hr.DataLoader(Numbers(2), num_workers=1, transform=fail) as loader, pytest.raises(LookupError) as caught:
+    with (
+        hr.DataLoader(Numbers(2), num_workers=1, transform=fail) as loader,
+        pytest.raises(LookupError) as caught,
+    ):
         next(iter(loader))
-    assert f'File "{__file__}", line {line}, in fail\n    raise LookupError' in caught.value.__notes__[0]
+    assert (
+        f'File "{__file__}", line {line}, in fail\n    raise LookupError'
+        in caught.value.__notes__[0]
+    )

@@ -5,7 +5,12 @@ import asyncio
 import pytest
 import torch
 
-from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected, EngineChannel
+from headrace._core.transport.channel import (
+    BlockingChannel,
+    Connection,
+    Disconnected,
+    EngineChannel,
+)
 from headrace.testing import same
 
 
@@ -73,7 +78,9 @@ def test_objects_received_before_the_end_are_delivered_before_it():
     sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
     sender.send(b"x" * 60_000)
     around = len(theirs.frames.recv(100_000)) - 60_000
-    filling = b"x" * (64 * 1024 - around)  # a frame that fills what is read in one call, so that another read follows
+    filling = b"x" * (
+        64 * 1024 - around
+    )  # a frame that fills what is read in one call, so that another read follows
     sender.send(filling)
     sender.close()
     arrived = receiver.receive_ready()

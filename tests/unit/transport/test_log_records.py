@@ -24,7 +24,9 @@ def _levels(caplog):
 
 
 def run(transform, **options):
-    with hr.DataLoader(Numbers(4), batch_size=2, num_workers=2, transform=transform, **options) as loader:
+    with hr.DataLoader(
+        Numbers(4), batch_size=2, num_workers=2, transform=transform, **options
+    ) as loader:
         return [batch.tolist() for batch in loader]
 
 
@@ -40,7 +42,9 @@ def logs(sample):
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
-def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_trainer(caplog, placement):
+def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_trainer(
+    caplog, placement
+):
     assert run(logs, placement=placement) == [[0, 1], [2, 3]]
     assert said(caplog) == [f"sample {number}" for number in range(4)]
     assert said(caplog, "tests.loader") == [f"fetched {number}" for number in range(4)]
@@ -79,7 +83,9 @@ def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(caplog):
         try:
             raise ValueError("broken")
         except ValueError:
-            logging.getLogger("tests.worker").exception("sample %s", object, extra={"lock": threading.Lock()})
+            logging.getLogger("tests.worker").exception(
+                "sample %s", object, extra={"lock": threading.Lock()}
+            )
         return sample
 
     run(fails)
@@ -92,7 +98,10 @@ def test_unpicklable_values_of_a_record_are_replaced_by_their_repr(caplog):
 def test_many_records_arrive_complete_and_once(caplog):
     def chatters(sample):
         log = logging.getLogger("tests.worker")
-        threads = [threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)]) for _ in range(3)]
+        threads = [
+            threading.Thread(target=lambda: [log.info("x" * size) for size in range(500)])
+            for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -112,7 +121,12 @@ def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process
         with lock:
             return os.getppid() if inherited["here"] else 0
 
-    options = {"batch_size": 2, "num_workers": 2, "transform": parent, "multiprocessing_context": "fork"}
+    options = {
+        "batch_size": 2,
+        "num_workers": 2,
+        "transform": parent,
+        "multiprocessing_context": "fork",
+    }
     with hr.DataLoader(Numbers(4), **options) as loader:
         assert [batch.tolist() for batch in loader] == [[os.getpid()] * 2] * 2
         assert loader.stats().placement == "thread"

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.transport.pickling import PickledPayload, dump_message, load_message, picklable_error
+from headrace._core.transport.pickling import (
+    PickledPayload,
+    dump_message,
+    load_message,
+    picklable_error,
+)
 from headrace.errors import RemoteError
 
 DTYPES = [
@@ -23,11 +28,21 @@ DTYPES = [
 def there_and_back(obj):
     """As the channel does: the buffers are copied, and the copies are read."""
     packed = dump_message(obj)
-    return load_message(packed.pickled, [memoryview(bytearray(buffer)) for buffer in packed.buffers])
+    return load_message(
+        packed.pickled, [memoryview(bytearray(buffer)) for buffer in packed.buffers]
+    )
 
 
 def as_bytes(tensor):
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .tolist()
+    )
 
 
 def as_a_batch(obj):
@@ -41,11 +56,17 @@ def test_tensor_of_any_dtype_and_shape(shape):
     for dtype in DTYPES:
         size = torch.Size(shape).numel() * dtype.itemsize
         zeros_and_ones = (torch.arange(size) % 2).to(torch.uint8)
-        tensor = zeros_and_ones.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        tensor = (
+            zeros_and_ones.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        )
         one, other, another = as_a_batch([tensor, torch.ones(7), tensor.clone()])
         assert torch.equal(other, torch.ones(7))
         for came in there_and_back(tensor), one, another:
-            assert (came.dtype, came.shape, came.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert (came.dtype, came.shape, came.stride()) == (
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+            )
             assert as_bytes(came) == as_bytes(tensor)
 
 
@@ -60,7 +81,15 @@ def test_tensor_of_any_dtype_and_shape(shape):
         torch.randn(3, dtype=torch.complex64).conj().imag,
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     ],
-    ids=["transposed", "strided", "slice", "permuted slice", "conjugated", "negated", "channels-last"],
+    ids=[
+        "transposed",
+        "strided",
+        "slice",
+        "permuted slice",
+        "conjugated",
+        "negated",
+        "channels-last",
+    ],
 )
 def test_dense_layout_is_kept_and_any_other_becomes_contiguous(tensor):
     came = there_and_back(tensor)
@@ -85,7 +114,11 @@ def test_number_with_the_negative_bit_arrives_negated():
 )
 def test_expanded_tensor_arrives_expanded(expanded):
     came = there_and_back(expanded)
-    assert (came.shape, came.dtype, came.requires_grad) == (expanded.shape, expanded.dtype, expanded.requires_grad)
+    assert (came.shape, came.dtype, came.requires_grad) == (
+        expanded.shape,
+        expanded.dtype,
+        expanded.requires_grad,
+    )
     if expanded.numel() < 1e6:
         assert torch.equal(came, expanded)
     if not expanded.requires_grad:
@@ -134,10 +167,18 @@ def columns(count):
     return {f"column {number}": torch.full((4, 2), float(number)) for number in range(count)}
 
 
-@given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)),
+        max_size=30,
+    )
+)
 def test_tensors_arrive_in_their_places_among_other_values(kinds):
     batch = [
-        [torch.full((size,), number).to(dtype), {"bytes": np.full(size, number), "tensor": torch.tensor(number)}]
+        [
+            torch.full((size,), number).to(dtype),
+            {"bytes": np.full(size, number), "tensor": torch.tensor(number)},
+        ]
         for number, (dtype, size) in enumerate(kinds)
     ]
     for number, (tensor, others) in enumerate(as_a_batch(batch)):
@@ -157,7 +198,9 @@ def test_tensors_of_a_batch_are_independent(count):
     loss.backward()  # the tensors share no version counter: this one was not written to
     assert torch.equal(weight.grad, torch.full((4, 2), 2.0))
     assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
-    batch["column 4"] *= weight  # nor is any the view of another, which autograd would not let change in place
+    batch["column 4"] *= (
+        weight  # nor is any the view of another, which autograd would not let change in place
+    )
     assert batch["column 4"].requires_grad
     for tensor in batch.values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -180,7 +223,9 @@ def test_label_that_is_kept_does_not_keep_the_memory_of_its_batch(kind):
     parts = np.split(region, np.cumsum([buffer.nbytes for buffer in payload.buffers])[:-1])
     batch = PickledPayload(payload.pickled, *(part.data for part in parts)).loads()
     assert np.shares_memory(batch["images"].numpy(), region)
-    label, expected = (each[-1] if kind == "one of many" else each for each in (batch["labels"], LABELS[kind]))
+    label, expected = (
+        each[-1] if kind == "one of many" else each for each in (batch["labels"], LABELS[kind])
+    )
     assert np.array_equal(label, expected)
     assert not np.shares_memory(np.asarray(label), region)
 
@@ -256,7 +301,19 @@ def test_error_is_restored_with_any_constructor(error):
     came = there_and_back(picklable_error(error))
     assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
     assert came.__notes__ == ["noted"]
-    for name in ("path", "bucket", "name", "pos", "errno", "filename", "reason", "lineno", "axis", "code", "msg"):
+    for name in (
+        "path",
+        "bucket",
+        "name",
+        "pos",
+        "errno",
+        "filename",
+        "reason",
+        "lineno",
+        "axis",
+        "code",
+        "msg",
+    ):
         assert getattr(came, name, None) == getattr(error, name, None)
 
 
@@ -300,7 +357,9 @@ class Request:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg")], ids=str
+    ("error", "text"),
+    [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg")],
+    ids=str,
 )
 def test_error_whose_text_is_composed_of_what_cannot_be_sent_arrives_as_text(error, text):
     came = there_and_back(picklable_error(error))
@@ -317,7 +376,11 @@ def test_slice_of_a_table_is_sent_without_the_rest():
         "repeated": pa.array(["a", "b"] * 5_000).dictionary_encode(),
     }
     table = pa.table(columns).replace_schema_metadata({"made by": "us"})
-    for part in table.slice(5_000, 20), pa.concat_tables([table.slice(7, 5), table.slice(90, 5)]), table.slice(0, 0):
+    for part in (
+        table.slice(5_000, 20),
+        pa.concat_tables([table.slice(7, 5), table.slice(90, 5)]),
+        table.slice(0, 0),
+    ):
         assert sum(map(len, dump_message(part).buffers)) < 20_000
         for came in there_and_back(part), as_a_batch(part), as_a_batch([part])[0]:
             assert came.equals(part, check_metadata=True)

@@ -88,7 +88,13 @@ def fn(x):
 print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=fn))).tolist())
 """
     printed = forks.run_source(program).stdout.splitlines()
-    assert sorted(printed) == ["[0, 1]", "called", "called", "imported", "imported"]  # here, and in the helper process
+    assert sorted(printed) == [
+        "[0, 1]",
+        "called",
+        "called",
+        "imported",
+        "imported",
+    ]  # here, and in the helper process
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,9 @@ print(next(iter(hr.DataLoader(Numbers(), batch_size=2, num_workers=2, transform=
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
     ],
 )
-def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_the_workers(write, tmp_path, end):
+def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_the_workers(
+    write, tmp_path, end
+):
     once = tmp_path / "once"
     module = write(
         "preloaded",
@@ -114,7 +122,9 @@ def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_
 
 
 def test_workers_start_after_their_template_was_killed(module):
-    with hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=module.double, placement="thread") as loader:
+    with hr.DataLoader(
+        Numbers(8), batch_size=4, num_workers=2, transform=module.double, placement="thread"
+    ) as loader:
         assert [batch.tolist() for batch in loader] == DOUBLED
         (template,) = pids_of(module)
         os.kill(template, signal.SIGKILL)

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
-ROLL_CALL = timedelta(seconds=1)  # after a failed wait: until the other ranks that have waited have said so
-END, SKIP = 0, 1  # proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
+ROLL_CALL = timedelta(
+    seconds=1
+)  # after a failed wait: until the other ranks that have waited have said so
+END, SKIP = (
+    0,
+    1,
+)  # proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
 _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by their ranks
 
 
@@ -43,7 +48,8 @@ def begin_agreement(
             f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
         )
     parent: Any = given or torch.distributed.group.WORLD
-    # One whose answer was not waited for is not used again: the other ranks are at another step, or did the same.
+    # One whose answer was not waited for is not used again: the other ranks are at another step, or
+    # did the same.
     if not groups or not groups[0].gloo or groups[0].pending or groups[0].parent is not parent:
         close_all(groups)
         groups.append(StepGroup(parent))  # waits for all ranks
@@ -64,10 +70,11 @@ def close_all(groups: list[StepGroup]) -> None:
 class StepGroup:
     """The agreement of all ranks on the steps of an epoch, by a process group of gloo of the loader's own.
 
-    A step is a call of `next()` that returns a batch or raises its error. Each rank proposes how many steps it can make
-    without waiting, plus `SKIP`; the least proposal decides for all ranks, which then agree again. The first rank that
-    proposes `END` ends the epoch of all ranks. If a rank lost all samples of a batch, all ranks skip that step, so that
-    their positions stay equal. Collectives are begun on the consumer's thread only.
+    A step is a call of `next()` that returns a batch or raises its error. Each rank proposes how
+    many steps it can make without waiting, plus `SKIP`; the least proposal decides for all ranks,
+    which then agree again. The first rank that proposes `END` ends the epoch of all ranks. If a
+    rank lost all samples of a batch, all ranks skip that step, so that their positions stay equal.
+    Collectives are begun on the consumer's thread only.
 
     The group is not in torch's list, where a name depends on how many groups each process has made.
 
@@ -93,10 +100,14 @@ class StepGroup:
         self._store: Any = torch.distributed.distributed_c10d.PrefixStore(name, default_store())
         self._store.set(f"begun/{self._rank}", "")
         try:
-            gloo = torch.distributed.ProcessGroupGloo(self._store, self._rank, self._size, GROUP_TIMEOUT)
+            gloo = torch.distributed.ProcessGroupGloo(
+                self._store, self._rank, self._size, GROUP_TIMEOUT
+            )
         except RuntimeError as error:
             absent = self._absent("begun")
-            message = f"coordinated=True: {_named(absent)} have not begun to iterate over their loader"
+            message = (
+                f"coordinated=True: {_named(absent)} have not begun to iterate over their loader"
+            )
             raise CoordinationError(f"{message} ({shorten(str(error))})", ranks=absent) from error
         self.gloo: list[Any] = [gloo]
         self._work: Any = None
@@ -126,7 +137,9 @@ class StepGroup:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
             raise LoaderClosedError from None
-        self._work.get_future().add_done_callback(lambda _: self._waker.wake())  # on a thread of gloo's
+        self._work.get_future().add_done_callback(
+            lambda _: self._waker.wake()
+        )  # on a thread of gloo's
 
     def settle(self) -> int | None:
         """Take the answer, the least proposal, and set `granted`; None while there is no answer."""
@@ -177,7 +190,9 @@ class StepGroup:
                 message = f"coordinated=True: rank {rank} has ended its epoch with an error: {text}"
                 return CoordinationError(message, ranks=(int(rank),))
         except RuntimeError:  # the store's process has ended
-            return CoordinationError(f"coordinated=True: the process of another rank has ended ({shorten(str(error))})")
+            return CoordinationError(
+                f"coordinated=True: the process of another rank has ended ({shorten(str(error))})"
+            )
         if "Timed out" in str(error) and self.timeout is not None:
             waiting_for = f"coordinated=True: step {self.made}, {_named(absent)} do not answer"
             return LoaderTimeoutError(seconds=self.timeout, waiting_for=waiting_for)
@@ -197,15 +212,20 @@ class StepGroup:
     def close(self) -> None:
         """Close the connections to the other ranks; thread-safe, idempotent.
 
-        The destructor of gloo's group waits for a collective that is under way, which may be for other ranks for long.
+        The destructor of gloo's group waits for a collective that is under way, which may be for
+        other ranks for long.
         """
         with suppress(IndexError):
             held = [self.gloo.pop()]
             if self._pid != os.getpid():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))  # never destroyed: its threads do not exist here
+                ctypes.pythonapi.Py_IncRef(
+                    ctypes.py_object(held[0])
+                )  # never destroyed: its threads do not exist here
             elif self.pending:
                 try:
-                    threading.Thread(target=held.clear, name="headrace-release-group", daemon=True).start()
+                    threading.Thread(
+                        target=held.clear, name="headrace-release-group", daemon=True
+                    ).start()
                 except RuntimeError:  # the interpreter is being shut down, and starts no threads
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
         self._guard.close()

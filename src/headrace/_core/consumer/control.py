@@ -1,8 +1,9 @@
 """The control of a loader: it begins the epochs, and has their number, their position, and the engine.
 
-`DataLoader` and the integrations of trainers use a loader by it. Its public methods are this interface: the position
-(`states`, `restore`, `pending`, `last_point`), the next epoch (`next_epoch`, `set_epoch`, `skip`,
-`skip_rest`), what is left of it (`batches_left`), and its start (`ranked`, `begin`).
+`DataLoader` and the integrations of trainers use a loader by it. Its public methods are this
+interface: the position (`states`, `restore`, `pending`, `last_point`), the next epoch
+(`next_epoch`, `set_epoch`, `skip`, `skip_rest`), what is left of it (`batches_left`), and its start
+(`ranked`, `begin`).
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ class LoaderControl:
     Attributes:
         spec: the loader's dataset and options.
         counters: the loader's counts.
-        search: of the number of workers, with ``num_workers="auto"``. A copy begins the search anew.
+        search: of the number of workers, with ``num_workers="auto"``. A copy begins the search
+            anew.
         placements: the engines, which this owns.
-        resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if it begins an epoch.
+        resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if
+            it begins an epoch.
         past: what is known of the steps before the epoch begun last, and what is left out of it.
         progress: of the epoch begun last; None before the first.
     """
@@ -111,8 +114,12 @@ class LoaderControl:
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
         self.past = Past()
-        self.epoch_was_set = False  # whether the number of the epoch begun last was set by `set_epoch`
-        self.sampler_epochs: dict[int, int | None] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
+        self.epoch_was_set = (
+            False  # whether the number of the epoch begun last was set by `set_epoch`
+        )
+        self.sampler_epochs: dict[
+            int, int | None
+        ] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset(workers=0)
@@ -124,11 +131,15 @@ class LoaderControl:
         self.placements = PlacementSelector(self.spec.placement, engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self.placements.drop).atexit = False
-        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()  # and their numbers
+        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = (
+            weakref.WeakKeyDictionary()
+        )  # and their numbers
         self._closings = 0  # number of calls of `close_epochs`
         self._agreements: list[StepGroup] = []  # one at most
         weakref.finalize(self, close_all, self._agreements)
-        self._epoch_set = False  # whether the next epoch's number was set since the last session was opened
+        self._epoch_set = (
+            False  # whether the next epoch's number was set since the last session was opened
+        )
 
     def __getstate__(self) -> dict[str, object]:
         left = ("_open_epochs", "_agreements", "placements")
@@ -203,18 +214,24 @@ class LoaderControl:
         else:
             propagate_epoch(loader._index_sampler, sampler_epoch)
 
-    def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None) -> None:
+    def skip(
+        self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None
+    ) -> None:
         """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
 
         They count from the beginning of the epoch, or of a run of other ranks.
         """
         order = self.order(loader)
-        samples = 0 if order.sampler is None else batches * (order.batch_size or 1)  # a batch sampler draws batches
+        samples = (
+            0 if order.sampler is None else batches * (order.batch_size or 1)
+        )  # a batch sampler draws batches
         cursor = samples * order.sampler.num_replicas if order.shared else samples
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # The batches before are drawn again, also by a sampler with a state.
-        fresh = self._next_state(loader)._replace(sampler=None, streams={}, ranks=order.rank_of(rank).world_size)
+        fresh = self._next_state(loader)._replace(
+            sampler=None, streams={}, ranks=order.rank_of(rank).world_size
+        )
         self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
 
     def skip_rest(self) -> None:
@@ -228,7 +245,11 @@ class LoaderControl:
         if self.spec.kind.is_iterable:
             return not getattr(self.spec.source, "divides_samples", False)
         order = self.order(loader)
-        of_all_ranks = order.is_by_arithmetic or isinstance(order.sampler, DistributedSampler) or order.samples_at_most
+        of_all_ranks = (
+            order.is_by_arithmetic
+            or isinstance(order.sampler, DistributedSampler)
+            or order.samples_at_most
+        )
         return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
@@ -239,12 +260,16 @@ class LoaderControl:
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
 
-    def _state_of(self, progress: EpochProgress | None, loader: TorchLoader, lag: int) -> LoaderState:
+    def _state_of(
+        self, progress: EpochProgress | None, loader: TorchLoader, lag: int
+    ) -> LoaderState:
         """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
         if progress is not None and not (progress.over and lag == 0):
             return progress.state(lag)
         if lag:
-            raise ValueError(f"lag={lag}: no iteration has begun, so that there is no earlier state")
+            raise ValueError(
+                f"lag={lag}: no iteration has begun, so that there is no earlier state"
+            )
         return self._next_state(loader)
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
@@ -258,16 +283,23 @@ class LoaderControl:
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int) -> LoaderState:
         """The state before an epoch, with what remains of the epoch before."""
         fingerprint = self.fingerprint(loader, order)
-        fresh = LoaderState(epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict())
+        fresh = LoaderState(
+            epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict()
+        )
         return fresh if self.progress is None or self.resumed else self.progress.next_state(fresh)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """The properties of the loader that a state has to fit."""
         kind = self.spec.kind
-        # Each worker's copy of the dataset has a state of its own, for which there must be a worker.
-        copies = kind is DatasetKind.ITERABLE or (kind is DatasetKind.MAP and is_stateful(self.spec.source))
+        # Each worker's copy of the dataset has a state of its own, for which there must be a
+        # worker.
+        copies = kind is DatasetKind.ITERABLE or (
+            kind is DatasetKind.MAP and is_stateful(self.spec.source)
+        )
         readers = int(loader.num_workers) if copies else None
-        return Fingerprint(kind.value, order.size(), order.describe(), self.spec.options["seed"], readers)
+        return Fingerprint(
+            kind.value, order.size(), order.describe(), self.spec.options["seed"], readers
+        )
 
     # An epoch.
 
@@ -288,11 +320,13 @@ class LoaderControl:
         """The process group of `data_parallel`; None without it."""
         return group_of(self.spec.options["data_parallel"])
 
-    def begin(self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False) -> E:
+    def begin(
+        self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False
+    ) -> E:
         """Begin the next epoch, or continue the restored one: an iterator of the class `kind`.
 
-        Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With `late_epoch` a
-        trainer's number of the epoch may reach samplers later than this.
+        Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With
+        `late_epoch` a trainer's number of the epoch may reach samplers later than this.
         """
         agreement, closings = None, self._closings
         if self.spec.options["coordinated"] and rank.world_size > 1:
@@ -305,13 +339,17 @@ class LoaderControl:
                 agreement.leave(error)
             if closings == self._closings:
                 raise
-        if closings != self._closings:  # by another thread, which has not seen what was opened since
+        if (
+            closings != self._closings
+        ):  # by another thread, which has not seen what was opened since
             self.close_epochs()
             self.close_engine()
             raise LoaderClosedError
         return epoch
 
-    def next_progress(self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool) -> EpochProgress:
+    def next_progress(
+        self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
+    ) -> EpochProgress:
         """The next epoch, or the rest of the restored epoch, of which nothing is planned yet."""
         kind, seed = self.spec.kind, self.spec.options["seed"]
         if self.spec.options["data_parallel"] is not None:
@@ -319,7 +357,8 @@ class LoaderControl:
         resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_reading(self.spec, loader, rank, self._checked)
-        # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in the state.
+        # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in
+        # the state.
         between = resumed is None or resumed.is_between_epochs
         keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
@@ -337,11 +376,17 @@ class LoaderControl:
         drawn_seed = base_seed if seed is None else None
         if continued is None:
             fresh = self._fresh(loader, order, epoch)
-            begun = fresh._replace(base_seed=drawn_seed, kept_seed=kept_seed, sampler=order.sampler_at_start)
+            begun = fresh._replace(
+                base_seed=drawn_seed, kept_seed=kept_seed, sampler=order.sampler_at_start
+            )
             if resumed is not None:
                 begun = begun._replace(streams=resumed.streams)
         else:
-            begun = continued if continued.base_seed is not None else continued._replace(base_seed=drawn_seed)
+            begun = (
+                continued
+                if continued.base_seed is not None
+                else continued._replace(base_seed=drawn_seed)
+            )
         begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
         self.past = begun.past
         self.sampler_epochs[epoch] = begun.sampler_epoch
@@ -354,11 +399,19 @@ class LoaderControl:
             restored=resumed is not None,
             batched=loader._auto_collation,
             readers=(0 if kind.is_async else loader.num_workers) or 1,
-            of_rank=self.is_of_rank(loader) if kind.is_iterable else not loader.in_order and rank.world_size > 1,
+            of_rank=self.is_of_rank(loader)
+            if kind.is_iterable
+            else not loader.in_order and rank.world_size > 1,
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
         )
 
-    def open(self, iterator: type[E], loader: TorchLoader, progress: EpochProgress, agreement: StepGroup | None) -> E:
+    def open(
+        self,
+        iterator: type[E],
+        loader: TorchLoader,
+        progress: EpochProgress,
+        agreement: StepGroup | None,
+    ) -> E:
         begun, rank = progress.begun, progress.rank
         self.counters.begin()
         self.epoch_was_set, self._epoch_set = self._epoch_set, False
@@ -366,16 +419,27 @@ class LoaderControl:
         progress.before_first = session.inline_state
         text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
         place = rank.rank, rank.world_size, self.counters.placement
-        _log.debug(text, begun.epoch, begun.batches, *place, loader.num_workers, self.spec.look_ahead(loader)[0])
+        _log.debug(
+            text,
+            begun.epoch,
+            begun.batches,
+            *place,
+            loader.num_workers,
+            self.spec.look_ahead(loader)[0],
+        )
         delivers: Session | DeviceStage = session
         finalize: Finish | None
         if self.spec.device is None:
             finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
         else:
             ahead = self.spec.options["device_prefetch"]
-            delivers = stage = DeviceStage(session, Copier(streams_of(self.spec.device)), ahead, opened)
+            delivers = stage = DeviceStage(
+                session, Copier(streams_of(self.spec.device)), ahead, opened
+            )
             finalize = stage.claim
-        asked: object = loader._IterableDataset_len_called  # set by torch's `__len__`, of streams only
+        asked: object = (
+            loader._IterableDataset_len_called
+        )  # set by torch's `__len__`, of streams only
         if asked is not None:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
@@ -400,7 +464,9 @@ class LoaderControl:
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:
         """The iterations of this loader that were begun and are still there, with the numbers of their epochs."""
-        epochs = [reference() for reference in self._open_epochs.keyrefs()]  # another thread may begin one meanwhile
+        epochs = [
+            reference() for reference in self._open_epochs.keyrefs()
+        ]  # another thread may begin one meanwhile
         return [(epoch, self._open_epochs[epoch]) for epoch in epochs if epoch is not None]
 
     def close_epochs(self) -> None:
@@ -419,7 +485,11 @@ class LoaderControl:
     def start_early(self, loader: TorchLoader) -> None:
         """Start the process that forks the engine and its workers, if there will be any."""
         placement = self.spec.placement
-        if not self.spec.kind.is_async or isinstance(placement, RayPlacement) or loader.multiprocessing_context:
+        if (
+            not self.spec.kind.is_async
+            or isinstance(placement, RayPlacement)
+            or loader.multiprocessing_context
+        ):
             return
         if placement == "process" or loader.num_workers > 0:
             start_early()
@@ -454,11 +524,14 @@ class LoaderControl:
         """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
         spec, options, automatic = self.spec, self.spec.options, is_automatic(loader)
         rank, start, base_seed = progress.rank, progress.session_start, progress.base_seed
-        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in torch.
+        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in
+        # torch.
         set_epoch = spec.kind.is_async or self.epoch_was_set
         only_wanted = not (spec.kind.is_async or (set_epoch and start.batch))
         self.placements.set_epoch(spec.source, start.epoch, only_wanted=only_wanted)
-        start = start._replace(set_epoch=set_epoch, seed=batch_seed(base_seed, start.epoch, rank.rank))
+        start = start._replace(
+            set_epoch=set_epoch, seed=batch_seed(base_seed, start.epoch, rank.rank)
+        )
         transforms = spec.maps
         if options["transform"] is not None:
             transforms = (*transforms, options["transform"])
@@ -472,9 +545,14 @@ class LoaderControl:
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
         resumed = bool(self.resumed)
         if options["seed"] is not None and not spec.kind.is_async:
-            # For workers that seed themselves by torch's rule: they draw differently in each epoch and rank.
+            # For workers that seed themselves by torch's rule: they draw differently in each epoch
+            # and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        elif not spec.kind.is_async and resumed and (start.batch or (loader.persistent_workers and start.epoch)):
+        elif (
+            not spec.kind.is_async
+            and resumed
+            and (start.batch or (loader.persistent_workers and start.epoch))
+        ):
             # Workers that begin anew must not draw again what those before them drew.
             base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
         config = EngineConfig(
@@ -496,10 +574,15 @@ class LoaderControl:
             self.counters.placement = "inline"
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
-        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end with the epoch.
+        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end
+        # with the epoch.
         with explained("start the loader"):
-            anew = resumed and spec.reads_in_persistent_workers(loader)  # whose dataset and generators are others
-            session = self.placements.open(config, start, persistent=loader.persistent_workers, anew=anew)
+            anew = resumed and spec.reads_in_persistent_workers(
+                loader
+            )  # whose dataset and generators are others
+            session = self.placements.open(
+                config, start, persistent=loader.persistent_workers, anew=anew
+            )
         self.counters.placement = self.placements.where
         if automatic:
             session.send(WorkersRequest(self.search.number))

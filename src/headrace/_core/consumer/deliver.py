@@ -19,28 +19,41 @@ from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, ShardError, WorkerDiedError
 from headrace.telemetry.counters import Counters
 
-# Batches in a row that may be skipped because they killed their workers; after more it is not the samples.
+# Batches in a row that may be skipped because they killed their workers; after more it is not the
+# samples.
 DEATHS_IN_A_ROW = 3
-LOST_IN_A_ROW = 100  # batches, those of one row group as one; a stream is given up after as many failures
+LOST_IN_A_ROW = (
+    100  # batches, those of one row group as one; a stream is given up after as many failures
+)
 
 
 class FailureHandler:
     """Decides for each batch of an epoch whether the batch is delivered, skipped or raised.
 
     Attributes:
-        skips: whether the policy can skip samples; only then each batch has to be passed to `delivers`.
+        skips: whether the policy can skip samples; only then each batch has to be passed to
+            `delivers`.
         lost: whether the last batch that was passed to `delivers` lost all its samples.
         counts: of the epoch, as in its state: `LoaderState.skipped` and `LoaderState.lost`.
     """
 
     def __init__(
-        self, arguments: LoaderSpec, progress: EpochProgress, counters: Counters, *, coordinated: bool
+        self,
+        arguments: LoaderSpec,
+        progress: EpochProgress,
+        counters: Counters,
+        *,
+        coordinated: bool,
     ) -> None:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
         self._counters = counters
         self._stream = arguments.kind.is_iterable
-        self._as_torch = not arguments.kind.is_async  # whether errors from workers are put in torch's words
-        self._uncoordinated = progress.rank.world_size > 1 and not coordinated  # whether ranks would make unequal steps
+        self._as_torch = (
+            not arguments.kind.is_async
+        )  # whether errors from workers are put in torch's words
+        self._uncoordinated = (
+            progress.rank.world_size > 1 and not coordinated
+        )  # whether ranks would make unequal steps
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
         self._lost_batches = progress.begun.lost
@@ -53,8 +66,8 @@ class FailureHandler:
     def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
         """Count a batch: whether it is delivered to the consumer, and the error to raise in its place.
 
-        The error is returned, not raised. A traceback would hold this frame, the frame the batch, and the batch the
-        error: the iterator would live until Python's garbage collector runs.
+        The error is returned, not raised. A traceback would hold this frame, the frame the batch,
+        and the batch the error: the iterator would live until Python's garbage collector runs.
         """
         self.lost = False
         try:
@@ -126,7 +139,9 @@ class FailureHandler:
         self._lost_place = place
         if self._lost_in_a_row >= LOST_IN_A_ROW:
             self._lost_in_a_row = 0
-            raise self._epoch.error(f"each of the last {LOST_IN_A_ROW} batches lost all its samples")
+            raise self._epoch.error(
+                f"each of the last {LOST_IN_A_ROW} batches lost all its samples"
+            )
         self._counters.lost_batches += 1
         self.lost = True
 
@@ -144,7 +159,11 @@ class FailureHandler:
 
 def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
     one = "a sample" if failure.lost is None else "the rest of a shard"
-    skipped = f"batch {failure.batch} lost all its samples, the first" if lost else f"{one} was skipped, owing"
+    skipped = (
+        f"batch {failure.batch} lost all its samples, the first"
+        if lost
+        else f"{one} was skipped, owing"
+    )
     message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
     if lost:
         message += "The epoch has a batch less: loader.stats().lost_batches counts these. "
@@ -164,7 +183,9 @@ def opened(host: HostBatch) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         remedy = "Its classes have to be importable, or picklable by value, in this process too."
-        unpicklable = NotPicklableError(what="the return value of collate_fn", reason=reason, remedy=remedy)
+        unpicklable = NotPicklableError(
+            what="the return value of collate_fn", reason=reason, remedy=remedy
+        )
         raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
 
 

@@ -83,7 +83,9 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
     spans, stop = [], 0
     for number, part in enumerate(parts):
-        begin, last = (LoaderState(0, own) if state is None else LoaderState.from_dict(state) for state in part)
+        begin, last = (
+            LoaderState(0, own) if state is None else LoaderState.from_dict(state) for state in part
+        )
         if not last.run:  # no epoch has begun
             continue
         problems = own.differences(begin.fingerprint) or own.differences(last.fingerprint)
@@ -150,7 +152,9 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
     batch_size = Run(*last.run).batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
     for rank in range(0 if state.over else last.ranks):
-        own = _joined(order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor))
+        own = _joined(
+            order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor)
+        )
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
         left.append(own)

@@ -46,7 +46,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 WAIT = object()
 ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
-# Seconds for which a reading of the thread's CPU clock is used again: a reading takes 0.4 µs of the 6 of a call.
+# Seconds for which a reading of the thread's CPU clock is used again: a reading takes 0.4 µs of the
+# 6 of a call.
 CPU_READING = 0.005
 
 
@@ -71,29 +72,42 @@ class Epoch:
 
     def __init__(
         self,
-        loader: TorchLoader,  # kept alive as long as the iterator: dropping a loader ends its engine
+        # kept alive as long as the iterator: dropping a loader ends its engine
+        loader: TorchLoader,
         arguments: LoaderSpec,
         counters: Counters,
         progress: EpochProgress,
         session: Session | DeviceStage,  # where its plans go; owned from here on
         *,
-        look_ahead: LookAheadSize | None,  # None to plan one batch at a time, in the caller's thread
+        look_ahead: LookAheadSize
+        | None,  # None to plan one batch at a time, in the caller's thread
         finish: Finish | None,
-        state: Callable[[int], LoaderState],  # after the last call of `next()`, or so many calls before
+        state: Callable[
+            [int], LoaderState
+        ],  # after the last call of `next()`, or so many calls before
         tune: Callable[[], float],  # changes the number of workers; returns when to call this again
-        agreement: StepGroup | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
+        agreement: StepGroup
+        | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
     ) -> None:
         self._loader = loader
         # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._base_seed = loader.num_workers, progress.begun.base_seed
         self._session = session
-        self._failures = FailureHandler(arguments, progress, counters, coordinated=agreement is not None)
+        self._failures = FailureHandler(
+            arguments, progress, counters, coordinated=agreement is not None
+        )
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
-        holds_groups = vars(loader)["prefetch_factor"] is None  # a look-ahead that the user gives may be less
-        if isinstance(sampler, BlockSampler) and capabilities(arguments.source).ranges and holds_groups:
+        holds_groups = (
+            vars(loader)["prefetch_factor"] is None
+        )  # a look-ahead that the user gives may be less
+        if (
+            isinstance(sampler, BlockSampler)
+            and capabilities(arguments.source).ranges
+            and holds_groups
+        ):
             group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,
@@ -112,17 +126,26 @@ class Epoch:
         self._state = state
         self._rank = progress.rank  # the result of `get_rank_info` in user code that is called here
         # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
-        bounded = arguments.kind is DatasetKind.ASYNC_MAP and arguments.options["memory_budget"] is not None
+        bounded = (
+            arguments.kind is DatasetKind.ASYNC_MAP
+            and arguments.options["memory_budget"] is not None
+        )
         self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
-        self._next: Any = None  # the next step, as of `_take_next`, which the ranks have not agreed on
-        self._undecided: HostBatch | None = None  # a batch of which some samples failed, until `on_error` has decided
+        self._next: Any = (
+            None  # the next step, as of `_take_next`, which the ranks have not agreed on
+        )
+        self._undecided: HostBatch | None = (
+            None  # a batch of which some samples failed, until `on_error` has decided
+        )
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
-        self._called = 0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
+        self._called = (
+            0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
+        )
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
@@ -132,7 +155,9 @@ class Epoch:
         # As by torch, workers that persist read all that was drawn, also what was not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
-        self._finalizer.atexit = False  # the placement's own hook closes everything at exit, in order
+        self._finalizer.atexit = (
+            False  # the placement's own hook closes everything at exit, in order
+        )
         self._traced = False
         if counters.traced:
             self._follow_trace()
@@ -152,7 +177,8 @@ class Epoch:
         # The error of torch's iterators, which libraries catch.
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
-    # `next()`. It is called where the caches hold the trainer's data: each object that it looks at costs.
+    # `next()`. It is called where the caches hold the trainer's data: each object that it looks at
+    # costs.
 
     def _poll(self) -> Any:
         """The next batch, or `WAIT`. The next call continues after it, also where its error is raised."""
@@ -172,7 +198,10 @@ class Epoch:
             if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
-        self._next, self._called = step, 0.0  # until it is returned: Ctrl-C in user code must not lose the batch
+        self._next, self._called = (
+            step,
+            0.0,
+        )  # until it is returned: Ctrl-C in user code must not lose the batch
         host, taken, refilled = step.host, step.taken, step.refilled
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
@@ -189,7 +218,9 @@ class Epoch:
                 returned = time.perf_counter()
         except Exception as raised:
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                self._stop(raised)  # the position stays the restored one; later batches would leave out samples
+                self._stop(
+                    raised
+                )  # the position stays the restored one; later batches would leave out samples
             else:
                 self._progress.on_batch(host, counts, given=True)
                 self._on_returned()
@@ -248,7 +279,9 @@ class Epoch:
                     agreement.propose(SKIP + 1 + self._session.certain())
             try:
                 settled = agreement.settle()
-            except Exception:  # the other ranks cannot be reached any more, so that the epoch is over here too
+            except (
+                Exception
+            ):  # the other ranks cannot be reached any more, so that the epoch is over here too
                 if not self.closed:  # otherwise by another thread
                     self._over = True
                     self.close()
@@ -273,7 +306,12 @@ class Epoch:
 
     def _take_next(self) -> Any:
         """The next `_Step`; None at this rank's end, or `WAIT`."""
-        progress, ahead, session, failures = self._progress, self._ahead, self._session, self._failures
+        progress, ahead, session, failures = (
+            self._progress,
+            self._ahead,
+            self._session,
+            self._failures,
+        )
         while True:
             if not ahead.under_way:
                 self._fill()
@@ -291,7 +329,8 @@ class Epoch:
             if failures.skips or host.failures or host.empty:
                 self._undecided = host  # Ctrl-C in a function of `on_error` must not lose the batch
                 with provided_rank(self._rank):
-                    # The error is raised at this batch's turn, when the ranks have agreed on the step.
+                    # The error is raised at this batch's turn, when the ranks have agreed on the
+                    # step.
                     delivers, error = failures.judge(host)
                 self._undecided = None
             if times.worker_deaths:
@@ -305,7 +344,11 @@ class Epoch:
             elif not delivers:
                 progress.on_batch(host, failures.counts, given=False)
             progress.taken += 1
-            nbytes = host.data.nbytes if self._in_workers and type(host.data) is PickledPayload else times.nbytes
+            nbytes = (
+                host.data.nbytes
+                if self._in_workers and type(host.data) is PickledPayload
+                else times.nbytes
+            )
             if ahead.on_batch(host.plan.number, host.end, times, ready, nbytes):
                 if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
                     self._next = step
@@ -364,7 +407,10 @@ class Epoch:
             error = LostBatchError(planned=planned, accounted=planned - outstanding)
         elif not isinstance(error, Exception):
             # A CancelledError, say: raised as it is, it would cancel the consumer.
-            cause, error = error, EngineDiedError(why=f"{error!r}, with {outstanding} batches under way")
+            cause, error = (
+                error,
+                EngineDiedError(why=f"{error!r}, with {outstanding} batches under way"),
+            )
             error.__cause__ = cause
         self._stop(error)
         return error
@@ -384,7 +430,9 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            check_not_forked(self._pid)  # a wait here would also take the bytes that wake the other process
+            check_not_forked(
+                self._pid
+            )  # a wait here would also take the bytes that wake the other process
             if session.is_current:
                 raise DeadlockError(what="next() of a loader")
             session.take_status()  # an answer that arrived after its time-out
@@ -482,7 +530,8 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
 def _begin_record(iterator: object) -> profiler.record_function:
     """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
 
-    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is shown inside it.
+    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is
+    shown inside it.
     """
     record = profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
     record.__enter__()  # type: ignore[no-untyped-call]

@@ -10,34 +10,42 @@ from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
 from headrace._core.look_ahead import QUICK, LookAheadSize
 
-# Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine costs 8 µs where it is
-# a thread and 20 to 90 µs where it is a process (benchmarks/next_latency.py), and only pays if it idles.
+# Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine
+# costs 8 µs where it is a thread and 20 to 90 µs where it is a process
+# (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
 CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
-SMALL = 1 << 20  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
-SMALL_IN_WORKERS = 1 << 24  # the same where workers read a torch dataset, each batch in less than `QUICK`
+SMALL = (
+    1 << 20
+)  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
+SMALL_IN_WORKERS = (
+    1 << 24
+)  # the same where workers read a torch dataset, each batch in less than `QUICK`
 
 
 @dataclass(slots=True, eq=False)
 class Prefetcher:
     """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
 
-    While a third of the look-ahead (and at least two batches) is ready, plans are held back, and then sent as a group.
-    After the first `free` plans, and with `by_size`, the sampler is still asked for one plan at each batch, and for no
-    more than the least look-ahead: the sampler may draw random numbers from a generator that the training loop uses
-    too, and these may not depend on the speed of either.
+    While a third of the look-ahead (and at least two batches) is ready, plans are held back, and
+    then sent as a group. After the first `free` plans, and with `by_size`, the sampler is still
+    asked for one plan at each batch, and for no more than the least look-ahead: the sampler may
+    draw random numbers from a generator that the training loop uses too, and these may not depend
+    on the speed of either.
 
-    After a stall of the consumer each plan is sent at once for a while: twice as long at each stall.
+    After a stall of the consumer each plan is sent at once for a while: twice as long at each
+    stall.
 
-    The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches had nothing to begin:
-    by the batches that they could begin; that of small batches, of a stream or of quick workers, is doubled. It is
-    reduced after twice as many batches as it has, and `CALM` at least, without a wait. With `by_size` only the bytes
-    of batches decide.
+    The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches
+    had nothing to begin: by the batches that they could begin; that of small batches, of a stream
+    or of quick workers, is doubled. It is reduced after twice as many batches as it has, and `CALM`
+    at least, without a wait. With `by_size` only the bytes of batches decide.
 
     Attributes:
         planned: plans drawn so far.
         held: plans that were drawn and not sent.
-        under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest first.
+        under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest
+            first.
         exhausted: whether nothing more is to be planned.
         failure: the sampler's error; raised after the batches before it.
     """
@@ -45,13 +53,16 @@ class Prefetcher:
     plans: Iterator[BatchPlan]  # runs the user's sampler
     admit: Callable[[list[BatchPlan]], None]  # sends plans to the engine
     ahead: LookAheadSize | None  # None to plan one batch at a time
-    # Plans always go in groups of this part of the look-ahead, also after a stall, to join requests. 0 for no groups.
+    # Plans always go in groups of this part of the look-ahead, also after a stall, to join
+    # requests. 0 for no groups.
     group: float = 0
-    # The group of blocks at a position: plans of a group are sent together, so that a block is read by one request.
+    # The group of blocks at a position: plans of a group are sent together, so that a block is read
+    # by one request.
     group_of: Callable[[int], int] | None = None
     free: float = math.inf  # number of plans that may be drawn at any time
     by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed
-    # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups too.
+    # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups
+    # too.
     in_workers: bool = False
     held: list[BatchPlan] = field(default_factory=list)
     planned: int = 0
@@ -124,7 +135,9 @@ class Prefetcher:
         if ahead is None:
             return False
         small = SMALL_IN_WORKERS if self.in_workers else SMALL
-        nbytes = 0 if times.load.limit else ahead.batches * nbytes  # of a stream, or of workers; 0 if unknown
+        nbytes = (
+            0 if times.load.limit else ahead.batches * nbytes
+        )  # of a stream, or of workers; 0 if unknown
         if nbytes > small:
             ahead.reduce()
         if self.by_size:

@@ -46,7 +46,9 @@ def samples_at(
             plan = next(progress, None)
         if plan is None:
             raise _no_step(epoch, step)
-        found.append([index if (key := sample_key(source, index)) is None else key for index in plan.indices])
+        found.append(
+            [index if (key := sample_key(source, index)) is None else key for index in plan.indices]
+        )
     return found
 
 
@@ -60,7 +62,11 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
         _check_in_order(loader)
     (state, *others), sampler = states, order.computed
     if sampler is None or others or state.delivered:
-        why = "batches were given out of order" if sampler is not None else f"{order.sampler_name} is drawn"
+        why = (
+            "batches were given out of order"
+            if sampler is not None
+            else f"{order.sampler_name} is drawn"
+        )
         raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
     with control.ranked() as here:
         ranks = order.rank_of(here).world_size
@@ -74,10 +80,14 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
             of_step = (run.batch_size or 1) * (run.ranks if order.shared else 1)
             first = run.cursor + (number - run.batches) * of_step
             stop = first + of_step
-            sampler.exclusions = tuple(Exclusion(*each) for each in state.excluded[: run.exclusions])
+            sampler.exclusions = tuple(
+                Exclusion(*each) for each in state.excluded[: run.exclusions]
+            )
             if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
-            left_out.append(Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop))))
+            left_out.append(
+                Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop)))
+            )
     state = with_exclusions(order, state, (*state.excluded, *left_out))
     if not order.shared:
         state = state._replace(samples=state.cursor)
@@ -97,7 +107,11 @@ def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
     wanted = dict.fromkeys(keys)
     indices = [int(key) for key in wanted if isinstance(key, Integral)]
     if names := {str(key) for key in wanted if not isinstance(key, Integral)}:
-        found = {index: key for index in range(len(source)) if (key := sample_key(source, index)) in names}
+        found = {
+            index: key
+            for index in range(len(source))
+            if (key := sample_key(source, index)) in names
+        }
         if missing := names - set(found.values()):
             raise KeyError(
                 f"{type(source).__name__} has no sample {min(missing)!r}, of {len(missing)} that are unknown"
@@ -117,7 +131,9 @@ def _loader_at(
 ) -> Iterator[tuple[Any, EpochProgress]]:
     """A copy of the loader whose epoch begins with a step."""
     epoch, step = operator.index(epoch), operator.index(step)
-    rank, world_size = (None if given is None else operator.index(given) for given in (rank, world_size))
+    rank, world_size = (
+        None if given is None else operator.index(given) for given in (rank, world_size)
+    )
     if epoch < 0 or step < 0:
         raise ValueError(f"epoch={epoch} and step={step} must not be negative")
     control: LoaderControl = loader._control
@@ -126,10 +142,14 @@ def _loader_at(
     with control.ranked() as here:
         own = order.rank_of(here)
     present = control.states(loader, 0)[0]
-    run, number = _run_of(present, epoch, step, world_size or own.world_size, loader.batch_size or 0, world_size)
+    run, number = _run_of(
+        present, epoch, step, world_size or own.world_size, loader.batch_size or 0, world_size
+    )
     place = RankInfo(own.rank if rank is None else rank, run.ranks, "batch_at")
     if not 0 <= place.rank < run.ranks:
-        raise ValueError(f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks")
+        raise ValueError(
+            f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks"
+        )
     clone = _copy(loader, place)
     order = clone._control.order(clone)
     if run.batches and not order.is_by_arithmetic:
@@ -145,7 +165,9 @@ def _loader_at(
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if control.epoch_was_set and control.progress is not None:  # the dataset, which the copy has too
+        if (
+            control.epoch_was_set and control.progress is not None
+        ):  # the dataset, which the copy has too
             control.placements.set_epoch(control.spec.source, control.progress.begun.epoch)
 
 
@@ -155,11 +177,15 @@ def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
     if progress is None or progress.over or order.stateful is None or order.samples_at_most:
         return None
     if progress.begun.batches:
-        raise ValueError(f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch")
+        raise ValueError(
+            f"{order.sampler_name} was restored within the epoch: look at its steps after the epoch"
+        )
     return progress.begun.sampler
 
 
-def _sampler_epoch(control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int) -> int:
+def _sampler_epoch(
+    control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int
+) -> int:
     """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
     if order.sampler_epoch is None or order.wants_epoch:
         return epoch
@@ -185,21 +211,34 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
     if order.is_stream:
         raise TypeError("the samples of a stream are known only when it is read: index the shards")
     if control.spec.options["seed"] is None:
-        raise ValueError("a batch can be computed again only if all its randomness has a seed: give the loader seed=")
+        raise ValueError(
+            "a batch can be computed again only if all its randomness has a seed: give the loader seed="
+        )
     _check_in_order(loader)
     if order.is_drawn_anew:
         name = order.sampler_name
-        raise ValueError(f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler")
+        raise ValueError(
+            f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler"
+        )
     if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
-        raise ValueError(f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with")
+        raise ValueError(
+            f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with"
+        )
     under_way = {number for open, number in control.open_epochs if not open.closed}
     follows = any(has_method(part, "set_epoch") for part in walk_datasets(control.spec.source))
     if follows and under_way - {epoch}:
-        raise RuntimeError(f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration")
+        raise RuntimeError(
+            f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration"
+        )
 
 
 def _run_of(
-    present: LoaderState, epoch: int, step: int, ranks: int, batch_size: int, asked: int | None = None
+    present: LoaderState,
+    epoch: int,
+    step: int,
+    ranks: int,
+    batch_size: int,
+    asked: int | None = None,
 ) -> tuple[Run, int]:
     """The run that a step is of, and the number of the step's batch; from the present on with `ranks`.
 
@@ -215,9 +254,13 @@ def _run_of(
             f"at step {run.batches} of epoch {run.epoch}: load a state from before the change"
         )
     if run.batch_size != batch_size:
-        raise StateError(f"step {step} had batches of {run.batch_size} samples: give the loader batch_size=")
+        raise StateError(
+            f"step {step} had batches of {run.batch_size} samples: give the loader batch_size="
+        )
     if asked not in (None, run.ranks):
-        raise StateError(f"step {step} of epoch {epoch} was made on {run.ranks} ranks, and world_size={asked}")
+        raise StateError(
+            f"step {step} of epoch {epoch} was made on {run.ranks} ranks, and world_size={asked}"
+        )
     return (run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)), number
 
 
@@ -228,12 +271,19 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
     options = {**spec.options, "coordinated": False, "data_parallel": None}
     if spec.kind is DatasetKind.ASYNC_MAP:  # of which a batch is the same wherever it is read
         options.update(placement="thread", engines=1)
-        clone.__dict__["num_workers"] = 0 if loader.worker_init_fn is None else min(1, loader.num_workers)
+        clone.__dict__["num_workers"] = (
+            0 if loader.worker_init_fn is None else min(1, loader.num_workers)
+        )
     clone._control = clone._control.with_spec(spec._replace(options=options))
     for part in (clone.sampler, clone.batch_sampler):
-        if isinstance(getattr(part, "_ranks", None), RankChoice):  # headrace's, from the beginning of an epoch
+        if isinstance(
+            getattr(part, "_ranks", None), RankChoice
+        ):  # headrace's, from the beginning of an epoch
             vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
-        elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (rank.rank, rank.world_size):
+        elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (
+            rank.rank,
+            rank.world_size,
+        ):
             made = f"rank {part.rank} of {part.num_replicas}"
             raise ValueError(
                 f"{type(part).__name__} was made for {made}: make one for {rank.rank} of {rank.world_size}"

@@ -1,8 +1,9 @@
 """The search for the number of workers, with ``num_workers="auto"``.
 
-One worker is added or ended at a time. A worker is added where the diagnosis of the last batches says that transforms
-and collation are the limit. The worker stays if at least half of the predicted gain is measured. A worker is ended
-where the others have little to do. The search is pure: the records of the batches have the time.
+One worker is added or ended at a time. A worker is added where the diagnosis of the last batches
+says that transforms and collation are the limit. The worker stays if at least half of the predicted
+gain is measured. A worker is ended where the others have little to do. The search is pure: the
+records of the batches have the time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ LOOK_SECONDS = 0.25  # between two looks, at least: one takes a millisecond or t
 MEASURE_SECONDS = 2.0  # over which a rate is measured, at least
 RECORDS = 1024  # that are looked at, at most
 LEAST_GAIN = 0.5  # of the predicted one
-IDLE = 0.5  # of the workers that would be left, up to which the batches in work show that a worker is not needed
+# of the workers that would be left, up to which the batches in work show that a worker is not
+# needed
+IDLE = 0.5
 START_SECONDS = 10.0  # that a new worker may take until it has made a batch, and is counted on
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two looks without a change; doubled each time
-HOLD, LONGEST_HOLD = 30.0, 1800.0  # seconds without a trial after one that failed; doubled each time
+HOLD, LONGEST_HOLD = (
+    30.0,
+    1800.0,
+)  # seconds without a trial after one that failed; doubled each time
 
 
 class _Trial(NamedTuple):
@@ -51,7 +57,9 @@ class WorkerSearch:
         self.number = number
         self.next_look = 0.0
         self._trial: _Trial | None = None
-        self._since: float | None = None  # batches that are planned later count; None until all workers make batches
+        self._since: float | None = (
+            None  # batches that are planned later count; None until all workers make batches
+        )
         self._pause, self._hold = PAUSE, HOLD
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> bool:
@@ -101,7 +109,9 @@ class WorkerSearch:
             self._change(number - 1)
             _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
             return True
-        most = setup.cores - round(figures.consumer_cpu)  # each has a core beside the trainer's, and memory
+        most = setup.cores - round(
+            figures.consumer_cpu
+        )  # each has a core beside the trainer's, and memory
         if figures.nbytes and setup.memory_budget:
             most = min(most, setup.memory_budget * figures.batches // figures.nbytes)
         if number >= most:
@@ -109,7 +119,9 @@ class WorkerSearch:
         found = diagnose(figures, setup._replace(cores=number + 1))
         if found.change.get("num_workers") != number + 1 or found.predicted is None:
             return False
-        predicted = min((1 - found.predicted) / max(1e-9, 1 - figures.wait_share), (number + 1) / number)
+        predicted = min(
+            (1 - found.predicted) / max(1e-9, 1 - figures.wait_share), (number + 1) / number
+        )
         self._trial = _Trial(figures.batches / figures.seconds, predicted, now)
         self._change(number + 1)
         return True

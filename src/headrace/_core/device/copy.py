@@ -34,7 +34,9 @@ class Copier:
         self.streams = streams
         self._side = streams.side()
         self._registry = registry
-        self._read: deque[tuple[torch.Event, object]] = deque()  # batches and pinned memory that copies may still read
+        self._read: deque[tuple[torch.Event, object]] = (
+            deque()
+        )  # batches and pinned memory that copies may still read
         self._closed = False
 
     def begin(self, batch: object) -> DeviceBatch:
@@ -55,12 +57,20 @@ class Copier:
             for slab, tensors in in_slab.items():
                 offsets = [tensor.data_ptr() - slab.address for tensor in tensors]
                 first = min(offsets) // ALIGNMENT * ALIGNMENT
-                end = max(offset + _size(tensor) for offset, tensor in zip(offsets, tensors, strict=True))
-                host = torch.frombuffer(slab.memory, dtype=torch.uint8, count=end - first, offset=first)
-                placed.append(self._copy(host, tensors, [offset - first for offset in offsets], moved))
+                end = max(
+                    offset + _size(tensor) for offset, tensor in zip(offsets, tensors, strict=True)
+                )
+                host = torch.frombuffer(
+                    slab.memory, dtype=torch.uint8, count=end - first, offset=first
+                )
+                placed.append(
+                    self._copy(host, tensors, [offset - first for offset in offsets], moved)
+                )
             for others in _by_size(loose):
                 ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
-                memory = self.streams.pinned(max(ends[-1], ALIGNMENT))  # torch's allocator keeps it for later ones
+                memory = self.streams.pinned(
+                    max(ends[-1], ALIGNMENT)
+                )  # torch's allocator keeps it for later ones
                 kept.append(memory)
                 with torch.no_grad():
                     for tensor, offset in zip(others, ends, strict=False):
@@ -77,7 +87,11 @@ class Copier:
         return DeviceBatch(data, event, placed, bool(found["late"]))
 
     def _copy(
-        self, host: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int], moved: dict[int, Any]
+        self,
+        host: torch.Tensor,
+        tensors: list[torch.Tensor],
+        offsets: list[int],
+        moved: dict[int, Any],
     ) -> torch.Tensor:
         """Enqueue the copy of a region, of which the tensors at these offsets are then parts."""
         region = self.streams.place(host, self._side)
@@ -93,7 +107,8 @@ class Copier:
             self.streams.used_on(placed, stream)
         if not batch.late:
             return batch.data
-        # On the stream that uses it: an object whose memory cannot be shown to the allocator is safe there only.
+        # On the stream that uses it: an object whose memory cannot be shown to the allocator is
+        # safe there only.
         with self.streams.on(stream):
             data = _replaced(batch.data, self._move_late)
         self._read.append((stream.record_event(), batch.data))
@@ -107,8 +122,8 @@ class Copier:
     def close(self) -> None:
         """Wait for the enqueued copies (milliseconds), then release their batches; idempotent.
 
-        The error of a failed device is not raised here, where it would hide its cause: the next use of the device
-        raises it.
+        The error of a failed device is not raised here, where it would hide its cause: the next use
+        of the device raises it.
         """
         if self._closed:
             return
@@ -124,15 +139,21 @@ class Copier:
         if isinstance(leaf, torch.Tensor):
             if _travels_in_a_region(leaf):
                 return "region"
-            return "late" if leaf.device != self.streams.device and leaf.device.type != "meta" else ""
+            return (
+                "late" if leaf.device != self.streams.device and leaf.device.type != "meta" else ""
+            )
         if not _moves(leaf):
             return ""
         return "side" if _names_its_memory(leaf) else "late"
 
     def _move_late(self, leaf: Any) -> object:
-        return leaf.to(self.streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
+        return (
+            leaf.to(self.streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
+        )
 
-    def _sorted(self, tensors: list[torch.Tensor]) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
+    def _sorted(
+        self, tensors: list[torch.Tensor]
+    ) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
         """The tensors in page-locked slabs, by slab, and the others."""
         in_slab: dict[Slab, list[torch.Tensor]] = {}
         others: list[torch.Tensor] = []
@@ -143,7 +164,12 @@ class Copier:
                 last = slab_at(address, size)
             # A tensor that is not aligned for its dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
-            if last is not None and fits and _is_plain(tensor) and self._registry.register(last, self.streams):
+            if (
+                last is not None
+                and fits
+                and _is_plain(tensor)
+                and self._registry.register(last, self.streams)
+            ):
                 in_slab.setdefault(last, []).append(tensor)
             else:
                 others.append(tensor)
@@ -159,7 +185,9 @@ def _travels_in_a_region(tensor: torch.Tensor) -> bool:
 def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors that are small beside all of them, and the others: a label that is kept does not keep the images."""
     small = SMALL_PART * sum(map(_size, tensors))
-    groups = [[tensor for tensor in tensors if (_size(tensor) < small) is part] for part in (True, False)]
+    groups = [
+        [tensor for tensor in tensors if (_size(tensor) < small) is part] for part in (True, False)
+    ]
     return list(filter(None, groups))
 
 
@@ -176,14 +204,20 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of `tensor.to(device)`: a dense layout is kept, any other becomes contiguous."""
-    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    return (
+        tensor.stride()
+        if tensor.is_contiguous()
+        else torch.empty_like(tensor, device="meta").stride()
+    )
 
 
-def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
+def _at(
+    region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False
+) -> torch.Tensor:
     """A tensor at byte `offset` of `region`, of the dtype and shape of `like`.
 
-    Not a view: views share one version counter, and autograd would refuse the other tensors of a batch after one of
-    them is written to.
+    Not a view: views share one version counter, and autograd would refuse the other tensors of a
+    batch after one of them is written to.
     """
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
@@ -194,8 +228,9 @@ def _at(region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = 
 def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
     """`batch` with `leaf` applied to everything that is no container; containers are copied, never written to.
 
-    The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a `to` and a
-    `record_stream` of its own (a `TensorDict`) is a leaf: a copy of its items would lose its other state.
+    The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a
+    `to` and a `record_stream` of its own (a `TensorDict`) is a leaf: a copy of its items would lose
+    its other state.
     """
     if isinstance(batch, torch.Tensor):
         return leaf(batch)
@@ -240,7 +275,11 @@ def _moves(leaf: object) -> bool:
     if not callable(to) or isinstance(leaf, type):
         return False
     code = getattr(to, "__code__", None)  # None where it is written in C
-    return code is None or "non_blocking" in code.co_varnames or bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return (
+        code is None
+        or "non_blocking" in code.co_varnames
+        or bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    )
 
 
 def _names_its_memory(leaf: object) -> bool:

@@ -35,9 +35,11 @@ class Registry:
                 self.refused = True
                 reason = error
             else:
-                # A view of a slab keeps its Slab alive, so the memory is unused when this runs; and it runs
-                # before the Slab is unmapped.
-                weakref.finalize(mapping, _release, streams, mapping.address, os.getpid()).atexit = False
+                # A view of a slab keeps its Slab alive, so the memory is unused when this runs; and
+                # it runs before the Slab is unmapped.
+                weakref.finalize(
+                    mapping, _release, streams, mapping.address, os.getpid()
+                ).atexit = False
                 self._registered.add(mapping)
                 return True
         warnings.warn(
@@ -59,9 +61,9 @@ REGISTRY = Registry()
 def pin(batch: object, number: int) -> object:
     """Copy the batch of this number to pinned memory, as torch's loader does, in the consumer's thread.
 
-    The memory is of torch's own allocator, never the slab of the batch, although a slab can be page-locked in place: a
-    `non_blocking` copy may still read a batch that the user has dropped. torch's allocator knows of the copy and keeps
-    the memory until then; a slab would be reused.
+    The memory is of torch's own allocator, never the slab of the batch, although a slab can be
+    page-locked in place: a `non_blocking` copy may still read a batch that the user has dropped.
+    torch's allocator knows of the copy and keeps the memory until then; a slab would be reused.
     """
     try:
         return pin_memory(batch)  # type: ignore[no-untyped-call]

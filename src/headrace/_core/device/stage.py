@@ -65,7 +65,9 @@ class DeviceStage:
                 self._copying.append(self._start_copy(self._next))
                 self._next = None
             if not self._copying:
-                with suppress(RuntimeError):  # a device that has failed is the error of the batch that comes next
+                with suppress(
+                    RuntimeError
+                ):  # a device that has failed is the error of the batch that comes next
                     self.copier.reap()
                 return None
             try:

@@ -9,7 +9,9 @@ import torch
 from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
-_NOT_COMPILED = "this torch was built without it or has no streams for it, or no such device is visible"
+_NOT_COMPILED = (
+    "this torch was built without it or has no streams for it, or no such device is visible"
+)
 _IDLE: dict[torch.device, list[torch.Stream]] = {}
 
 
@@ -28,7 +30,8 @@ class Streams:
     def side(self) -> Any:
         """A separate stream for copies, one of an earlier epoch if there is one.
 
-        The allocator keeps free memory by stream: memory freed on the stream of an epoch would be lost to the next.
+        The allocator keeps free memory by stream: memory freed on the stream of an epoch would be
+        lost to the next.
         """
         try:
             return _IDLE[self.device].pop()
@@ -68,7 +71,9 @@ class Streams:
 class CudaStreams(Streams):
     """CUDA, which can page-lock slabs in place."""
 
-    registers = torch.version.hip is None  # the generic way serves ROCm, where this has not been tried
+    registers = (
+        torch.version.hip is None
+    )  # the generic way serves ROCm, where this has not been tried
 
     def check(self) -> None:
         """As above, also on the caller's current device, if that is another."""
@@ -80,14 +85,16 @@ class CudaStreams(Streams):
             raise CudaGraphError
 
     def register(self, address: int, size: int) -> None:
-        # On this device: if a process of a DDP job has not set the current one, that would allocate some hundred
-        # megabytes on the first GPU.
+        # On this device: if a process of a DDP job has not set the current one, that would allocate
+        # some hundred megabytes on the first GPU.
         with torch.cuda.device(self.device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
             if refused:
                 self._clear_error()
-                raise RuntimeError(f"cudaHostRegister of {size} bytes failed with CUDA error {refused}")
+                raise RuntimeError(
+                    f"cudaHostRegister of {size} bytes failed with CUDA error {refused}"
+                )
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
@@ -96,8 +103,8 @@ class CudaStreams(Streams):
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        # The runtime keeps the last error until it is read: by the next kernel that torch launches, which would raise
-        # it in the user's code.
+        # The runtime keeps the last error until it is read: by the next kernel that torch launches,
+        # which would raise it in the user's code.
         try:
             torch.zeros(1, device=self.device).add_(1)
         except RuntimeError:  # the error to be cleared
@@ -109,8 +116,14 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
     if device is None:
         return None
     if device == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator if accelerator and hasattr(torch.get_device_module(accelerator), "Stream") else None
+        accelerator = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
+        return (
+            accelerator
+            if accelerator and hasattr(torch.get_device_module(accelerator), "Stream")
+            else None
+        )
     resolved = torch.device(device)
     if resolved.type == "cpu":
         return None
@@ -119,7 +132,9 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         raise DeviceUnavailableError(device=str(resolved), reason=_NOT_COMPILED)
     count = module.device_count()
     if resolved.index is not None and resolved.index >= count:
-        raise DeviceUnavailableError(device=str(resolved), reason=f"there are {count}, numbered from 0")
+        raise DeviceUnavailableError(
+            device=str(resolved), reason=f"there are {count}, numbered from 0"
+        )
     return resolved
 
 

@@ -18,8 +18,8 @@ from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, default_convert, draws_nothing, is_default, note_culprit
 
-# The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit may come from a signal
-# handler there: Ctrl-C, or a SIGTERM that ends the job.
+# The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit
+# may come from a signal handler there: Ctrl-C, or a SIGTERM that ends the job.
 CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
 
 Catch = type[BaseException] | tuple[type[BaseException], ...]
@@ -31,11 +31,17 @@ class Assembler:
     """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch."""
 
     transforms: tuple[Callable[[Any], Any], ...]  # applied to each sample, one after the other
-    collate: Callable[[Any], Any]  # makes a batch of a list of samples; where not `batched`, is given the one sample
+    collate: Callable[
+        [Any], Any
+    ]  # makes a batch of a list of samples; where not `batched`, is given the one sample
     batched: bool  # whether a batch is a list of samples
     tolerance: Tolerance
-    of_tables: bool = False  # whether samples are rows of Arrow tables, of which the batch is one table
-    catch: Catch = BaseException  # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
+    of_tables: bool = (
+        False  # whether samples are rows of Arrow tables, of which the batch is one table
+    )
+    catch: Catch = (
+        BaseException  # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
+    )
 
     @property
     def runs_user_code(self) -> bool:
@@ -65,14 +71,20 @@ class Assembler:
         failures: list[Failure] = []
         if raw.whole and self.transforms:
             got = type(samples).__name__
-            error = TypeError(f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them")
+            error = TypeError(
+                f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them"
+            )
             return HostBatch.failed(plan, error, Stage.TRANSFORM)
         if not raw.whole:
             samples, failures = self._transform(plan, samples, current)
             size = len(samples)
             if failures and (not self.tolerance.skips or not samples):
                 return HostBatch.nothing(plan, tuple(failures), end=raw.end)
-        current.position, current.of_batch, current.calls = plan.positions[0] if plan.positions else 0, True, 0
+        current.position, current.of_batch, current.calls = (
+            plan.positions[0] if plan.positions else 0,
+            True,
+            0,
+        )
         try:
             with collating(self.transforms):
                 if not self.batched:
@@ -82,13 +94,17 @@ class Assembler:
                 else:
                     data = collated(self.collate, samples, of_tables=self.of_tables)
                 if data is None and is_default(self.collate):
-                    raise TypeError("the samples are None: does aget, or a transform, lack a return?")
+                    raise TypeError(
+                        "the samples are None: does aget, or a transform, lack a return?"
+                    )
         except self.catch as error:
             if is_default(self.collate):
                 note_culprit(error, samples, plan.indices)
             keys = [] if raw.whole else list(map(key_in, raw.samples or ()))
             of_each = iter(keys)
-            described = describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None
+            described = (
+                describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None
+            )
             failures.append(Failure.caught(error, Stage.COLLATE, plan.number, samples=described))
             return HostBatch.nothing(plan, tuple(failures), end=raw.end)
         return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
@@ -96,8 +112,8 @@ class Assembler:
     def passed_on(self, raw: RawBatch) -> HostBatch | None:
         """The batch, if no work is left: a list of samples, the rows of a tensor, or a single sample; else None.
 
-        A single sample is given out as it is, or as a tensor of the same memory. Items of a container are converted one
-        by one, which may take long.
+        A single sample is given out as it is, or as a tensor of the same memory. Items of a
+        container are converted one by one, which may take long.
         """
         samples = raw.samples
         if self.transforms or raw.whole or not samples:
@@ -108,16 +124,22 @@ class Assembler:
             if self.collate not in (list, tuple) or Failure in map(type, samples):
                 return None
             return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)
-        if self.collate is not default_convert or isinstance(samples[0], Failure | Mapping | Sequence):
+        if self.collate is not default_convert or isinstance(
+            samples[0], Failure | Mapping | Sequence
+        ):
             return None
         try:
             return HostBatch(raw.plan, self.collate(samples[0]), 1, end=raw.end)
-        except Exception:  # of an array that torch has no type for: raised again where errors become failures
+        except (
+            Exception
+        ):  # of an array that torch has no type for: raised again where errors become failures
             return None
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
-        if not kept.whole and ((lost and not self.tolerance.skips) or (not kept.samples and (lost or kept.end))):
+        if not kept.whole and (
+            (lost and not self.tolerance.skips) or (not kept.samples and (lost or kept.end))
+        ):
             return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
 
@@ -141,7 +163,9 @@ class Assembler:
                 transformed.append(sample)
             except self.catch as error:
                 key = key_in(read)
-                failures.append(Failure.caught(error, Stage.TRANSFORM, plan.number, index=index, key=key))
+                failures.append(
+                    Failure.caught(error, Stage.TRANSFORM, plan.number, index=index, key=key)
+                )
                 if not self.tolerance.skips:
                     break
         return transformed, failures

@@ -1,8 +1,8 @@
 """A search for the best number of fetches in flight, as in congestion control. Pure: time is an argument.
 
-Slow start, then trials up and down, and a decrease by the throttled share. Several engines that share a store do not
-see each other: a trial has to win more than a larger share of a store that is used fully. docs/design/0002 has the
-reasons.
+Slow start, then trials up and down, and a decrease by the throttled share. Several engines that
+share a store do not see each other: a trial has to win more than a larger share of a store that is
+used fully. docs/design/0002 has the reasons.
 """
 
 from __future__ import annotations
@@ -12,16 +12,32 @@ import random
 from collections.abc import Callable
 
 MEASURE_SECONDS = 0.1  # seconds over which a rate is measured, at least
-MEASURE_TURNS = 2  # completions of a measurement, in limits, at least: within one latency they come in bursts
-RAMP_UP_FACTOR = 2  # by which measurements are shorter during slow start, where the effect of a trial is large
+MEASURE_TURNS = (
+    2  # completions of a measurement, in limits, at least: within one latency they come in bursts
+)
+RAMP_UP_FACTOR = (
+    2  # by which measurements are shorter during slow start, where the effect of a trial is large
+)
 MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
-MIN_GAIN_DOUBLING_SHARED = 1.4  # the same with several engines: above 4/3, which half of a store gives to one of two
-LATENCY_BOUND_GAIN = 1.5  # of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
-CLEAR_SHARE = 0.75  # of the limit that has to have ended since a doubling to see such a gain at once
+MIN_GAIN_DOUBLING_SHARED = (
+    1.4  # the same with several engines: above 4/3, which half of a store gives to one of two
+)
+LATENCY_BOUND_GAIN = (
+    1.5  # of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
+)
+CLEAR_SHARE = (
+    0.75  # of the limit that has to have ended since a doubling to see such a gain at once
+)
 STEP = 1.5  # by which the limit is changed for a trial after slow start
-MIN_GAIN = 0.1  # of what a trial could win beyond a larger share of a store that is used fully; below it, noise
-MAX_LOSS = 0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
-HOLD, LONGEST_HOLD = 1.0, 30.0  # seconds without a trial after a decrease or a failed trial; doubled each time
+# of what a trial could win beyond a larger share of a store that is used fully; below it, noise
+MIN_GAIN = 0.1
+MAX_LOSS = (
+    0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
+)
+HOLD, LONGEST_HOLD = (
+    1.0,
+    30.0,
+)  # seconds without a trial after a decrease or a failed trial; doubled each time
 GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
 MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
@@ -29,18 +45,21 @@ CLIMB_INTERVAL = 0.5  # seconds between two additions after throttling
 CLIMB_STEP = 0.25  # by which the square root of the limit is multiplied for an addition
 TRIAL_TIMEOUT = 5.0  # seconds after which a trial is given up that a slow consumer prevents
 
-# Not the module's functions: transforms seed those, and engines with one seed would make their trials together.
+# Not the module's functions: transforms seed those, and engines with one seed would make their
+# trials together.
 _dice = random.Random()
 
 
 class AdaptiveLimit:
     """Finds the number of fetches in flight that a store serves best.
 
-    Times when fewer than `limit` fetches are in flight, because the consumer is slow or memory is short, say nothing
-    about the store and do not count.
+    Times when fewer than `limit` fetches are in flight, because the consumer is slow or memory is
+    short, say nothing about the store and do not count.
     """
 
-    def __init__(self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random) -> None:
+    def __init__(
+        self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random
+    ) -> None:
         self.limit = min(start, most)  # fetches that may be in flight now; at least 1
         self._most = most
         self._peers = min(peers, MOST_PEERS)  # the engines that read the same store, with this one
@@ -54,7 +73,9 @@ class AdaptiveLimit:
         self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0
-        self._began: tuple[float, int] | None = None  # time and completions at the start of the measurement
+        self._began: tuple[float, int] | None = (
+            None  # time and completions at the start of the measurement
+        )
         self._last_totals = (0, 0)
 
     def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
@@ -82,7 +103,10 @@ class AdaptiveLimit:
             return self.limit
         since, before = self._began
         haste = RAMP_UP_FACTOR if self._doubling else 1
-        if now - since >= MEASURE_SECONDS / haste and completed - before >= MEASURE_TURNS * self.limit / haste:
+        if (
+            now - since >= MEASURE_SECONDS / haste
+            and completed - before >= MEASURE_TURNS * self.limit / haste
+        ):
             self._began = None
             self._evaluate(now, (completed - before) / (now - since))
         return self.limit
@@ -91,7 +115,11 @@ class AdaptiveLimit:
         """A new search that starts from this one's result; an unfinished trial of fewer fetches does not count."""
         start = self.limit if self._base is None else max(self.limit, self._base[0])
         other = AdaptiveLimit(start, self._most, self._peers, self._draw)
-        other._doubling, other._throttled, other._up_next = self._doubling, self._throttled, self._up_next
+        other._doubling, other._throttled, other._up_next = (
+            self._doubling,
+            self._throttled,
+            self._up_next,
+        )
         other._hold, other._next_probe_at = self._hold, self._next_probe_at
         return other
 
@@ -135,8 +163,9 @@ class AdaptiveLimit:
     def _keep_early(self, now: float, before: float) -> None:
         """Keep a doubling whose gain is clear within one latency, while the fetches from before it end.
 
-        The added fetches end after a whole latency, or later if they connect first, so the rate since the change is
-        rather too low. By it no doubling is given up. Fetches from before, which may end all at once, are half of them.
+        The added fetches end after a whole latency, or later if they connect first, so the rate
+        since the change is rather too low. By it no doubling is given up. Fetches from before,
+        which may end all at once, are half of them.
         """
         ended = self.limit - self._settling
         rate = ended / (now - self._changed)
@@ -190,7 +219,8 @@ class AdaptiveLimit:
         self._go_to(window, now)
 
     def _go_to(self, window: int, now: float) -> None:
-        # The fetches in flight at the change must end before the rate at the new limit can be measured.
+        # The fetches in flight at the change must end before the rate at the new limit can be
+        # measured.
         self._settling = max(self.limit, window)
         self.limit = window
         self._changed = now

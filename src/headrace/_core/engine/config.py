@@ -29,7 +29,8 @@ class EngineConfig(NamedTuple):
     base_seed: int  # what torch datasets' workers are seeded from
     worker_init_fn: Callable[[int], Any] | None
     context: Any  # a `multiprocessing` context the user asked for
-    rank: RankInfo  # of the consumer's process; another needs another engine, whose processes get it at their start
+    # of the consumer's process; another needs another engine, whose processes get it at their start
+    rank: RankInfo
     engine: int = 0  # its number
     engines: int = 1
 
@@ -83,22 +84,32 @@ class EngineConfig(NamedTuple):
 
     @property
     def workers_are_forks(self) -> bool:
-        return self.has_processes and self.context is not None and self.context.get_start_method() == "fork"
+        return (
+            self.has_processes
+            and self.context is not None
+            and self.context.get_start_method() == "fork"
+        )
 
     def work(self) -> Any:
         """The assembly of batches outside this thread: a task for workers, or a function for a thread."""
         task = self.worker_task()
         if self.has_processes:
             return task
-        return replace(task, copies=not is_default(self.assembler.collate))  # a thread does not wait until it is sent
+        return replace(
+            task, copies=not is_default(self.assembler.collate)
+        )  # a thread does not wait until it is sent
 
     def without_functions(self) -> EngineConfig:
-        return self._replace(assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None)
+        return self._replace(
+            assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None
+        )
 
     def same_engine(self, other: EngineConfig) -> bool:
         """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
         mine, theirs = (
-            (config.without_functions() if config.functions_of_epoch else config)._replace(dataset=None, base_seed=0)
+            (config.without_functions() if config.functions_of_epoch else config)._replace(
+                dataset=None, base_seed=0
+            )
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
@@ -110,7 +121,8 @@ _MAKE_LATER = (
     "multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
 )
 _OPEN_LATER = (
-    "The loader's process needs a copy of it: open connections by headrace.per_loop, or use placement='thread'."
+    "The loader's process needs a copy of it: open connections by headrace.per_loop, "
+    "or use placement='thread'."
 )
 
 
@@ -124,5 +136,7 @@ def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
     ):
         if (reason := why_not_picklable(part)) is not None:
             fetched = part is config.dataset and config.kind.is_async
-            raise NotPicklableError(what=what, reason=reason, remedy=_OPEN_LATER if fetched else _MAKE_LATER) from error
+            raise NotPicklableError(
+                what=what, reason=reason, remedy=_OPEN_LATER if fetched else _MAKE_LATER
+            ) from error
     raise error

@@ -10,13 +10,31 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart, StageTimes
+from headrace._core.batches import (
+    BatchPlan,
+    FetchLoad,
+    HostBatch,
+    RawBatch,
+    SessionStart,
+    StageTimes,
+)
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.executors import Executor, ProcessExecutor, ThreadExecutor, Work
-from headrace._core.engine.fetch import BatchFetch, FetchContext, FetchRecorder, FetchStage, SampleFetch
-from headrace._core.engine.memory import MEASURED_BATCHES, MEASURED_RARELY, MemoryBudget, SampleSizes
+from headrace._core.engine.fetch import (
+    BatchFetch,
+    FetchContext,
+    FetchRecorder,
+    FetchStage,
+    SampleFetch,
+)
+from headrace._core.engine.memory import (
+    MEASURED_BATCHES,
+    MEASURED_RARELY,
+    MemoryBudget,
+    SampleSizes,
+)
 from headrace._core.engine.range_fetch import RangeFetch
 from headrace._core.engine.stepping import Apply, SessionSteps
 from headrace._core.engine.streams import DispatchToWorkers, StreamFetch
@@ -49,15 +67,19 @@ from headrace._core.transport.shared_pickle import SharedPickle
 class Engine:
     """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
 
-    Worker processes are started by the constructor, before any loop or thread of the engine exists. `first_task` is
-    their first task, already pickled.
+    Worker processes are started by the constructor, before any loop or thread of the engine exists.
+    `first_task` is their first task, already pickled.
     """
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
         self.config = config
-        self.watch = LoopWatch(type(config.dataset).__qualname__)  # how long user code has blocked the loop, and where
+        self.watch = LoopWatch(
+            type(config.dataset).__qualname__
+        )  # how long user code has blocked the loop, and where
         self._control: AdaptiveLimit | None = None  # the last epoch's
-        bounded = config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
+        bounded = (
+            config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
+        )
         self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY)
         self.executor: Executor
         if config.has_processes:
@@ -71,7 +93,11 @@ class Engine:
     def usable(self) -> bool:
         """False once its executor has failed to open, or its workers could not be replaced."""
         opening = self._opening
-        if opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None):
+        if (
+            opening is not None
+            and opening.done()
+            and (opening.cancelled() or opening.exception() is not None)
+        ):
             return False
         return self.executor.broken is None
 
@@ -98,7 +124,9 @@ class Engine:
         await asyncio.shield(self._opening)
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
-            states = {worker: PickledPayload.dumps(state) for worker, state in start.streams.items()}
+            states = {
+                worker: PickledPayload.dumps(state) for worker, state in start.streams.items()
+            }
             self.executor.broadcast(
                 lambda worker: StartEpoch(start.epoch, running, start.set_epoch, states.get(worker))
             )
@@ -110,7 +138,9 @@ class Engine:
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        if self._opening is None:  # never used: what the constructor launched still has to be connected to be ended
+        if (
+            self._opening is None
+        ):  # never used: what the constructor launched still has to be connected to be ended
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
@@ -121,9 +151,13 @@ class Engine:
         config, dataset, options = self.config, self.config.dataset, self.config.options
         if not config.kind.is_async:
             streams = config.kind.is_iterable
-            return DispatchToWorkers(context, start, config.num_workers, streams=streams, in_order=config.in_order)
+            return DispatchToWorkers(
+                context, start, config.num_workers, streams=streams, in_order=config.in_order
+            )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
-            return StreamFetch(context, start, dataset, config.drop_last, config.assembler.tolerance)
+            return StreamFetch(
+                context, start, dataset, config.drop_last, config.assembler.tolerance
+            )
         can = capabilities(dataset)
         given, blocks = options["concurrency"], can.agets and reads_whole_blocks(dataset)
         if blocks and given == "auto":
@@ -151,8 +185,8 @@ class Engine:
 class Session:
     """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
 
-    `handle` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one short task for each
-    batch are its children, so nothing of the epoch remains when it has ended.
+    `handle` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one
+    short task for each batch are its children, so nothing of the epoch remains when it has ended.
     """
 
     def __init__(
@@ -184,7 +218,9 @@ class Session:
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
         self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)
         self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
-        self._outstanding: dict[int, tuple[BatchPlan, float]] = {}  # received and not delivered, and when
+        self._outstanding: dict[
+            int, tuple[BatchPlan, float]
+        ] = {}  # received and not delivered, and when
         self._assembling: dict[int, RawBatch] = {}
         self._changed = asyncio.Event()  # there are plans, or memory for them
         self._left = False  # whether the consumer has left the epoch
@@ -228,15 +264,17 @@ class Session:
             count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
             return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
         worker = self._executor.worker_of(number)
-        stage = "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
+        stage = (
+            "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
+        )
         who = "" if worker is None else f", worker {worker}"
         return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
 
     def leave(self) -> None:
         """End, since the consumer has left the epoch.
 
-        Workers with a torch dataset first read what they were asked for, as torch's do: what such a worker does in the
-        next epoch must not depend on how far it has come.
+        Workers with a torch dataset first read what they were asked for, as torch's do: what such a
+        worker does in the next epoch must not depend on how far it has come.
         """
         self._left = True
         if self._engine.config.kind.is_async or not self._outstanding:
@@ -254,12 +292,16 @@ class Session:
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            if not self._context.stopping or self.start.streams:  # which workers that persist keep for the next epoch
+            if (
+                not self._context.stopping or self.start.streams
+            ):  # which workers that persist keep for the next epoch
                 await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
-        except BaseException as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
+        except (
+            BaseException
+        ) as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
             error = None if self._context.stopping else caught
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
@@ -272,8 +314,9 @@ class Session:
             self._work = None
 
     async def _run_stages(self) -> None:
-        # Not anyio's task group, which cancels a task again at each await, and so interrupts `finally` blocks of user
-        # code. asyncio's cancels once; the engine bounds the time of closing.
+        # Not anyio's task group, which cancels a task again at each await, and so interrupts
+        # `finally` blocks of user code. asyncio's cancels once; the engine bounds the time of
+        # closing.
         async with asyncio.TaskGroup() as self._tasks:
             compute.set(self._steps)  # in this context, which fetchers copy
             current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
@@ -282,7 +325,9 @@ class Session:
                 self._changed.clear()
                 while self._plans:
                     plan = self._plans[0]
-                    if self._memory is not None and not self._memory.take(plan, stage.fetched_at_once(plan)):
+                    if self._memory is not None and not self._memory.take(
+                        plan, stage.fetched_at_once(plan)
+                    ):
                         break
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
@@ -306,7 +351,8 @@ class Session:
             self._changed.set()
         ready = []
         for raw in raws:
-            # Where batches stay in this process, a task and a thread would take longer than the work.
+            # Where batches stay in this process, a task and a thread would take longer than the
+            # work.
             host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
             if host is None:
                 self._assembling[raw.plan.number] = raw
@@ -320,14 +366,17 @@ class Session:
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
-            # Failures stay in this process: an exception of user code is not sent to a worker and back.
+            # Failures stay in this process: an exception of user code is not sent to a worker and
+            # back.
             kept, lost = raw.without_failures()
             nothing = self._assembler.nothing_to_do(kept, lost)
             host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put([(raw, host)], fetched, load)
 
-    def _put(self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad) -> None:
+    def _put(
+        self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad
+    ) -> None:
         """Hand over batches, with their times, and those that waited for them."""
         assert self._stage is not None
         self._sizes.on_assembled(ready[0][1])
@@ -339,7 +388,11 @@ class Session:
         for raw, host in ready:
             host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
             state = host.stream_state if raw.stream_state is None else raw.stream_state
-            number, (_, admitted), work = raw.plan.number, self._outstanding[raw.plan.number], host.times
+            number, (_, admitted), work = (
+                raw.plan.number,
+                self._outstanding[raw.plan.number],
+                host.times,
+            )
             times = StageTimes(
                 admitted,
                 raw.began or admitted,

@@ -35,8 +35,8 @@ _STEPS = "on samples that are not yet in a batch"  # a worker's task, for `Worke
 class ThreadExecutor:
     """A thread beside the loop, of an engine without workers.
 
-    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's data is the
-    `RawBatch` itself.
+    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's
+    data is the `RawBatch` itself.
     """
 
     broken = None
@@ -46,8 +46,12 @@ class ThreadExecutor:
         self._rank = rank
         # Calls with their answers; to end the thread, no call, and what is set then.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        run = contextvars.copy_context().run  # in the caller's context, as `numpy.errstate` is one of its variables
-        thread = threading.Thread(target=run, args=(self._work,), name="headrace-assemble", daemon=True)
+        run = (
+            contextvars.copy_context().run
+        )  # in the caller's context, as `numpy.errstate` is one of its variables
+        thread = threading.Thread(
+            target=run, args=(self._work,), name="headrace-assemble", daemon=True
+        )
         self._thread = None if deferred else thread
 
     async def open(self) -> None:
@@ -112,12 +116,15 @@ class ProcessExecutor(Pool):
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
         torchs = not config.kind.is_async  # which lives in the workers
-        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()  # see `StepsTask.pickle`
+        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = (
+            OrderedDict()
+        )  # see `StepsTask.pickle`
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
                 numbers=config.workers,
-                # A torch dataset's are started by torch's method; those of functions are forks of the zygote.
+                # A torch dataset's are started by torch's method; those of functions are forks of
+                # the zygote.
                 context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
             )
@@ -139,7 +146,9 @@ class ProcessExecutor(Pool):
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None, origin=None)  # they stay here
-        job = Job(raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain)
+        job = Job(
+            raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain
+        )
         try:
             answer = await self.run(job)
         except WorkerDiedError as died:
@@ -155,7 +164,9 @@ class ProcessExecutor(Pool):
         else:
             unread = answer.step == "receive"
             error = _unpicklable_sample(answer.error) if unread else answer.error
-            cannot_start = answer.step == "start"  # the worker cannot run, so its stream cannot continue
+            cannot_start = (
+                answer.step == "start"
+            )  # the worker cannot run, so its stream cannot continue
             stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
             failure = Failure.caught(error, stage, plan.number)
             failure = replace(failure, traceback=None if unread else answer.traceback)

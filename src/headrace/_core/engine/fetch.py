@@ -1,7 +1,8 @@
 """The fetch stage, the only one that waits for a network or a disk: plans in, raw batches out, on the engine's loop.
 
-A pool of long-lived coroutines takes jobs from one queue, across batch borders, so that the pipeline never drains at
-the end of a batch, and no task, lock or queue hop is needed for a single sample.
+A pool of long-lived coroutines takes jobs from one queue, across batch borders, so that the
+pipeline never drains at the end of a batch, and no task, lock or queue hop is needed for a single
+sample.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
 
-CONTROL_INTERVAL = 0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
+CONTROL_INTERVAL = (
+    0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
+)
 
-# The most of a call of `agets`: taking 256 rows of 32 row groups costs 47 µs in calls of 4,096 rows, and 25 here.
+# The most of a call of `agets`: taking 256 rows of 32 row groups costs 47 µs in calls of 4,096
+# rows, and 25 here.
 JOINED_SAMPLES = 1 << 15
 
 Job = tuple[Any, int, Callable[[Any], Awaitable[Any]], Any]
@@ -61,11 +65,15 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    deliver: Callable[..., None]  # called with each complete batch, or with several that were fetched together
+    deliver: Callable[
+        ..., None
+    ]  # called with each complete batch, or with several that were fetched together
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     recorder: FetchRecorder | None = None  # of single fetches, while a trace is written
-    stopping: bool = False  # the session ends: no fetch begins, and exceptions raised from then on are ignored
+    stopping: bool = (
+        False  # the session ends: no fetch begins, and exceptions raised from then on are ignored
+    )
 
 
 class FetchStage(ABC):
@@ -98,10 +106,14 @@ class FetchStage(ABC):
 class PartialBatch:
     plan: BatchPlan
     missing: int = field(init=False)  # results that have not arrived
-    samples: list[Any] = field(init=False)  # those that have arrived; `MISSING` in place of the others
+    samples: list[Any] = field(
+        init=False
+    )  # those that have arrived; `MISSING` in place of the others
     began: float = 0.0  # when its first fetch began; 0.0 before that
     fetch_seconds: float = 0.0  # the duration of that fetch
-    single: set[int] = field(default_factory=set)  # slots of samples fetched by `aget` after a fetch of several
+    single: set[int] = field(
+        default_factory=set
+    )  # slots of samples fetched by `aget` after a fetch of several
 
     def __post_init__(self) -> None:
         self.missing = len(self.plan.indices)
@@ -111,14 +123,20 @@ class PartialBatch:
 class SampleFetch(FetchStage):
     """Fetches samples with `aget`, by at most `_size` fetchers, each of which runs one job after the other.
 
-    Idle fetchers park. A fetcher that starts wakes the next one while more jobs are queued. So the pool grows as fast
-    as fetches begin to wait, and a store that answers at once is served by one fetcher without waking others.
+    Idle fetchers park. A fetcher that starts wakes the next one while more jobs are queued. So the
+    pool grows as fast as fetches begin to wait, and a store that answers at once is served by one
+    fetcher without waking others.
     """
 
     _first = True  # whether no batch has been fetched, of those that may be joined
 
     def __init__(
-        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit, *, hedge: bool = False
+        self,
+        context: FetchContext,
+        dataset: Any,
+        concurrency: int | AdaptiveLimit,
+        *,
+        hedge: bool = False,
     ) -> None:
         super().__init__(context)
         self._dataset = dataset
@@ -144,7 +162,9 @@ class SampleFetch(FetchStage):
             fetch = functools.partial(self._fetch_hedged, self._hedged, plan.number)
         self._submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
 
-    def _fetch_hedged(self, hedged: HedgedRequests, number: int, index: object) -> Awaitable[object]:
+    def _fetch_hedged(
+        self, hedged: HedgedRequests, number: int, index: object
+    ) -> Awaitable[object]:
         return hedged.first(number, 0, functools.partial(self._dataset.aget, index))
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
@@ -158,7 +178,9 @@ class SampleFetch(FetchStage):
 
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
-        return FetchLoad(busy, self._size, queued, unused=0 if queued else max(0, self._size - busy))
+        return FetchLoad(
+            busy, self._size, queued, unused=0 if queued else max(0, self._size - busy)
+        )
 
     def _make(self, batch: Any) -> None:
         """Deliver a batch of which nothing is missing."""
@@ -196,7 +218,10 @@ class SampleFetch(FetchStage):
         self._submit(reversed(jobs), first=True)
 
     def _take_waiting(
-        self, fetch: Callable[[Any], Coroutine[Any, Any, None]], plan: BatchPlan, most: int = sys.maxsize
+        self,
+        fetch: Callable[[Any], Coroutine[Any, Any, None]],
+        plan: BatchPlan,
+        most: int = sys.maxsize,
     ) -> list[BatchPlan]:
         """A plan whose job `fetch` was taken, with plans that wait behind it, to fetch at most so many samples.
 
@@ -300,13 +325,14 @@ class SampleFetch(FetchStage):
 class BatchFetch(SampleFetch):
     """Fetches with `agets`: a batch in a call, or, of a dataset that reads whole blocks, batches that wait together.
 
-    A block, as a row group, is read once for all samples that wait for it, so a call costs little, and all planned
-    batches may be in calls. If a call for several batches fails, each batch is fetched by itself. If that fails too,
-    so is each of its samples, so that each error names its sample. Without blocks the error is that of the batch.
+    A block, as a row group, is read once for all samples that wait for it, so a call costs little,
+    and all planned batches may be in calls. If a call for several batches fails, each batch is
+    fetched by itself. If that fails too, so is each of its samples, so that each error names its
+    sample. Without blocks the error is that of the batch.
 
     Args:
-        concurrency: number of samples in flight, which the calls in flight cover; an `AdaptiveLimit` that finds the
-            number of calls; or the number of calls that `joins`.
+        concurrency: number of samples in flight, which the calls in flight cover; an
+            `AdaptiveLimit` that finds the number of calls; or the number of calls that `joins`.
         blocks: whether the dataset reads whole blocks.
         joins: whether calls are for several batches.
     """
@@ -345,17 +371,25 @@ class BatchFetch(SampleFetch):
             super()._wake_one()
 
     async def _fetch_waiting(self, plan: BatchPlan) -> None:
-        await self._fetch(self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan])
+        await self._fetch(
+            self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan]
+        )
 
     async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()
         try:
             indices = join_indices([plan.indices for plan in plans])
-            samples = await self._dataset.agets(indices if self._blocks else list(indices)) if indices else []
+            samples = (
+                await self._dataset.agets(indices if self._blocks else list(indices))
+                if indices
+                else []
+            )
             if type(samples) is not Rows:
                 samples = list(samples)
             if len(samples) != len(indices):
-                raise ValueError(f"agets returned {len(samples)} samples for {len(indices)} indices")
+                raise ValueError(
+                    f"agets returned {len(samples)} samples for {len(indices)} indices"
+                )
         except BaseException as error:  # user code, or corrupt data
             if self.context.stopping:
                 raise

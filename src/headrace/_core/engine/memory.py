@@ -9,12 +9,18 @@ from typing import Any
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.failure import Failure
 
-FIRST_SAMPLES = 4  # before the size of one is known: one that is slow, or waits for another, does not hold up all
+# before the size of one is known: one that is slow, or waits for another, does not hold up all
+FIRST_SAMPLES = 4
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-MEASURED_BATCHES = 7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
-MEASURED_RARELY = 64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
+MEASURED_BATCHES = (
+    7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
+)
+MEASURED_RARELY = (
+    64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
+)
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
-WEIGHT = 0.25  # of a batch in the running mean, which follows a change of sizes within a few measured ones
+# of a batch in the running mean, which follows a change of sizes within a few measured ones
+WEIGHT = 0.25
 
 
 class SampleSizes:
@@ -23,8 +29,11 @@ class SampleSizes:
     def __init__(self, every: int = MEASURED_BATCHES) -> None:
         self._every = every  # batches
         self.fetched: float | None = None
-        self.assembled: float | None = None  # in its batch: decoding an image can take fifty times its bytes
-        # Batches so far. Counted here: the numbers of an engine's batches may all leave the same rest.
+        self.assembled: float | None = (
+            None  # in its batch: decoding an image can take fifty times its bytes
+        )
+        # Batches so far. Counted here: the numbers of an engine's batches may all leave the same
+        # rest.
         self._counts = {"fetched": 0, "assembled": 0}
 
     @property
@@ -41,7 +50,9 @@ class SampleSizes:
     def _measure(self, name: str, size_of: Callable[[], float | None]) -> None:
         """Measure a batch, if it is one of the first or one in so many."""
         self._counts[name] = count = self._counts[name] + 1
-        if (count <= MEASURED_BATCHES or not count % self._every) and (size := size_of()) is not None:
+        if (count <= MEASURED_BATCHES or not count % self._every) and (
+            size := size_of()
+        ) is not None:
             mean = getattr(self, name)
             setattr(self, name, size if mean is None else mean + WEIGHT * (size - mean))
 
@@ -49,14 +60,15 @@ class SampleSizes:
 class MemoryBudget:
     """Admits plans while their memory is within the budget, by the running mean of a sample's size.
 
-    Memory is counted by batches, from the first fetch until the consumer has taken the batch. Each plan says which
-    those are, of any engine. (Out of order, a late one counts as taken when it arrives, a little early.) The consumer
-    also says it when it waits, if it has taken one since the last plan, and with each batch that left plans waiting
-    here. The next batch that it can take is always admitted, whatever its size.
+    Memory is counted by batches, from the first fetch until the consumer has taken the batch. Each
+    plan says which those are, of any engine. (Out of order, a late one counts as taken when it
+    arrives, a little early.) The consumer also says it when it waits, if it has taken one since the
+    last plan, and with each batch that left plans waiting here. The next batch that it can take is
+    always admitted, whatever its size.
 
-    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the size of a sample is
-    not known. Until the first batch is assembled, no more is admitted than is fetched at once: what a transform makes
-    of a sample is not known.
+    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the
+    size of a sample is not known. Until the first batch is assembled, no more is admitted than is
+    fetched at once: what a transform makes of a sample is not known.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
@@ -64,7 +76,9 @@ class MemoryBudget:
         self._sizes = sizes  # those of earlier epochs are the first guess
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
-        self._samples: dict[int, int] = {}  # of each batch that is being fetched, or fetched and not taken
+        self._samples: dict[
+            int, int
+        ] = {}  # of each batch that is being fetched, or fetched and not taken
         self._held = 0  # the sum of these
         self._fetched: set[int] = set()  # of these
         self._short = False  # whether plans wait for memory, and not for the first batch
@@ -74,8 +88,14 @@ class MemoryBudget:
         held, samples = self._held, len(plan.indices)
         self._short = (held + samples) * self._sizes.larger > self._nbytes
         unknown = self._sizes.fetched is None and held + samples > FIRST_SAMPLES
-        waits = self._short or unknown or (not self._assembled and at_once is not None and held > at_once)
-        if held and waits and plan.number > min(self._samples):  # an engine that has ended may have had it first
+        waits = (
+            self._short
+            or unknown
+            or (not self._assembled and at_once is not None and held > at_once)
+        )
+        if (
+            held and waits and plan.number > min(self._samples)
+        ):  # an engine that has ended may have had it first
             return False
         self._held += samples - self._samples.get(plan.number, 0)
         self._samples[plan.number] = samples

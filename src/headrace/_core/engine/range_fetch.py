@@ -32,8 +32,9 @@ class RangedBatch(PartialBatch):
 class ReadPlan:
     """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all.
 
-    Places are arrays, and a batch holds the pieces that its ranges are in. A view for each range would be thousands of
-    objects at once, for which the garbage collector looks at all objects of the program: 0.3 s in one epoch of four.
+    Places are arrays, and a batch holds the pieces that its ranges are in. A view for each range
+    would be thousands of objects at once, for which the garbage collector looks at all objects of
+    the program: 0.3 s in one epoch of four.
     """
 
     def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
@@ -49,8 +50,8 @@ class ReadPlan:
     def plan(self, positions: IntArray) -> tuple[list[Span], list[RangedBatch]]:
         """Plan the requests for the ranges at `positions`.
 
-        Returns the requests, the one that the first batch needs first, whose members are positions; and the batches
-        that need none.
+        Returns the requests, the one that the first batch needs first, whose members are positions;
+        and the batches that need none.
         """
         wanted = self.ranges.at(positions)
         spans = [span._replace(members=positions[span.members]) for span in plan_spans(wanted)]
@@ -64,7 +65,9 @@ class ReadPlan:
         self._offsets[span.members] = self.ranges.starts[span.members] - span.start
         return self._complete(span.members, number, data)
 
-    def put_single(self, positions: Sequence[int], views: Iterable[memoryview]) -> list[RangedBatch]:
+    def put_single(
+        self, positions: Sequence[int], views: Iterable[memoryview]
+    ) -> list[RangedBatch]:
         """Keep the bytes of single ranges; returns the batches that they complete."""
         members = np.array(positions, np.int64)
         self._pieces[members] = members
@@ -72,7 +75,9 @@ class ReadPlan:
             batch.pieces[position] = view
         return self._complete(members)
 
-    def _complete(self, positions: IntArray, number: int = -1, data: memoryview = _EMPTY) -> list[RangedBatch]:
+    def _complete(
+        self, positions: IntArray, number: int = -1, data: memoryview = _EMPTY
+    ) -> list[RangedBatch]:
         """Note that the bytes of ranges have arrived, in a piece with a number, or in pieces that batches have."""
         counts = np.bincount(self._owners[positions])
         complete = []
@@ -95,8 +100,13 @@ class ReadPlan:
 
     def cut(self, span: Span, data: memoryview) -> list[memoryview]:
         """The bytes of each range of a request."""
-        starts, stops = self.ranges.starts[span.members] - span.start, self.ranges.stops[span.members] - span.start
-        return [data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        starts, stops = (
+            self.ranges.starts[span.members] - span.start,
+            self.ranges.stops[span.members] - span.start,
+        )
+        return [
+            data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
 
     def first(self, span: Span) -> RangedBatch:
         return self._batches[int(self._owners[span.members].min())]
@@ -106,15 +116,17 @@ class ReadPlan:
         own = slice(*self._borders[number : number + 2])
         pieces, offsets = self._batches[number].pieces, self._offsets[own]
         sizes = self.ranges.stops[own] - self.ranges.starts[own]
-        places = zip(self._pieces[own].tolist(), offsets.tolist(), (offsets + sizes).tolist(), strict=True)
+        places = zip(
+            self._pieces[own].tolist(), offsets.tolist(), (offsets + sizes).tolist(), strict=True
+        )
         return [pieces.get(piece, _EMPTY)[start:stop] for piece, start, stop in places]
 
 
 class RangeFetch(SampleFetch):
     """Fetches by requests that serve several samples, in layers: the store, hedging around it, a cache around both.
 
-    All batches that wait when a fetcher is free are planned together; the request that the oldest of them needs first
-    is made first. `concurrency` is the number of requests.
+    All batches that wait when a fetcher is free are planned together; the request that the oldest
+    of them needs first is made first. `concurrency` is the number of requests.
     """
 
     def __init__(self, context: FetchContext, dataset: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +147,8 @@ class RangeFetch(SampleFetch):
     async def _plan_requests(self, batches: list[Any]) -> None:
         """Plan the requests for batches; the samples of one whose ranges are not known are fetched singly.
 
-        All ranges are asked for in one call: of windows of tokens it takes a ninth of the time of one for each batch.
+        All ranges are asked for in one call: of windows of tokens it takes a ninth of the time of
+        one for each batch.
         """
         began = time.perf_counter()
         indices = [index for batch in batches for index in batch.plan.indices]
@@ -195,12 +208,16 @@ class RangeFetch(SampleFetch):
             batch.fetch_seconds = seconds
         await self._make_all(complete)
 
-    async def _read_range(self, batch: RangedBatch, number: int, start: int, stop: int) -> memoryview:
+    async def _read_range(
+        self, batch: RangedBatch, number: int, start: int, stop: int
+    ) -> memoryview:
         """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
         read = functools.partial(self._dataset.read_range, number, start, stop)
         began = time.perf_counter()
         data: memoryview = await (
-            read() if self._hedged is None else self._hedged.first(batch.plan.number, stop - start, read)
+            read()
+            if self._hedged is None
+            else self._hedged.first(batch.plan.number, stop - start, read)
         )
         if self.context.recorder is not None:
             self.context.recorder.add(batch.plan.number, number, began)
@@ -228,12 +245,16 @@ class RangeFetch(SampleFetch):
         if not batch.missing:
             self._deliver(batch, samples)
 
-    def _make_together(self, indices: Sequence[Any], views: Sequence[memoryview]) -> Sequence[Any] | None:
+    def _make_together(
+        self, indices: Sequence[Any], views: Sequence[memoryview]
+    ) -> Sequence[Any] | None:
         try:
             made = self._dataset.samples_of(indices, views)
             samples = Rows(made) if isinstance(made, torch.Tensor) else list(made)
             if len(samples) != len(indices):
-                raise ValueError(f"samples_of gave {len(samples)} samples for {len(indices)} indices")
+                raise ValueError(
+                    f"samples_of gave {len(samples)} samples for {len(indices)} indices"
+                )
         except BaseException:  # user code; made one by one, the sample shows
             return None
         return samples
@@ -245,7 +266,9 @@ class RangeFetch(SampleFetch):
                 continue
             try:
                 batch.samples[slot] = self._dataset.sample_of(index, view)
-            except BaseException:  # user code, or corrupt bytes, which may be intact when read singly
+            except (
+                BaseException
+            ):  # user code, or corrupt bytes, which may be intact when read singly
                 failed.append((batch, slot))
         batch.missing = len(failed)
         self._fetch_singly(failed)

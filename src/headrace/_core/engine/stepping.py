@@ -60,14 +60,18 @@ class StepsTask:
     def pickle(self, earlier: OrderedDict[tuple[int, ...], SharedPickle]) -> SharedPickle:
         """The task, pickled once for all workers, or `NotPicklableError`.
 
-        `earlier` has the last pickles, by the identities of the functions: unchanged ones are not sent again.
+        `earlier` has the last pickles, by the identities of the functions: unchanged ones are not
+        sent again.
         """
         if self._pickled is None:
             key = tuple(id(step.function) for step in self._steps)
             try:
                 self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
             except Exception as error:
-                failed = next((step for step in self._steps if why_not_picklable(step.function)), self._steps[0])
+                failed = next(
+                    (step for step in self._steps if why_not_picklable(step.function)),
+                    self._steps[0],
+                )
                 raise NotPicklableError(
                     what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
                     reason=why_not_picklable(failed.function) or f"{type(error).__name__}: {error}",
@@ -86,7 +90,9 @@ class StepsTask:
         outcomes = self.apply(Chunk(*request))
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
-                outcomes.of_samples[place] = Raised(noted_error(outcome.error, "in a worker process"))
+                outcomes.of_samples[place] = Raised(
+                    noted_error(outcome.error, "in a worker process")
+                )
         return outcomes
 
     def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:

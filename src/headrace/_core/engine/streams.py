@@ -45,7 +45,8 @@ class Progress:
 class StreamBatch:
     """A batch that is filled from a stream, sync or async; also after a failure, if that is tolerated.
 
-    Otherwise the next batch begins there, as in torch. The stream's progress is shared by its batches.
+    Otherwise the next batch begins there, as in torch. The stream's progress is shared by its
+    batches.
     """
 
     def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
@@ -80,9 +81,13 @@ class StreamBatch:
         progress = self._progress
         in_a_row = progress.failures_in_a_row + 1
         unskippable = None
-        if in_a_row >= self._tolerance.max_in_a_row:  # an iterator that always raises would be read for ever
+        if (
+            in_a_row >= self._tolerance.max_in_a_row
+        ):  # an iterator that always raises would be read for ever
             unskippable = f"{in_a_row} failures in a row"
-        if self._tolerance.skips and _ended_a_generator(error):  # skipping it would skip all samples after it
+        if self._tolerance.skips and _ended_a_generator(
+            error
+        ):  # skipping it would skip all samples after it
             unskippable = "the error ended the stream, samples after it are missing"
         failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
@@ -99,7 +104,9 @@ class StreamBatch:
         self._failures += 1
         self._broken = not self._tolerance.skips
 
-    def raw(self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException) -> RawBatch:
+    def raw(
+        self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException
+    ) -> RawBatch:
         """The batch, with the state that `stream` returns; with `drop_last`, only the failures of an incomplete one.
 
         What is caught from `stream` is the batch's failure.
@@ -107,9 +114,15 @@ class StreamBatch:
         progress, samples = self._progress, self._samples
         places: Sequence[int] = range(self._first, progress.position)
         positions = self._plan.positions[self._first : progress.position]
-        if drop_last and self._missing and not self._broken:  # its samples are lost with a broken one
-            failed = [number for number, sample in enumerate(samples) if isinstance(sample, Failure)]
-            samples, places, positions = ([each[number] for number in failed] for each in (samples, places, positions))
+        if (
+            drop_last and self._missing and not self._broken
+        ):  # its samples are lost with a broken one
+            failed = [
+                number for number, sample in enumerate(samples) if isinstance(sample, Failure)
+            ]
+            samples, places, positions = (
+                [each[number] for number in failed] for each in (samples, places, positions)
+            )
         plan = self._plan._replace(indices=tuple(places), positions=positions)
         state: State | None = None
         try:
@@ -128,8 +141,8 @@ def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
 def _ended_a_generator(error: BaseException) -> bool:
     """Whether `error` came out of a generator function of the user's, which gives nothing more then.
 
-    It is found by the first frame outside of headrace that the error passed through. A generator further inside may
-    have served a single sample.
+    It is found by the first frame outside of headrace that the error passed through. A generator
+    further inside may have served a single sample.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
@@ -141,7 +154,12 @@ class StreamFetch(FetchStage):
     """Reads an async iterable, by one coroutine."""
 
     def __init__(
-        self, context: FetchContext, start: SessionStart, dataset: Any, drop_last: bool, tolerance: Tolerance
+        self,
+        context: FetchContext,
+        start: SessionStart,
+        dataset: Any,
+        drop_last: bool,
+        tolerance: Tolerance,
     ) -> None:
         super().__init__(context)
         self._dataset, self._drop_last, self._tolerance = dataset, drop_last, tolerance
@@ -163,7 +181,8 @@ class StreamFetch(FetchStage):
     async def _read(self) -> None:
         task: Any = asyncio.current_task()
         try:
-            # User code may have caught the cancellation. `stopping` is set before it, and it would interrupt `_close`.
+            # User code may have caught the cancellation. `stopping` is set before it, and it would
+            # interrupt `_close`.
             while not task.cancelling():
                 while not self._plans:
                     self._admitted.clear()
@@ -224,7 +243,9 @@ class StreamFetch(FetchStage):
             if self.context.stopping and isinstance(error, asyncio.CancelledError):
                 raise
             message = f"closing a stream of {type(self._dataset).__name__} failed"
-            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": message, "exception": error}
+            )
 
 
 def _origin(stream: ResumableIterator[Any] | None, first: int, index: int) -> str | None:
@@ -235,17 +256,26 @@ def _origin(stream: ResumableIterator[Any] | None, first: int, index: int) -> st
 class DispatchToWorkers(FetchStage):
     """Sends plans to the numbered workers, which have copies of a torch dataset.
 
-    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker that has room, so that
-    a slow worker delays only its own plans. With `streams` each worker reads a stream, which can end.
+    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker
+    that has room, so that a slow worker delays only its own plans. With `streams` each worker reads
+    a stream, which can end.
     """
 
     def __init__(
-        self, context: FetchContext, start: SessionStart, workers: int, *, streams: bool, in_order: bool
+        self,
+        context: FetchContext,
+        start: SessionStart,
+        workers: int,
+        *,
+        streams: bool,
+        in_order: bool,
     ) -> None:
         super().__init__(context)
         ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
-        self._active = deque(worker for worker in turns if worker not in ended)  # the next one first
+        self._active = deque(
+            worker for worker in turns if worker not in ended
+        )  # the next one first
         self._streams = streams
         self._in_order = in_order
         self._loads = [0] * workers
@@ -258,14 +288,18 @@ class DispatchToWorkers(FetchStage):
 
     def _dispatch(self) -> None:
         while self._waiting and self._active:
-            free = (each for each in self._active if self._in_order or self._loads[each] < PINNED_AHEAD)
+            free = (
+                each for each in self._active if self._in_order or self._loads[each] < PINNED_AHEAD
+            )
             if (worker := next(free, None)) is None:
                 return
             self._active.rotate(-self._active.index(worker) - 1)
             self._loads[worker] += 1
             self.context.deliver(RawBatch(self._waiting.popleft(), None, worker=worker))
         while self._waiting:
-            self.context.deliver(RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True))
+            self.context.deliver(
+                RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True)
+            )
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Free the worker's slot; the whole stream ends with the last worker's."""

@@ -46,7 +46,8 @@ class AssembleTask:
     assembler: Assembler
     rank: RankInfo  # of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    copies: bool = False  # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
+    # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
+    copies: bool = False
 
     def start(self, worker: int, workers: int) -> None:
         adopt_rank(self.rank)
@@ -71,8 +72,11 @@ class StartEpoch(NamedTuple):
 
     epoch: int
     running: frozenset[int]  # the passes still being read
-    set_epoch: bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
-    # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error of a class in it.
+    set_epoch: (
+        bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
+    )
+    # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error
+    # of a class in it.
     state: PickledPayload | None
 
 
@@ -80,7 +84,8 @@ class StartEpoch(NamedTuple):
 class ReadTask(AssembleTask):
     """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
 
-    Random generators are seeded as torch does it when the worker starts, and with `seeds` before each batch is read.
+    Random generators are seeded as torch does it when the worker starts, and with `seeds` before
+    each batch is read.
     """
 
     seeds: bool
@@ -101,8 +106,12 @@ class ReadTask(AssembleTask):
     def __call__(self, request: Any) -> Any:
         """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
         if type(request) is StartEpoch:
-            self._readers = {epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()}
-            self._readers[request.epoch] = self._reader(request.epoch, request.state, set_epoch=request.set_epoch)
+            self._readers = {
+                epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()
+            }
+            self._readers[request.epoch] = self._reader(
+                request.epoch, request.state, set_epoch=request.set_epoch
+            )
             return None
         plan = RawBatch.from_flat(request).plan
         if self.iterable:  # each worker counts the samples of its own part
@@ -110,7 +119,9 @@ class ReadTask(AssembleTask):
         epoch = plan.epoch
         if epoch not in self._readers:  # the worker was replaced in mid-epoch
             self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
-            self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)  # not what its predecessor drew
+            self._seed(
+                batch_seed(self.base_seed, epoch, plan.number) >> 1
+            )  # not what its predecessor drew
         session_epoch.set(epoch)
         return _flat(self._readers[epoch](plan), plan)
 
@@ -119,14 +130,20 @@ class ReadTask(AssembleTask):
         torch.manual_seed(base_seed + self._worker)
         np.random.seed(numpy_seed(base_seed, self._worker))
 
-    def _reader(self, epoch: int, state: PickledPayload | None, *, set_epoch: bool) -> Callable[[BatchPlan], HostBatch]:
+    def _reader(
+        self, epoch: int, state: PickledPayload | None, *, set_epoch: bool
+    ) -> Callable[[BatchPlan], HostBatch]:
         session_epoch.set(epoch)
         try:
             propagate_epoch(self.dataset, epoch, only_wanted=not set_epoch)
             restored = None if state is None else cast(State, state.loads())
             reader = StreamReader if self.iterable else MapReader
-            return reader(self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds)
-        except BaseException as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
+            return reader(
+                self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds
+            )
+        except (
+            BaseException
+        ) as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
             return cannot_start(error, restoring=state is not None)
 
 
@@ -144,7 +161,9 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
             host = host._replace(data=PickledPayload.dumps(host.data, copied=copied))
-        except BaseException as error:  # user code: __reduce__ of the result of transform or collate_fn
+        except (
+            BaseException
+        ) as error:  # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             failed = not_picklable("the return value of collate_fn", error, remedy)
             host = host.replaced_by(failed, Stage.COLLATE)
@@ -167,14 +186,17 @@ def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklable
 
 
 def _with_picklable_error(failure: Failure) -> Failure:
-    traceback = format_error(failure.error) if failure.traceback is None else failure.traceback  # the first process's
+    traceback = (
+        format_error(failure.error) if failure.traceback is None else failure.traceback
+    )  # the first process's
     return replace(failure, error=picklable_error(failure.error), traceback=traceback)
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:
     """A function from indices to what the default collate makes of those samples, which raises if one is wrong.
 
-    None but for a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may do more.
+    None but for a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may
+    do more.
     """
     if type(dataset) is Subset:
         inner = tensor_fast_path(dataset.dataset)
@@ -182,7 +204,11 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         if inner is None:
             return None
         return lambda indices: inner([positions[index] for index in indices])
-    if type(dataset) is not TensorDataset or not len(dataset) or not all(map(_is_plain, dataset.tensors)):
+    if (
+        type(dataset) is not TensorDataset
+        or not len(dataset)
+        or not all(map(_is_plain, dataset.tensors))
+    ):
         return None
     length = len(dataset)
     rows = [(tensor, tensor[0], tensor.is_contiguous()) for tensor in dataset.tensors]
@@ -215,7 +241,9 @@ class BatchReader:
 
     _gather: Gather | None = None  # makes a batch of its indices, where nothing of the user's runs
 
-    def __init__(self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False
+    ) -> None:
         self._dataset = dataset
         self._assembler = assembler
         self._tolerance, self._catch = assembler.tolerance, assembler.catch
@@ -233,7 +261,9 @@ class BatchReader:
             self._generators.seed(plan.seed)
         if self._gather is not None:
             try:
-                return HostBatch(plan, self._gather(plan.indices), len(plan.indices), times=times_since(began))
+                return HostBatch(
+                    plan, self._gather(plan.indices), len(plan.indices), times=times_since(began)
+                )
             except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
                 pass
         raw = self._read(plan)
@@ -252,13 +282,20 @@ class MapReader(BatchReader):
     `state` is that of an earlier reader, after one of its batches; None for the beginning.
     """
 
-    def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
+    def __init__(
+        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
+    ) -> None:
         super().__init__(dataset, assembler, **kwargs)
         self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
         if state is not None:
             restore_user(dataset, state, lambda: None)
         self._stateful = is_stateful(dataset)
-        default = assembler.batched and not assembler.transforms and is_default(assembler.collate) and stacks_tensors()
+        default = (
+            assembler.batched
+            and not assembler.transforms
+            and is_default(assembler.collate)
+            and stacks_tensors()
+        )
         self._gather = tensor_fast_path(dataset) if default and not self._stateful else None
 
     def state_dict(self) -> State | None:
@@ -282,7 +319,8 @@ class MapReader(BatchReader):
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
                 return RawBatch(plan, self._one_by_one(plan))  # to find the sample that failed
             return RawBatch(plan, [Failure.caught(error, Stage.FETCH, plan.number)])
-        # Any other type is a batch that the dataset has assembled; collate_fn receives it unchanged.
+        # Any other type is a batch that the dataset has assembled; collate_fn receives it
+        # unchanged.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
     def _one_by_one(self, plan: BatchPlan) -> list[Any]:
@@ -305,7 +343,9 @@ class StreamReader(BatchReader):
     `StateError` if the state is of another dataset, or damaged.
     """
 
-    def __init__(self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool) -> None:
+    def __init__(
+        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
+    ) -> None:
         super().__init__(dataset, assembler, **kwargs)
         self._progress = Progress.at(state)
         self._errors = 0  # of those read

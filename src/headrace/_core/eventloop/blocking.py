@@ -1,8 +1,9 @@
 """Short blocking calls, such as reading a small file, in threads: waiting calls share a trip to a thread and back.
 
-That trip, two wake-ups with a system call and a switch of threads each, takes longer than the call. One
-`loop.run_in_executor` for each of 64 calls in flight takes 23 µs of CPU where this takes 2, and 70 instead of 33 with
-a file of 56 KB; see docs/design/0004. So a thread makes calls as long as there are any, and returns results in batches.
+That trip, two wake-ups with a system call and a switch of threads each, takes longer than the call.
+One `loop.run_in_executor` for each of 64 calls in flight takes 23 µs of CPU where this takes 2, and
+70 instead of 33 with a file of 56 KB; see docs/design/0004. So a thread makes calls as long as
+there are any, and returns results in batches.
 """
 
 from __future__ import annotations
@@ -20,19 +21,26 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop's default executor has
-RESIZE_INTERVAL = 0.02  # seconds between checks of the number of threads; a busy machine may delay one by 10 ms
-# Seconds for a call, above which threads are doubled. A cached file of 56 KB takes 0.01 ms, and 0.1 ms where ten
-# processes share two cores; there, four threads finished half as much CPU time again as one: they contend for the GIL.
-# A network file system or a hard disk takes some ms.
+RESIZE_INTERVAL = (
+    0.02  # seconds between checks of the number of threads; a busy machine may delay one by 10 ms
+)
+# Seconds for a call, above which threads are doubled. A cached file of 56 KB takes 0.01 ms, and 0.1
+# ms where ten processes share two cores; there, four threads finished half as much CPU time again
+# as one: they contend for the GIL. A network file system or a hard disk takes some ms.
 SLOW_CALL = 0.00025
-MAX_RUN = 0.05  # seconds for which a thread of the executor makes calls before other users of the executor get a turn
-FLUSH_INTERVAL = 0.0005  # seconds that a result may wait for others before it is returned to the loop
+# seconds for which a thread of the executor makes calls before other users of the executor get a
+# turn
+MAX_RUN = 0.05
+FLUSH_INTERVAL = (
+    0.0005  # seconds that a result may wait for others before it is returned to the loop
+)
 
 
 def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
     """Call ``function(*args)`` in a thread. For short internal functions only.
 
-    A call whose future is cancelled before it starts is not made; the result of one that has started is dropped.
+    A call whose future is cancelled before it starts is not made; the result of one that has
+    started is dropped.
     """
     loop = asyncio.get_running_loop()
     executor: _BatchedExecutor | None = getattr(_local, "executor", None)
@@ -49,7 +57,9 @@ class _BatchedExecutor:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._calls: deque[tuple[asyncio.Future[object], Callable[..., object], tuple[object, ...]]] = deque()
+        self._calls: deque[
+            tuple[asyncio.Future[object], Callable[..., object], tuple[object, ...]]
+        ] = deque()
         self._results: deque[tuple[asyncio.Future[object], BaseException | None, object]] = deque()
         self._threads = 0
         self._wanted = 1
@@ -57,7 +67,9 @@ class _BatchedExecutor:
         self._finished = 0
         self._flushing = False  # whether `_set_results` is scheduled
 
-    def submit(self, function: Callable[..., object], args: tuple[object, ...]) -> asyncio.Future[object]:
+    def submit(
+        self, function: Callable[..., object], args: tuple[object, ...]
+    ) -> asyncio.Future[object]:
         future = self.loop.create_future()
         self._calls.append((future, function, args))
         if not self._threads:

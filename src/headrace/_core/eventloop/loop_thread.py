@@ -1,7 +1,7 @@
 """An event loop in a daemon thread: the engine runs on one, and the synchronous methods of datasets.
 
-A training step blocks the loop it is on, so headrace never uses the caller's loop; a loop that already runs (a
-notebook, an async program) does not matter.
+A training step blocks the loop it is on, so headrace never uses the caller's loop; a loop that
+already runs (a notebook, an async program) does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from headrace.errors import DeadlockError, EngineDiedError
 T = TypeVar("T")
 
 EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
-_DESCRIPTORS = 10  # of a first loop, on the main thread: uvloop 0.23 opens nine; asyncio's needs five
+_DESCRIPTORS = (
+    10  # of a first loop, on the main thread: uvloop 0.23 opens nine; asyncio's needs five
+)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -49,8 +51,8 @@ def import_event_loop() -> types.ModuleType:
 async def end_tasks(deadline: float) -> str:
     """End the other tasks of the running loop, which closes its resources, and close its remaining async generators.
 
-    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally` runs there. Returns
-    where those wait that have not ended in so many seconds, empty if all have.
+    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally`
+    runs there. Returns where those wait that have not ended in so many seconds, empty if all have.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
@@ -64,9 +66,12 @@ async def end_tasks(deadline: float) -> str:
         if late:
             return ", ".join(sorted(set(map(repr, late))))
         seen |= new
-        # Their generators get tasks now; one more iteration so that late native callbacks are processed.
+        # Their generators get tasks now; one more iteration so that late native callbacks are
+        # processed.
         await asyncio.sleep(0)
-    with suppress(TimeoutError):  # user code in a generator's `finally`; the loop is closed all the same
+    with suppress(
+        TimeoutError
+    ):  # user code in a generator's `finally`; the loop is closed all the same
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
     return ""
@@ -79,8 +84,8 @@ carried: ContextVar[object] = ContextVar("headrace_carried", default=None)
 class LoopThread:
     """An event loop that runs in a daemon thread until `close`.
 
-    The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread and calls `close`.
-    All methods are thread-safe.
+    The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread
+    and calls `close`. All methods are thread-safe.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,10 +94,13 @@ class LoopThread:
         self._lock = threading.RLock()
         self._closing = False
         self._running = threading.Event()
-        self.on_death: set[Callable[[BaseException], None]] = set()  # called if it ends other than by `close`
+        self.on_death: set[Callable[[BaseException], None]] = (
+            set()
+        )  # called if it ends other than by `close`
         self._died: BaseException | None = None
         self._uncancelled = ""
-        # Loops hold tasks by weak references: a task that waits for an object that only it refers to is collected.
+        # Loops hold tasks by weak references: a task that waits for an object that only it refers
+        # to is collected.
         self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -145,9 +153,12 @@ class LoopThread:
     def close(self, deadline: float) -> str | None:
         """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
 
-        Returns what did not end in time, in words. A thread that user code blocks stays, as a daemon.
+        Returns what did not end in time, in words. A thread that user code blocks stays, as a
+        daemon.
         """
-        if self._pid != os.getpid():  # a fork has no such thread, and another thread may have held the lock
+        if (
+            self._pid != os.getpid()
+        ):  # a fork has no such thread, and another thread may have held the lock
             return None
         with self._lock:
             first = not self._closing
@@ -159,7 +170,8 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None
-        # The loop keeps the deadline itself; one more second for a loop that a blocking call delays.
+        # The loop keeps the deadline itself; one more second for a loop that a blocking call
+        # delays.
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
             return self.blocked_in()
@@ -169,10 +181,16 @@ class LoopThread:
         """The current location of the thread as text: where a loop that does not respond is blocked."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        place = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "an unknown place"
+        place = (
+            f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})"
+            if stack
+            else "an unknown place"
+        )
         return f"thread {self._name!r} is blocked in {place}"
 
-    def _stop(self, deadline: float) -> None:  # makes the coroutine on the loop: one that has died never would run it
+    def _stop(
+        self, deadline: float
+    ) -> None:  # makes the coroutine on the loop: one that has died never would run it
         self._stopper = self._loop.create_task(self._end(deadline))
 
     async def _end(self, deadline: float) -> None:
@@ -194,7 +212,9 @@ class LoopThread:
             loop.run_forever()
             if not self._closing:
                 self._died = RuntimeError("something stopped the loop from outside")
-        except BaseException as error:  # SystemExit of a task of user code: reported to the consumers
+        except (
+            BaseException
+        ) as error:  # SystemExit of a task of user code: reported to the consumers
             self._died = error
         finally:
             if self._died is not None:
@@ -207,7 +227,8 @@ class LoopThread:
 def _refuse(callback: object, *args: object, context: object = None) -> None:
     """`call_soon_threadsafe` of a loop that has ended; without an error for results of obstore, which no task awaits.
 
-    One that it is about to hand over may come after the close; it would print a traceback on standard error.
+    One that it is about to hand over may come after the close; it would print a traceback on
+    standard error.
     """
     if type(callback).__name__ != "CheckedCompletor":
         raise RuntimeError("Event loop is closed")

@@ -1,7 +1,7 @@
 """Resources that belong to one event loop: opened on it at first use, and closed on it when the loop ends.
 
-A connection pool works on the loop that it was made on, and on no other. A dataset is used on several: a loader's
-engine has one, and `dataset[i]` another.
+A connection pool works on the loop that it was made on, and on no other. A dataset is used on
+several: a loader's engine has one, and `dataset[i]` another.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _owners: dict[asyncio.AbstractEventLoop, list[Owner]] = {}
 class Owner:
     """A task of the running loop that opens a resource, holds it, and closes it.
 
-    One task does both, as task groups and cancel scopes require. It closes after `start_closing`, and when it is
-    cancelled, as `asyncio.run` and headrace's own loops cancel all tasks at their end: then in the reverse order of
-    opening.
+    One task does both, as task groups and cancel scopes require. It closes after `start_closing`,
+    and when it is cancelled, as `asyncio.run` and headrace's own loops cancel all tasks at their
+    end: then in the reverse order of opening.
 
-    `what` names the resource in warnings; `on_end` is called when it is closed, or could not be opened.
+    `what` names the resource in warnings; `on_end` is called when it is closed, or could not be
+    opened.
     """
 
     def __init__(self, make: _Make, close: _Close, what: str, on_end: Callable[[], object]) -> None:
@@ -48,7 +49,9 @@ class Owner:
         self._on_end = on_end
         self._closing = asyncio.Event()
         # In a context of its own: it outlives the session that first needed the resource.
-        self.task = self.loop.create_task(self._own(make, close), name=what, context=contextvars.Context())
+        self.task = self.loop.create_task(
+            self._own(make, close), name=what, context=contextvars.Context()
+        )
 
     def start_closing(self) -> None:
         """Close the resource soon; on the loop."""
@@ -63,7 +66,9 @@ class Owner:
             try:
                 resource = make()
                 del make  # once opened, it and its object are not kept alive
-                if inspect.isawaitable(resource) and (close is not None or not hasattr(resource, "__aexit__")):
+                if inspect.isawaitable(resource) and (
+                    close is not None or not hasattr(resource, "__aexit__")
+                ):
                     resource = await resource
                 if close is None and hasattr(resource, "__aexit__") and not _is_lock(resource):
                     resource = await stack.enter_async_context(resource)
@@ -81,7 +86,9 @@ class Owner:
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
-                while self.task.uncancel():  # `asyncio.timeout` and task groups look at the count while it is closed
+                while (
+                    self.task.uncancel()
+                ):  # `asyncio.timeout` and task groups look at the count while it is closed
                     pass
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
@@ -102,7 +109,9 @@ class Owner:
 
 
 async def _end(resource: Any, close: _Close) -> None:
-    by_method = getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
+    by_method = (
+        getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
+    )
     closing = by_method() if close is None else close(resource)
     if inspect.isawaitable(closing):
         await closing
@@ -111,7 +120,9 @@ async def _end(resource: Any, close: _Close) -> None:
 class PerLoop(Generic[T]):
     """A resource for each event loop; made by `per_loop`."""
 
-    def __init__(self, make: Callable[[], object], close: Callable[[T], object] | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], object], close: Callable[[T], object] | None = None
+    ) -> None:
         self._make = make
         self._close = close
         self._opened: dict[asyncio.AbstractEventLoop, Owner] = {}
@@ -127,11 +138,17 @@ class PerLoop(Generic[T]):
         loop, opened = asyncio.get_running_loop(), self._opened
         owner = opened.get(loop)
         if owner is None:
-            for dead in [each for each in opened if each.is_closed()]:  # closed without cancelling its tasks
+            for dead in [
+                each for each in opened if each.is_closed()
+            ]:  # closed without cancelling its tasks
                 del opened[dead]
                 _owners.pop(dead, None)
-            owner = opened[loop] = Owner(self._make, self._close, repr(self), lambda: opened.pop(loop, None))
-        resource: T = owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
+            owner = opened[loop] = Owner(
+                self._make, self._close, repr(self), lambda: opened.pop(loop, None)
+            )
+        resource: T = (
+            owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
+        )
         return resource
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -162,24 +179,27 @@ def per_loop(make: Callable[[], AbstractAsyncContextManager[T]]) -> PerLoop[T]: 
 @overload
 def per_loop(make: Callable[[], Awaitable[AbstractAsyncContextManager[T]]]) -> PerLoop[T]: ...
 @overload
-def per_loop(make: Callable[[], Awaitable[T]], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
+def per_loop(
+    make: Callable[[], Awaitable[T]], close: Callable[[T], object] | None = None
+) -> PerLoop[T]: ...
 @overload
 def per_loop(make: Callable[[], T], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
 def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = None) -> PerLoop[T]:
     """A resource that is opened once on each event loop that uses it: a session, a pool of connections.
 
-    Connections work on the loop that they were opened on. A dataset is read on several: each loader's, and the one
-    of ``dataset[i]``. Await the result to get the running loop's resource. It is closed when its loop ends (a
-    loader's when the loader is closed), the last opened first, or when the object that this returns is collected.
-    A pickled copy has no open resources.
+    Connections work on the loop that they were opened on. A dataset is read on several: each
+    loader's, and the one of ``dataset[i]``. Await the result to get the running loop's resource. It
+    is closed when its loop ends (a loader's when the loader is closed), the last opened first, or
+    when the object that this returns is collected. A pickled copy has no open resources.
 
     Args:
-        make: opens it; a plain or an async function without arguments, called on the loop. Where it gives an async
-            context manager and there is no `close`, it is entered, and the resource is the result of entering. A lock,
-            semaphore, condition or limiter (with `acquire` or `wait`, without `close`) is not entered: it is the
-            resource.
-        close: closes it; a plain or an async function of the resource. By default, an async context manager is left,
-            and of anything else `aclose()` or `close()` is called where there is one.
+        make: opens it; a plain or an async function without arguments, called on the loop. Where it
+            gives an async context manager and there is no `close`, it is entered, and the resource
+            is the result of entering. A lock, semaphore, condition or limiter (with `acquire` or
+            `wait`, without `close`) is not entered: it is the resource.
+        close: closes it; a plain or an async function of the resource. By default, an async context
+            manager is left, and of anything else `aclose()` or `close()` is called where there is
+            one.
 
     Raises:
         TypeError: one of the two cannot be called.

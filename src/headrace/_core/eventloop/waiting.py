@@ -44,9 +44,10 @@ class Waker:
 def wait_readable(*sources: Readable, timeout: float | None) -> bool:
     """Block until one of `sources` is readable, or a signal arrives; False after `timeout` seconds (None: no limit).
 
-    True may come early: a future that `wait_done` has waited for may wake the main thread just after, in its next wait.
-    A signal that arrives just before a blocking call does not interrupt it: Python notes it, and handles it when the
-    call returns, which may be never. So on the main thread signals write to a socket that is waited for too.
+    True may come early: a future that `wait_done` has waited for may wake the main thread just
+    after, in its next wait. A signal that arrives just before a blocking call does not interrupt
+    it: Python notes it, and handles it when the call returns, which may be never. So on the main
+    thread signals write to a socket that is waited for too.
     """
     with _signals() as noted:
         poller = select.poll()
@@ -85,8 +86,8 @@ def _wake_main_thread(_: object) -> None:
 class CloseGuard:
     """Closes descriptors that may be waited for: at once, or when the last waiter has returned.
 
-    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's by then. So `close`
-    wakes waiters first.
+    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's
+    by then. So `close` wakes waiters first.
     """
 
     def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
@@ -121,7 +122,9 @@ class CloseGuard:
     def _close_if_unused(self) -> None:
         if not self._held:
             close = self._close
-            self._wake = self._close = lambda: None  # these hold the owner, which would wait for the garbage collector
+            self._wake = self._close = lambda: (
+                None
+            )  # these hold the owner, which would wait for the garbage collector
             close()
 
 
@@ -141,7 +144,9 @@ def _signals() -> Iterator[list[socket.socket]]:
         yield [pair.source]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with suppress(BlockingIOError):  # no signal; or that loop's pipe is full, which wakes it anyway
+        with suppress(
+            BlockingIOError
+        ):  # no signal; or that loop's pipe is full, which wakes it anyway
             numbers = pair.source.recv(4096)
             if before != -1:  # the event loop that is blocked in this call reads its signals there
                 os.write(before, numbers)

@@ -1,10 +1,10 @@
 """Detection of user code that blocks an engine's event loop.
 
-While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes when a beat is late
-by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat comes. A function of user code has
-blocked the loop for the time between samples that find the loop in the function, without the time in which the loop's
-thread waited for a core or for the GIL. If the process was stopped, the watchdog itself wakes late: at most 20 ms count
-for a sample.
+While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes
+when a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat
+comes. A function of user code has blocked the loop for the time between samples that find the loop
+in the function, without the time in which the loop's thread waited for a core or for the GIL. If
+the process was stopped, the watchdog itself wakes late: at most 20 ms count for a sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ WARNING = (
 )
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
-_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # `sysconfig` takes 1.6 ms to import
+_STANDARD_LIBRARY = os.path.join(
+    os.path.dirname(os.__file__), ""
+)  # `sysconfig` takes 1.6 ms to import
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
 _FUTEX = (b"202", b"98")  # numbers of the system call on x86-64 and on ARM
@@ -55,7 +57,9 @@ class LoopWatch:
 
     def __init__(self, dataset: str) -> None:
         self.blocked_seconds = 0.0  # for which user code has blocked the loop so far
-        self.queued_seconds = 0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
+        self.queued_seconds = (
+            0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
+        )
         self.place: str | None = None  # the line of user code that has blocked it last
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
@@ -65,7 +69,9 @@ class LoopWatch:
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: it is to end; without locks, for forks
+        self._wake: queue.SimpleQueue[bool] = (
+            queue.SimpleQueue()
+        )  # False: it is to end; without locks, for forks
         self._late: dict[types.CodeType, float] = {}  # seconds of the late beat, by function
 
     def begin(self) -> None:
@@ -76,7 +82,9 @@ class LoopWatch:
             self._times = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
             self._beat()
             if self._watchdog is None:
-                self._watchdog = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
+                self._watchdog = threading.Thread(
+                    target=self._run, name="headrace-watchdog", daemon=True
+                )
                 self._watchdog.start()
             self._wake.put(True)
 

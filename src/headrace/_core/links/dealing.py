@@ -14,9 +14,11 @@ _ANY = 1 << 20  # plans that an engine can be given at once
 
 @dataclass(slots=True)
 class _Share:
-    plans: dict[int, BatchPlan] = field(default_factory=dict)  # those that it was given and has not made
-    # How many these may be. An engine that has died begins again with one, and doubles them with each batch, so that a
-    # batch that ends engines is found.
+    plans: dict[int, BatchPlan] = field(
+        default_factory=dict
+    )  # those that it was given and has not made
+    # How many these may be. An engine that has died begins again with one, and doubles them with
+    # each batch, so that a batch that ends engines is found.
     room: int = _ANY
     made: bool = False  # whether its process has made a batch
     deaths: int = 0  # of its last processes, which have made none
@@ -25,12 +27,16 @@ class _Share:
 class Dealer:
     """Deals plans to the engine that has the fewest, and takes back those of an engine that has died.
 
-    Batches are put in order if `in_order`. Where an engine joins the requests of plans that follow each other, plans
-    that are sent together go to engines in few parts (`chunked`).
+    Batches are put in order if `in_order`. Where an engine joins the requests of plans that follow
+    each other, plans that are sent together go to engines in few parts (`chunked`).
     """
 
-    def __init__(self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False) -> None:
-        self.waiting: deque[BatchPlan] = deque()  # that wait for an engine, ascending; new ones are appended
+    def __init__(
+        self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False
+    ) -> None:
+        self.waiting: deque[BatchPlan] = (
+            deque()
+        )  # that wait for an engine, ascending; new ones are appended
         self.shares = [_Share() for _ in range(engines)]
         self._in_order = in_order
         self._chunked = chunked
@@ -41,15 +47,19 @@ class Dealer:
     def deal(self, engines: Collection[int]) -> dict[int, list[BatchPlan]]:
         """Give the waiting plans to some of `engines`, those that can take plans; returns what each gets, ascending.
 
-        In order, a batch that may end engines is dealt again when the batches before it have arrived, which are then
-        delivered, whatever happens.
+        In order, a batch that may end engines is dealt again when the batches before it have
+        arrived, which are then delivered, whatever happens.
         """
         waiting, self.waiting = self.waiting, deque()
         size = -(-len(waiting) // len(engines)) if self._chunked and waiting else 1
         dealt: dict[int, list[BatchPlan]] = {}
         engine = -1
         for position, plan in enumerate(waiting):
-            free = [engine for engine in engines if len(self.shares[engine].plans) < self.shares[engine].room]
+            free = [
+                engine
+                for engine in engines
+                if len(self.shares[engine].plans) < self.shares[engine].room
+            ]
             if not free or (plan.number in self._lost_alone and self._makes_earlier(plan.number)):
                 self.waiting.append(plan)
                 continue
@@ -76,16 +86,21 @@ class Dealer:
 
     def engine_of(self, number: int) -> int | None:
         """The engine that has a plan; None if it waits for one, or its batch has been made."""
-        return next((engine for engine, share in enumerate(self.shares) if number in share.plans), None)
+        return next(
+            (engine for engine, share in enumerate(self.shares) if number in share.plans), None
+        )
 
     def _makes_earlier(self, number: int) -> bool:
         """Whether, in order, an engine makes a batch before this one."""
-        return self._in_order and any(other < number for share in self.shares for other in share.plans)
+        return self._in_order and any(
+            other < number for share in self.shares for other in share.plans
+        )
 
     def take_back(self, engines: Collection[int]) -> tuple[int, int]:
         """Let the plans of engines that have died wait for others.
 
-        Returns the batch with which most engines have died that made nothing else, and their number.
+        Returns the batch with which most engines have died that made nothing else, and their
+        number.
         """
         plans = [*self.waiting]
         for engine in engines:

@@ -1,7 +1,7 @@
 """Several engines behind one link: plans are dealt, and an engine that dies beside others is replaced.
 
-Its batches are made by the others: each has its own number, seed and indices, so that it is the same from whichever
-engine it comes.
+Its batches are made by the others: each has its own number, seed and indices, so that it is the
+same from whichever engine it comes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from headrace._core.batches import GROWING, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
 from headrace._core.links.dealing import Dealer
-from headrace._core.messages import Answer, Consumed, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.messages import (
+    Answer,
+    Consumed,
+    Link,
+    Request,
+    SessionEnd,
+    Started,
+    Status,
+    StatusRequest,
+)
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
 from headrace.errors import EngineDiedError, EngineStartError
 
-CHECK_EVERY = 5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
+CHECK_EVERY = (
+    5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
+)
 DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 
@@ -33,12 +44,17 @@ class EngineGroup(Link):
     def __init__(
         self,
         config: EngineConfig,
-        connect: Callable[[int], Link],  # opens the link to an engine, by its number; replaces one that has died
+        connect: Callable[
+            [int], Link
+        ],  # opens the link to an engine, by its number; replaces one that has died
         engines: int,
         *,
         first: int,  # number of a batch
-        cluster: RayPlacement | None = None,  # where they may take long to start, and are lost with their nodes
-        later: Sequence[int] = (),  # engines that are linked when another has begun: the first batch needs a core
+        cluster: RayPlacement
+        | None = None,  # where they may take long to start, and are lost with their nodes
+        later: Sequence[
+            int
+        ] = (),  # engines that are linked when another has begun: the first batch needs a core
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -52,15 +68,23 @@ class EngineGroup(Link):
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
-        self._least = 1 if cluster is None else min(cluster.least, engines)  # engines without which no plan is dealt
+        self._least = (
+            1 if cluster is None else min(cluster.least, engines)
+        )  # engines without which no plan is dealt
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
-        self._running = set(range(engines)) if cluster is None else set[int]()  # or will run within a moment
+        self._running = (
+            set(range(engines)) if cluster is None else set[int]()
+        )  # or will run within a moment
         self._later = later
         self._lost: dict[int, str] = {}  # engines that have died, and how
         self._ends: dict[int, str] = {}  # how the last process of each engine has ended
-        self._times: dict[Link, StageTimes] = {}  # of the last batch of each link, also of a former one
-        self._standing: dict[type, Request] = {}  # the last request of each kind that is for all engines
+        self._times: dict[
+            Link, StageTimes
+        ] = {}  # of the last batch of each link, also of a former one
+        self._standing: dict[
+            type, Request
+        ] = {}  # the last request of each kind that is for all engines
         self._over = False
         self._selector = selectors.DefaultSelector()
         self.source = self._selector.fileno()
@@ -88,7 +112,11 @@ class EngineGroup(Link):
             if engine in self._links:
                 self._links[engine].send(message)
             else:
-                why = self._shortage if self._cluster and len(self._running) < self._least else "others have ended"
+                why = (
+                    self._shortage
+                    if self._cluster and len(self._running) < self._least
+                    else "others have ended"
+                )
                 self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
@@ -98,7 +126,9 @@ class EngineGroup(Link):
     def receive(self) -> None:
         """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
         # Those elsewhere are looked after also if nothing arrives.
-        ready = [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
+        ready = (
+            [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
+        )
         arrived = self._take_in(ready)
         if arrived and self._later:
             later, self._later = self._later, ()
@@ -108,7 +138,9 @@ class EngineGroup(Link):
             except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
                 self._end(error)
         while self._lost and not self._over:
-            self._take_in([*self._links])  # all that have died by now: none gets the batches of another
+            self._take_in(
+                [*self._links]
+            )  # all that have died by now: none gets the batches of another
             if not self._over:
                 self._replace_lost()
         self._deal()
@@ -161,7 +193,9 @@ class EngineGroup(Link):
                 elif isinstance(message, Started):
                     self._running.add(number)
                 elif isinstance(message, Status):
-                    self.messages.append(Status(f"{message.text}, in engine {number} of {self._engines}"))
+                    self.messages.append(
+                        Status(f"{message.text}, in engine {number} of {self._engines}")
+                    )
                 elif isinstance(message, SessionEnd) and message.death is not None:
                     self._lost[number] = message.death
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
@@ -172,12 +206,16 @@ class EngineGroup(Link):
         """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
         self._times[link] = times
         loads = [self._times[each].load for each in self._links.values() if each in self._times]
-        # Those that have made no batch of this session yet count as the others: their sums of earlier ones would come
-        # at once later.
+        # Those that have made no batch of this session yet count as the others: their sums of
+        # earlier ones would come at once later.
         known = min(len(self._times), self._engines)
-        means = {name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING}
+        means = {
+            name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING
+        }
         steps = sum(each.steps_seconds for each in self._times.values())
-        return times._replace(load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means)
+        return times._replace(
+            load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means
+        )
 
     def _deal(self) -> None:
         if self._over or not self._dealer.waiting:
@@ -212,8 +250,8 @@ class EngineGroup(Link):
             link.leave()
             link.close()
         batch, deaths = self._dealer.take_back(lost)
-        # Engines of a cluster are lost with their nodes, and replaced even if all are. The position that an engine had
-        # in a stream is lost with the engine.
+        # Engines of a cluster are lost with their nodes, and replaced even if all are. The position
+        # that an engine had in a stream is lost with the engine.
         none_left = not self._links and (self._cluster is None or self._is_stream)
         if none_left or deaths >= DEATHS_ALONE:
             why = f"all of its {self._engines} processes have ended"
@@ -226,7 +264,11 @@ class EngineGroup(Link):
             return
         results = {number: self._restart(number) for number in lost}
         if not self._links:  # none could be started
-            self._end(EngineDiedError(why="; ".join(f"engine {number}: {why}" for number, why in results.items())))
+            self._end(
+                EngineDiedError(
+                    why="; ".join(f"engine {number}: {why}" for number, why in results.items())
+                )
+            )
             return
         self._deal()
         for number, result in results.items():  # last, since a warning may be an error

@@ -37,7 +37,9 @@ class InlineLink(Link):
         make = functools.partial(
             StreamReader if config.kind.is_iterable else MapReader,
             config.dataset,
-            replace(config.assembler, catch=Exception),  # Ctrl-C is raised, and is not an error of the dataset
+            replace(
+                config.assembler, catch=Exception
+            ),  # Ctrl-C is raised, and is not an error of the dataset
             drop_last=config.drop_last,
             seeds=self._isolates,
         )
@@ -56,7 +58,9 @@ class InlineLink(Link):
 
     def state_dict(self) -> State | None:
         """The state of a stateful dataset, or of its iterator; None if there is none."""
-        return self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
+        return (
+            self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
+        )
 
     def send(self, message: Request) -> None:
         if isinstance(message, list):  # nothing is in progress here, and nothing is fetched
@@ -89,9 +93,10 @@ class InlineLink(Link):
 class WorkOnConsumersThread:
     """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
 
-    A helper thread would draw from the same random generators as the training loop, in an order that depends on timing.
-    Here each batch is transformed and collated with generators seeded from its own seed, and each sample of a stream
-    that is filtered with its own; afterwards their states are restored.
+    A helper thread would draw from the same random generators as the training loop, in an order
+    that depends on timing. Here each batch is transformed and collated with generators seeded from
+    its own seed, and each sample of a stream that is filtered with its own; afterwards their states
+    are restored.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -114,6 +119,9 @@ class WorkOnConsumersThread:
             made = self._assembler(host.data).located(host.data.origin or self._sample_key)
         work = made.times
         times = host.times._replace(
-            work_began=work.work_began, work_ended=work.work_ended, work_cpu=work.work_cpu, worked_by=work.worked_by
+            work_began=work.work_began,
+            work_ended=work.work_ended,
+            work_cpu=work.work_cpu,
+            worked_by=work.worked_by,
         )
         return made.with_failures_of(host)._replace(times=times)

@@ -48,7 +48,9 @@ class Placement(ABC):
         return session
 
     @abstractmethod
-    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session: ...
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
+    ) -> Session: ...
 
     def close(self) -> None:
         """End all sessions and engines; idempotent, and without effect in a fork, which has neither."""
@@ -62,7 +64,9 @@ class Placement(ABC):
     def _end(self) -> None: ...
 
 
-@atexit.register  # hooks run in the reverse order of their registration, so this comes before those of what is imported
+# hooks run in the reverse order of their registration, so this comes before those of what is
+# imported
+@atexit.register
 def _close_all() -> None:
     for placement in list(_living):
         with suppress(KeyboardInterrupt):  # which leaves the rest of it to its processes
@@ -72,17 +76,22 @@ def _close_all() -> None:
 def snapshot(dataset: object) -> list[object]:
     """What says whether a copy of a dataset is still true: equal lists if no difference is found.
 
-    It has the length, attributes, functions and class of the dataset, and of the datasets it is made of. So it detects
-    attributes that were set, containers that grew or shrank, and functions that changed, or that were defined anew in a
-    notebook; not an element that was replaced.
+    It has the length, attributes, functions and class of the dataset, and of the datasets it is
+    made of. So it detects attributes that were set, containers that grew or shrank, and functions
+    that changed, or that were defined anew in a notebook; not an element that was replaced.
     """
     found: list[object] = []
     for part in walk_datasets(dataset):
         for name, value in ("", part), *getattr(part, "__dict__", {}).items():
             plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
-            # Bound methods are equal if their objects are identical; comparing elements would cost as much as a copy.
-            found.append((name, type(value), value if plain else types.MethodType(id, value), _length(value)))
-            if name == "":  # with the functions and globals that a class of the program's main module uses
+            # Bound methods are equal if their objects are identical; comparing elements would cost
+            # as much as a copy.
+            found.append(
+                (name, type(value), value if plain else types.MethodType(id, value), _length(value))
+            )
+            if (
+                name == ""
+            ):  # with the functions and globals that a class of the program's main module uses
                 found.append(fingerprint(type(value)))
             elif callable(value) and not isinstance(value, type):
                 found.append(fingerprint(value))

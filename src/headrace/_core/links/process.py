@@ -1,7 +1,7 @@
 """The process placement: engines in sidecar processes, where neither they nor the trainer's Python slow each other.
 
-The consumer's process needs no thread for them. Plans are sent and batches received on the consumer's own thread; a
-blocking consumer waits for a socket, an async one for its descriptor.
+The consumer's process needs no thread for them. Plans are sent and batches received on the
+consumer's own thread; a blocking consumer waits for a socket, an async one for its descriptor.
 """
 
 from __future__ import annotations
@@ -49,11 +49,17 @@ class ProcessPlacement(Placement):
 
     @property
     def alive(self) -> bool:
-        return self._pid == os.getpid() and not all(engine.process.ended() for engine in self._engines.values())
+        return self._pid == os.getpid() and not all(
+            engine.process.ended() for engine in self._engines.values()
+        )
 
     def connect(self, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
-        if self._count > 1 and (dead := self._engines.get(engine)) is not None and dead.process.ended():
+        if (
+            self._count > 1
+            and (dead := self._engines.get(engine)) is not None
+            and dead.process.ended()
+        ):
             del self._engines[engine]
             dead.close()
             dead.join()
@@ -62,7 +68,9 @@ class ProcessPlacement(Placement):
             self._engines[engine] = SidecarProcess(task, self._modules)
         return self._engines[engine].connect(StartSession(work, start))
 
-    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
+    ) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, work, start)
         if self._count == 1:
@@ -117,7 +125,10 @@ class SidecarProcess:
         if process.sentinel == -1:
             return
         # One that has no pid yet has not started; it ends as soon as it has.
-        if not _ends_within(process, 5 * CLOSE_DEADLINE + WORK_DEADLINE) and process.pid is not None:
+        if (
+            not _ends_within(process, 5 * CLOSE_DEADLINE + WORK_DEADLINE)
+            and process.pid is not None
+        ):
             warnings.warn(
                 f"the loader's process {process.pid} did not end within its deadline and is killed: code in aget or "
                 f"__aiter__ blocks, or does not let CancelledError pass.",
@@ -134,7 +145,9 @@ class ProcessLink(Link):
 
     source: socket.socket
 
-    def __init__(self, connection: Connection, process: WorkerProcess, opening: StartSession) -> None:
+    def __init__(
+        self, connection: Connection, process: WorkerProcess, opening: StartSession
+    ) -> None:
         self.source = connection.frames
         self._channel = BlockingChannel(connection)
         self._channel.send(opening)
@@ -166,7 +179,9 @@ class ProcessLink(Link):
                 if type(obj) is tuple:
                     self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
                     continue
-                if isinstance(obj, BaseException):  # of unpickling: no batch may take the place of the missing one
+                if isinstance(
+                    obj, BaseException
+                ):  # of unpickling: no batch may take the place of the missing one
                     obj = SessionEnd(obj)
                 self.messages.append(obj)
                 if isinstance(obj, SessionEnd):
@@ -174,7 +189,9 @@ class ProcessLink(Link):
                     return
         except Disconnected:
             if not self._over:
-                self.messages.append(SessionEnd(*_end_of(self._process)))  # after Ctrl-C it is called again
+                self.messages.append(
+                    SessionEnd(*_end_of(self._process))
+                )  # after Ctrl-C it is called again
                 self._over = True
         except OSError:
             check_not_forked(self._pid)  # a fork, in which the connection is closed
@@ -193,7 +210,9 @@ class ProcessLink(Link):
 
 def dump_request(message: Request) -> Message:
     """Pickle a message. Plans with indices of a class of a script need cloudpickle, which takes three times as long."""
-    return dump_message(message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message))
+    return dump_message(
+        message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message)
+    )
 
 
 def _ends_within(process: WorkerProcess, seconds: float) -> bool:
@@ -212,8 +231,12 @@ def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
     if process.refusal is not None:
         return process.refusal, how
     if process.pid is None:
-        return EngineDiedError(why="its process could not be started; its error is on standard error"), how
+        return EngineDiedError(
+            why="its process could not be started; its error is on standard error"
+        ), how
     where = "the reason is on standard error"
     if (process.exit_code or 0) <= 0:
         where = "if it was killed, look for the out-of-memory killer in the kernel's log"
-    return EngineDiedError(why=f"its process {process.pid} {how}; {where}"), f"(process {process.pid}) {how}"
+    return EngineDiedError(
+        why=f"its process {process.pid} {how}; {where}"
+    ), f"(process {process.pid}) {how}"

@@ -1,8 +1,9 @@
 """The actor of an engine: it starts the engine's process on its node, and passes messages on.
 
-The engine is the same process as on the consumer's machine (see `headrace._core.links.sidecar`), so that Ray's Python
-does not slow it, and user code does not block Ray's event loop. A batch is copied once here, from its slab to Ray's
-store. What the consumer and the actor exchange is packed as Ray carries it.
+The engine is the same process as on the consumer's machine (see `headrace._core.links.sidecar`), so
+that Ray's Python does not slow it, and user code does not block Ray's event loop. A batch is copied
+once here, from its slab to Ray's store. What the consumer and the actor exchange is packed as Ray
+carries it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
-IN_BAND = 64 * 1024  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+IN_BAND = (
+    64 * 1024
+)  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
@@ -34,16 +37,20 @@ _Answer = list[Packed] | Packed  # small messages, or one that is large
 
 def pack(message: Message) -> Packed:
     if sum(buffer.nbytes for buffer in message.buffers) <= IN_BAND:
-        return pickle.dumps((message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5)
+        return pickle.dumps(
+            (message.pickled, [bytes(buffer) for buffer in message.buffers]), protocol=5
+        )
     empty: np.ndarray[Any, Any] = np.empty(0, dtype=np.uint8)
-    return message.pickled, [np.frombuffer(each, np.uint8) if each.nbytes else empty for each in message.buffers]
+    return message.pickled, [
+        np.frombuffer(each, np.uint8) if each.nbytes else empty for each in message.buffers
+    ]
 
 
 def unpack(packed: Packed) -> Any:
     """The object, its tensors and arrays in memory of this process, which can be written to.
 
-    What Ray gives is a view of its object store, read-only, and shared with other readers. This is the only copy on
-    this side; the store's object can be released behind it.
+    What Ray gives is a view of its object store, read-only, and shared with other readers. This is
+    the only copy on this side; the store's object can be released behind it.
     """
     pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
     return load_message(pickled, [copy_of(buffer) for buffer in found])
@@ -53,7 +60,9 @@ def unpack_views(packed: Packed) -> Any:
     """The object, its tensors and arrays read-only views of what Ray gave."""
     parts: tuple[bytes, list[Any]] = pickle.loads(packed) if isinstance(packed, bytes) else packed
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)  # of torch
+        warnings.filterwarnings(
+            "ignore", "The given (buffer|NumPy array) is not writable", UserWarning
+        )  # of torch
         return load_message(parts[0], [memoryview(buffer).cast("B") for buffer in parts[1]])
 
 
@@ -70,9 +79,12 @@ class EngineActor:
         self._opening = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"headrace engine {self._part[0]}"  # Ray puts this before each line that the actor writes
+        # Ray puts this before each line that the actor writes
+        return f"headrace engine {self._part[0]}"
 
-    async def open(self, session: int, start: SessionStart, config: Packed, work: Packed) -> tuple[str, str, int]:
+    async def open(
+        self, session: int, start: SessionStart, config: Packed, work: Packed
+    ) -> tuple[str, str, int]:
         """Start a session, whose errors answer its plans; returns the node's id and address, and the process id."""
         if (served := self._served(session)) is not None:
             try:
@@ -137,10 +149,14 @@ class _Served:
         self._loop = asyncio.get_running_loop()
         self._link: ProcessLink | None = None
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
-        self._unsent: dict[int, object] = {}  # messages that came before an earlier one, or before the session
+        self._unsent: dict[
+            int, object
+        ] = {}  # messages that came before an earlier one, or before the session
         self._next = 0
         self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
-        self._small: list[Packed] = []  # the last in the queue, unless that is empty; closed by a large one
+        self._small: list[
+            Packed
+        ] = []  # the last in the queue, unless that is empty; closed by a large one
         self._nbytes = 0  # in it
         self._last: list[Packed] | None = None  # the end, which stays in the queue
 

@@ -25,7 +25,15 @@ from headrace._core.links.process import dump_request
 from headrace._core.links.ray_actor import EngineActor, Packed, pack, unpack
 from headrace._core.links.session import Session
 from headrace._core.links.thread import Mailbox
-from headrace._core.messages import Answer, Link, Request, SessionEnd, Started, Status, StatusRequest
+from headrace._core.messages import (
+    Answer,
+    Link,
+    Request,
+    SessionEnd,
+    Started,
+    Status,
+    StatusRequest,
+)
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.supervisor import WORK_DEADLINE
 from headrace._core.ray_placement import RayPlacement
@@ -33,14 +41,23 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
-CLOSE_DEADLINE = 5.0 + WORK_DEADLINE  # seconds in which the actors end their engines, before they are killed
+CLOSE_DEADLINE = (
+    5.0 + WORK_DEADLINE
+)  # seconds in which the actors end their engines, before they are killed
 CALL = 0.001  # seconds: what a call costs, of CPU time 0.7 ms at either end
 _CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
 
 # The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
 
-_MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")  # of `StageTimes`
+_MOMENTS = (
+    "admitted",
+    "began",
+    "fetched",
+    "work_began",
+    "work_ended",
+    "assembled",
+)  # of `StageTimes`
 
 
 class RayEngines(Placement):
@@ -63,7 +80,8 @@ class RayEngines(Placement):
             "scheduling_strategy": "SPREAD",
             "max_concurrency": _CALLS,
             "enable_task_events": False,
-            "max_restarts": 0,  # plans of an engine that is lost go to others, which Ray cannot know
+            # plans of an engine that is lost go to others, which Ray cannot know
+            "max_restarts": 0,
             **placement.options,
         }
         self._actor_class = ray.remote(EngineActor).options(**options)
@@ -77,7 +95,9 @@ class RayEngines(Placement):
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._connection == connection()
 
-    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
+    ) -> Session:
         functions = ray.put(_packed(config, config.work()))
         opening = next(self._numbers), start, self._config, functions
 
@@ -88,7 +108,9 @@ class RayEngines(Placement):
                 actor = self._actors[engine] = self._start(engine)
             return RayLink(engine, actor, opening, self._lost.append)
 
-        return Session(EngineGroup(config, connect, self._engines, first=start.batch, cluster=self._placement))
+        return Session(
+            EngineGroup(config, connect, self._engines, first=start.batch, cluster=self._placement)
+        )
 
     def _end(self) -> None:
         actors, self._actors = self._actors, []
@@ -104,20 +126,25 @@ class RayEngines(Placement):
 class RayLink(Link):
     """A link to an engine in an actor.
 
-    Answers are the results of calls of the actor. A large batch is that of one call, and one object of Ray's, released
-    when it is copied; small ones come together, as many as are ready. A call for each plan is under way, or only one if
-    batches are small and the consumer computes for less than `CALL` between them: plans then wait until it has to wait.
-    The first argument that opens the session is its number; `on_lost` is called with the actor if that is lost.
+    Answers are the results of calls of the actor. A large batch is that of one call, and one object
+    of Ray's, released when it is copied; small ones come together, as many as are ready. A call for
+    each plan is under way, or only one if batches are small and the consumer computes for less than
+    `CALL` between them: plans then wait until it has to wait. The first argument that opens the
+    session is its number; `on_lost` is called with the actor if that is lost.
     """
 
-    def __init__(self, engine: int, actor: Any, opening: tuple[Any, ...], on_lost: Callable[[Any], object]) -> None:
+    def __init__(
+        self, engine: int, actor: Any, opening: tuple[Any, ...], on_lost: Callable[[Any], object]
+    ) -> None:
         self._engine = engine
         self._actor = actor
         self._on_lost = on_lost
         self._connection = connection()
         self._number = opening[0]
         self._mailbox = Mailbox()  # of futures
-        self._plans: dict[int, BatchPlan] = {}  # that were sent, of the batches that have not arrived
+        self._plans: dict[
+            int, BatchPlan
+        ] = {}  # that were sent, of the batches that have not arrived
         self._unsent: list[BatchPlan] = []
         self._asked = 0  # calls under way that return messages, one at least
         self._small = False  # whether the last answer was of small ones
@@ -164,12 +191,20 @@ class RayLink(Link):
 
     def _call(self, method: Any, *arguments: object) -> None:
         if self._connected():
-            method.remote(*arguments).future().add_done_callback(self._mailbox.put)  # on Ray's thread
+            method.remote(*arguments).future().add_done_callback(
+                self._mailbox.put
+            )  # on Ray's thread
 
     def _connected(self) -> bool:
         if connection() == self._connection:
             return True
-        self._end(SessionEnd(EngineDiedError(why="the connection to its Ray cluster was closed, by ray.shutdown()")))
+        self._end(
+            SessionEnd(
+                EngineDiedError(
+                    why="the connection to its Ray cluster was closed, by ray.shutdown()"
+                )
+            )
+        )
         return False
 
     def receive(self) -> None:
@@ -213,9 +248,15 @@ class RayLink(Link):
 
         The batch that took the least time on its way bounds the difference of the clocks.
         """
-        times, fetches, pids = host.times, host.fetches, (self._engine + 1) << 22  # the most of a Linux machine
+        times, fetches, pids = (
+            host.times,
+            host.fetches,
+            (self._engine + 1) << 22,
+        )  # the most of a Linux machine
         self._ahead = max(self._ahead, times.assembled - time.perf_counter())
-        moments = {name: moment - self._ahead for name in _MOMENTS if (moment := getattr(times, name))}
+        moments = {
+            name: moment - self._ahead for name in _MOMENTS if (moment := getattr(times, name))
+        }
         if times.worked_by is not None:
             pid, thread, worker = times.worked_by
             times = times._replace(worked_by=(pids + pid, thread, worker))
@@ -249,19 +290,25 @@ class RayLink(Link):
         self._closed = True
         self._mailbox.close()
         if connection() == self._connection:
-            with suppress(Exception):  # the actor is lost, or Ray is shutting down: so is the session
+            with suppress(
+                Exception
+            ):  # the actor is lost, or Ray is shutting down: so is the session
                 self._actor.end_session.remote(self._number)
 
 
 def connection() -> tuple[str, str] | None:
     """What identifies this process's connection to a cluster; None without one.
 
-    It is compared before each call: one without a connection, or of an actor of an earlier one, would start Ray anew.
+    It is compared before each call: one without a connection, or of an actor of an earlier one,
+    would start Ray anew.
     """
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_worker_id()  # the latter follows from the number of the job
+    return (
+        context.get_node_id(),
+        context.get_worker_id(),
+    )  # the latter follows from the number of the job
 
 
 def _check_connected() -> None:

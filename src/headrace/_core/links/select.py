@@ -19,19 +19,25 @@ from headrace.errors import DeadlockError, NotPicklableError
 from headrace.options import LoaderOptions
 
 
-def check_engines(engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int) -> None:
+def check_engines(
+    engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int
+) -> None:
     """Raise ValueError where `engines` and `placement` exclude other arguments."""
     asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
         if engines != 1:
-            raise ValueError(f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)")
+            raise ValueError(
+                f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)"
+            )
         engines, asked = placement.engines, repr(placement)
     elif engines == 1:
         return
     if not kind.is_async:
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
     if placement == "thread":
-        raise ValueError(f"{asked} and placement='thread' exclude each other: engines are processes")
+        raise ValueError(
+            f"{asked} and placement='thread' exclude each other: engines are processes"
+        )
     if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
         raise ValueError(
             f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
@@ -66,11 +72,13 @@ class PlacementSelector:
         self._pickled: SharedPickle | None = None  # those that were pickled last
         self.where = "not started"  # the name of the placement that was used last
 
-    def open(self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False) -> Session:
+    def open(
+        self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False
+    ) -> Session:
         """Start a session, in the current engine if it does what `config` asks for.
 
-        Workers that have a copy of this process are kept for the next epoch if they are `persistent`, and begin `anew`
-        if they are to be as they were.
+        Workers that have a copy of this process are kept for the next epoch if they are
+        `persistent`, and begin `anew` if they are to be as they were.
         """
         warn_of_rereading(start.streams)
         work = self._functions(config)
@@ -88,7 +96,8 @@ class PlacementSelector:
             retired.close()
         current = self._current
         if current is not None and (anew or not self._serves(current, config, work)):
-            # An attribute was set since (the dataset, for example). Current iterations continue unchanged.
+            # An attribute was set since (the dataset, for example). Current iterations continue
+            # unchanged.
             self._retired.append(current)
             current = self._current = None
         if current is None:
@@ -127,7 +136,9 @@ class PlacementSelector:
         if not isinstance(self._placement, RayPlacement):
             self.close()
             return
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and its exit hook has closed them
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the interpreter ends, and its exit hook has closed them
             threading.Thread(target=self.close, name="headrace-close", daemon=True).start()
 
     def close(self) -> None:

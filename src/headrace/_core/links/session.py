@@ -26,7 +26,8 @@ class Session:
         *,
         work: WorkOnConsumersThread | None = None,
         on_close: Callable[[], None] | None = None,  # called once, after the session is closed
-        inline_state: Callable[[], State | None] | None = None,  # of a dataset that is read when a batch is taken
+        inline_state: Callable[[], State | None]
+        | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
         self.inline_state = inline_state
         self.ended = False
@@ -99,7 +100,9 @@ class Session:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
-            while entered and self.must_wait() and (deadline is None or time.monotonic() < deadline):
+            while (
+                entered and self.must_wait() and (deadline is None or time.monotonic() < deadline)
+            ):
                 ends = [end for end in (deadline, self._link.look_by) if end is not None]
                 yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
                 self._receive()
@@ -112,7 +115,9 @@ class Session:
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
-        if self._pid == os.getpid():  # in a fork, the engines are the parent's, and its locks may be held
+        if (
+            self._pid == os.getpid()
+        ):  # in a fork, the engines are the parent's, and its locks may be held
             if not self.ended:
                 self.error, self.ended = LoaderClosedError(), True
             self._ready.clear()

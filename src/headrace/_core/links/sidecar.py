@@ -1,7 +1,8 @@
 """The sidecar: the main function of a process that runs the engine.
 
-It runs the same engine as the thread placement. The consumer requests sessions over a connection, and each session has
-a connection of its own: plans come in, batches go out in slabs that the consumer maps.
+It runs the same engine as the thread placement. The consumer requests sessions over a connection,
+and each session has a connection of its own: plans come in, batches go out in slabs that the
+consumer maps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
 
-OPEN = b"o"  # requests a session; sent with the two ends of its connection, on which a `StartSession` follows
+# requests a session; sent with the two ends of its connection, on which a `StartSession` follows
+OPEN = b"o"
 
 
 class StartSession(NamedTuple):
@@ -53,7 +55,11 @@ class SidecarTask:
     engines: int
 
     def __call__(
-        self, channel: BlockingChannel, connection: Connection, control: socket.socket, prepare: Callable[[], None]
+        self,
+        channel: BlockingChannel,
+        connection: Connection,
+        control: socket.socket,
+        prepare: Callable[[], None],
     ) -> None:
         adopt_control(control)
         adopt_rank(self.rank)
@@ -97,14 +103,22 @@ def _accept(connection: Connection) -> Connection | None:
 
 class _Sidecar:
     def __init__(
-        self, task: SidecarTask, connection: Connection, reserve: Reserve, prepare: Callable[[], None]
+        self,
+        task: SidecarTask,
+        connection: Connection,
+        reserve: Reserve,
+        prepare: Callable[[], None],
     ) -> None:
         self._task = task
         self._prepare = prepare
         self._reserve = reserve
-        self._engines: list[Engine] = []  # of which the last is used; those before it have lost their workers
+        self._engines: list[
+            Engine
+        ] = []  # of which the last is used; those before it have lost their workers
         self._connection = connection
-        self._work: SharedPickle | None = None  # the functions of the last session: the next one may have the same
+        self._work: SharedPickle | None = (
+            None  # the functions of the last session: the next one may have the same
+        )
         self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
         self._over = asyncio.Event()
         self.servers: set[_SessionServer] = set()
@@ -114,11 +128,17 @@ class _Sidecar:
         try:
             self._prepare()
             config: EngineConfig = self._task.config.loads()
-            self._config: EngineConfig | BaseException = config.part(self._task.engine, self._task.engines)
-        except BaseException as error:  # user code: imports of the user's modules; each session ends with it
+            self._config: EngineConfig | BaseException = config.part(
+                self._task.engine, self._task.engines
+            )
+        except (
+            BaseException
+        ) as error:  # user code: imports of the user's modules; each session ends with it
             self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)
-        loop.add_reader(self._connection.frames, self._over.set)  # no data is sent there: it has closed
+        loop.add_reader(
+            self._connection.frames, self._over.set
+        )  # no data is sent there: it has closed
         await self._over.wait()
         loop.remove_reader(self._connection.frames)
         loop.remove_reader(self._connection.descriptors)
@@ -168,13 +188,17 @@ class _SessionServer:
     def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
         self._sidecar = sidecar
         self._session: Session | None = None
-        self._plans: dict[int, BatchPlan] = {}  # as the consumer knows them, of the batches that were not sent
+        self._plans: dict[
+            int, BatchPlan
+        ] = {}  # as the consumer knows them, of the batches that were not sent
         self._ended = False
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
 
     def _on_object(self, obj: object) -> None:
         try:
-            if isinstance(obj, BaseException):  # an index whose class cannot be unpickled here; too few descriptors
+            if isinstance(
+                obj, BaseException
+            ):  # an index whose class cannot be unpickled here; too few descriptors
                 raise obj
             if isinstance(obj, StartSession):
                 self._session = self._sidecar.begin(self, obj)

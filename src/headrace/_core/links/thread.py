@@ -28,15 +28,16 @@ from headrace.errors import EngineDiedError
 class Mailbox(Link):
     """A link whose messages come from other threads: the engine's, or Ray's.
 
-    Nothing polls: a byte is written to a socket pair only if the consumer waits. No more batches exist than plans are
-    outstanding, so it needs no bound.
+    Nothing polls: a byte is written to a socket pair only if the consumer waits. No more batches
+    exist than plans are outstanding, so it needs no bound.
     """
 
     source: socket.socket
 
     def __init__(self) -> None:
         self.messages = deque()
-        # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the engine's thread.
+        # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the
+        # engine's thread.
         self._lock = threading.RLock()
         self._waiting = False
         self._closed = False
@@ -78,7 +79,11 @@ class ThreadPlacement(Placement):
     has_copy = False
 
     def __init__(
-        self, config: EngineConfig, work: SharedPickle | None = None, *, for_one_session: bool = False
+        self,
+        config: EngineConfig,
+        work: SharedPickle | None = None,
+        *,
+        for_one_session: bool = False,
     ) -> None:
         super().__init__()
         self._engine = Engine(config, work if config.context is None else None)
@@ -99,7 +104,9 @@ class ThreadPlacement(Placement):
     def is_current(self) -> bool:  # type: ignore[override]
         return self._loop.is_current
 
-    def _open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
+    def _open(
+        self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
+    ) -> Session:
         link = ThreadLink(self._loop)
         shipped = work if config.context is None else None
         steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
@@ -119,10 +126,13 @@ class ThreadPlacement(Placement):
             return
         self._ended = True
         if self._loop.is_current:
-            # The last reference was dropped on the engine's own thread, which cannot wait for itself.
+            # The last reference was dropped on the engine's own thread, which cannot wait for
+            # itself.
             self._loop.start(self._end_on_loop())
             return
-        with suppress(TimeoutError, EngineDiedError):  # processes that have not ended are killed below
+        with suppress(
+            TimeoutError, EngineDiedError
+        ):  # processes that have not ended are killed below
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         self._engine.executor.kill()

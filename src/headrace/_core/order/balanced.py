@@ -25,7 +25,9 @@ class Cursor(NamedTuple):
 
     window: int = 0
     batches: int = 0  # of it, over all ranks
-    checksum: int | None = None  # of the plan's arguments and the lengths in the window; None before the first step
+    checksum: int | None = (
+        None  # of the plan's arguments and the lengths in the window; None before the first step
+    )
 
 
 def balanced_batches(
@@ -40,7 +42,9 @@ def balanced_batches(
     arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
     for number in range(cursor.window, windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
-        tokens = np.maximum(lengths[samples].astype(np.int64), 1)  # so a batch has at most `max_tokens` samples
+        tokens = np.maximum(
+            lengths[samples].astype(np.int64), 1
+        )  # so a batch has at most `max_tokens` samples
         if tokens.max() > max_tokens:
             longest = int(samples[tokens.argmax()])
             raise ValueError(
@@ -62,11 +66,13 @@ def balanced_batches(
             yield batches[shuffled[at]], Cursor(number, at + 1, checksum)
 
 
-def of_rank(batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions) -> Iterator[tuple[list[int], Cursor]]:
+def of_rank(
+    batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions
+) -> Iterator[tuple[list[int], Cursor]]:
     """A rank's batches, each with the position after its step: every W-th, so that any number of ranks can continue."""
     while step := list(itertools.islice(batches, shard.count)):
-        # The last step may have fewer batches than ranks: each of them is dealt to several, and if it has fewer
-        # samples than those are, some of its samples come twice.
+        # The last step may have fewer batches than ranks: each of them is dealt to several, and if
+        # it has fewer samples than those are, some of its samples come twice.
         part, number = divmod(shard.index, len(step))
         batch = step[number][0]
         own = batch[part :: len(range(number, shard.count, len(step)))]
@@ -76,15 +82,22 @@ def of_rank(batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions) -> 
 def _deal(tokens: IntArray, max_tokens: int) -> IntArray:
     """The number of the batch for each sample, by tokens in descending order, of few batches with at most `max_tokens`.
 
-    Longest first, each into the batch with the fewest tokens: they differ by less than a short sample, if there are
-    some (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). If one has too many, there must be more batches.
+    Longest first, each into the batch with the fewest tokens: they differ by less than a short
+    sample, if there are some (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). If one
+    has too many, there must be more batches.
     """
-    count, more = max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1, 0.01
+    count, more = (
+        max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1,
+        0.01,
+    )
     while True:
         count = min(count, len(tokens))
-        # One number for the tokens of a batch, in the upper bits, and its own: half the time of a heap of pairs.
+        # One number for the tokens of a batch, in the upper bits, and its own: half the time of a
+        # heap of pairs.
         bits = count.bit_length()
-        heap = [(each << bits) | number for number, each in enumerate(tokens[:count].tolist())][::-1]
+        heap = [(each << bits) | number for number, each in enumerate(tokens[:count].tolist())][
+            ::-1
+        ]
         numbers, mask = list(range(count)), (1 << bits) - 1
         for each in (tokens[count:] << bits).tolist():
             least = heap[0]

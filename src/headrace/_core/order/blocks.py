@@ -16,15 +16,17 @@ from headrace._core.seeding import batch_seed
 class BlockOrder:
     """An order in which any position is computed, with the memory of one group of blocks.
 
-    The blocks are permuted, and divided into groups of `lanes` blocks. A group is read in lanes side by side: position
-    p of the group belongs to lane p mod `lanes`, and within a lane, which is a block of a full group, the order is
-    random. So a rank that has each W-th position has ``lanes / W`` blocks for itself, if W divides `lanes`.
+    The blocks are permuted, and divided into groups of `lanes` blocks. A group is read in lanes
+    side by side: position p of the group belongs to lane p mod `lanes`, and within a lane, which is
+    a block of a full group, the order is random. So a rank that has each W-th position has ``lanes
+    / W`` blocks for itself, if W divides `lanes`.
 
-    The group that is not full is divided into as many lanes, of neighbours. It comes at a random place, since samples
-    at the end of each epoch would never be seen by a training that ends its epochs early.
+    The group that is not full is divided into as many lanes, of neighbours. It comes at a random
+    place, since samples at the end of each epoch would never be seen by a training that ends its
+    epochs early.
 
-    Blocks may be of different sizes: `borders` has the first sample of each. A lane is then a part of a group that may
-    begin and end within a block.
+    Blocks may be of different sizes: `borders` has the first sample of each. A lane is then a part
+    of a group that may begin and end within a block.
 
     Without `shuffle`, blocks, groups and the samples of a lane stay in the order of the dataset.
     """
@@ -46,10 +48,12 @@ class BlockOrder:
         self._lanes = lanes
         self._group_size = block_size * lanes
         self._blocks = Permutation(n // block_size, seed, epoch)
-        # Numbers of the blocks of several groups: a call for a few costs as much as one for thousands.
+        # Numbers of the blocks of several groups: a call for a few costs as much as one for
+        # thousands.
         self._known = range(0), np.empty(0, dtype=np.int64)
         self._seed = batch_seed(seed, epoch, 1)
-        # Position p is sample number p + shift, modulo n, of the groups in turn, of which the last one is not full.
+        # Position p is sample number p + shift, modulo n, of the groups in turn, of which the last
+        # one is not full.
         full_groups = n // self._group_size if borders is None else len(borders) // lanes
         groups = batch_seed(seed, epoch, 2) % (full_groups + 1) if shuffle else 0
         self._borders = borders
@@ -104,7 +108,9 @@ class BlockOrder:
 
     def _group(self, number: int, size: int, within: IntArray) -> IntArray:
         lanes, each = self._lanes, -(-size // self._lanes)
-        draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(lanes * (each + 1))
+        draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(
+            lanes * (each + 1)
+        )
         ranges = _ranks_of(draws[:lanes])  # which part of the group a lane is
         steps, lane = np.divmod(within, lanes)
         own = np.flatnonzero(np.bincount(lane, minlength=lanes))  # the lanes that are asked for
@@ -114,7 +120,9 @@ class BlockOrder:
         sizes[ranges[lanes - shorter :]] -= 1
         starts = (np.cumsum(sizes) - sizes)[ranges]
         if shorter:
-            draws[own >= lanes - shorter, -1] = np.iinfo(np.uint64).max  # comes last, and is not asked for
+            draws[own >= lanes - shorter, -1] = np.iinfo(
+                np.uint64
+            ).max  # comes last, and is not asked for
         row = np.empty(lanes, dtype=np.int64)
         row[own] = np.arange(len(own))
         return self._indices(number, starts[lane] + _ranks_of(draws)[row[lane], steps])

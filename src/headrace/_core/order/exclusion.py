@@ -29,12 +29,16 @@ def excluded_indices(indices: Iterable[int]) -> list[Exclusion]:
     ordered = np.unique(np.fromiter(indices, np.int64))
     ends = np.flatnonzero(np.diff(ordered) > 1) + 1
     bounds = pairwise([0, *ends.tolist(), len(ordered)])
-    return [Exclusion(ALL_EPOCHS, int(ordered[a]), int(ordered[b - 1]) + 1) for a, b in bounds if b > a]
+    return [
+        Exclusion(ALL_EPOCHS, int(ordered[a]), int(ordered[b - 1]) + 1) for a, b in bounds if b > a
+    ]
 
 
 def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Order:
     """The order of an epoch without the exclusions; those of indices take a pass over it, of 30 ns for each sample."""
-    ranges = [range(each.start, min(each.stop, len(order))) for each in exclusions if each.epoch == epoch]
+    ranges = [
+        range(each.start, min(each.stop, len(order))) for each in exclusions if each.epoch == epoch
+    ]
     left_out = [np.arange(each.start, each.stop) for each in ranges]
     indices = [np.arange(each.start, each.stop) for each in exclusions if each.epoch == ALL_EPOCHS]
     if indices:
@@ -57,7 +61,9 @@ class OrderWithout:
 
     def at(self, positions: IntArray) -> Iterator[IntArray]:
         """The indices at ascending positions of what is left."""
-        return taken(self._order, positions + np.searchsorted(self._before, positions, side="right"))
+        return taken(
+            self._order, positions + np.searchsorted(self._before, positions, side="right")
+        )
 
     def whole(self, position: int) -> int:
         """The position in the whole order, of one in what is left."""

@@ -57,9 +57,14 @@ class _Watched(Iterator[object]):
         return drawn
 
 
-_WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # torch's that are not divided among ranks
+_WHOLE = (
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)  # torch's that are not divided among ranks
 COMPUTED = (
-    "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), or a BlockShuffleSampler"
+    "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), "
+    "or a BlockShuffleSampler"
 )
 # Arguments of samplers that decide on the order, and do not depend on the number of ranks.
 _ARGUMENTS = (
@@ -76,8 +81,10 @@ class EpochOrder:
         loader: TorchLoader,
         *,
         stream: bool,
-        resumed: LoaderState | None = None,  # to continue from, or before the epoch; None for the whole epoch
-        at_once: bool = False,  # whether a `DistributedSampler` decides on its order now, not at the first index
+        resumed: LoaderState
+        | None = None,  # to continue from, or before the epoch; None for the whole epoch
+        # whether a `DistributedSampler` decides on its order now, not at the first index
+        at_once: bool = False,
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset
@@ -89,34 +96,63 @@ class EpochOrder:
         self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
         # A user's subclass may draw other indices.
-        draws_order = isinstance(self.sampler, CursorSampler) and type(self.sampler).__iter__ is CursorSampler.__iter__
+        draws_order = (
+            isinstance(self.sampler, CursorSampler)
+            and type(self.sampler).__iter__ is CursorSampler.__iter__
+        )
         self.computed: CursorSampler | None = self.sampler if draws_order else None
-        # Whether the ranks share one order, of which each takes its part, so that positions are of all ranks.
+        # Whether the ranks share one order, of which each takes its part, so that positions are of
+        # all ranks.
         self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
-        # Whether every position in the order is computed; or is found only by drawing all indices before it.
+        # Whether every position in the order is computed; or is found only by drawing all indices
+        # before it.
         self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
-        # Of a batch sampler any number of ranks can continue. It has one state for all ranks; and so has the loader:
-        # each rank numbers its samples by this most of a batch, and not by those that its own batches have.
+        # Of a batch sampler any number of ranks can continue. It has one state for all ranks; and
+        # so has the loader: each rank numbers its samples by this most of a batch, and not by those
+        # that its own batches have.
         self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
         # Whether each rank may draw other indices, in a way that depends on the number of ranks.
-        self.may_be_divided = self.is_walked and type(self.sampler) not in _WHOLE and self.samples_at_most is None
+        self.may_be_divided = (
+            self.is_walked and type(self.sampler) not in _WHOLE and self.samples_at_most is None
+        )
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
         # The user's sampler, if it has a state.
-        self.stateful: Stateful | None = next((part for part in self._parts if isinstance(part, Stateful)), None)
-        self.sampler_at_start: object = None  # the state of a user's sampler before the epoch's first draw
-        if resumed is not None and not (stream or self.shared) and self.is_by_arithmetic and not resumed.delivered:
-            resumed = resumed._replace(samples=resumed.cursor)  # of all ranks, if there were several
-        self._between: LoaderState | None = None  # a state before the epoch, to be restored at the first draw
+        self.stateful: Stateful | None = next(
+            (part for part in self._parts if isinstance(part, Stateful)), None
+        )
+        self.sampler_at_start: object = (
+            None  # the state of a user's sampler before the epoch's first draw
+        )
+        if (
+            resumed is not None
+            and not (stream or self.shared)
+            and self.is_by_arithmetic
+            and not resumed.delivered
+        ):
+            resumed = resumed._replace(
+                samples=resumed.cursor
+            )  # of all ranks, if there were several
+        self._between: LoaderState | None = (
+            None  # a state before the epoch, to be restored at the first draw
+        )
         # With the state of the default generator an order has been drawn.
-        if resumed is not None and resumed.is_between_epochs and (self._generator is not None or not resumed.generator):
+        if (
+            resumed is not None
+            and resumed.is_between_epochs
+            and (self._generator is not None or not resumed.generator)
+        ):
             self._between, resumed = resumed, None
-        self.resumed = resumed  # the state to continue from, in this order's numbers; None for the whole epoch
+        self.resumed = (
+            resumed  # the state to continue from, in this order's numbers; None for the whole epoch
+        )
         # The number of the first sample drawn, among this rank's.
         self.first_sample = 0 if resumed is None or self.shared else resumed.samples
-        self.generator: torch.Tensor | None = None  # state of the generator before the first draw; None if unused
+        self.generator: torch.Tensor | None = (
+            None  # state of the generator before the first draw; None if unused
+        )
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
@@ -129,7 +165,11 @@ class EpochOrder:
     def rank_of(self, process: RankInfo) -> RankInfo:
         """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
         part = self._decides
-        return RankInfo(int(part.rank), int(part.num_replicas), "") if isinstance(part, DistributedSampler) else process
+        return (
+            RankInfo(int(part.rank), int(part.num_replicas), "")
+            if isinstance(part, DistributedSampler)
+            else process
+        )
 
     @property
     def is_of_one_rank(self) -> bool:
@@ -139,7 +179,9 @@ class EpochOrder:
     @property
     def sampler_epoch(self) -> int | None:
         """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
-        epochs = (getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch"))
+        epochs = (
+            getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch")
+        )
         return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
 
     @property
@@ -156,7 +198,9 @@ class EpochOrder:
         except StateError:
             raise
         except Exception as error:  # user code
-            raise StateError(f"{self.sampler_name}.load_state_dict has refused the state: {error!r}") from error
+            raise StateError(
+                f"{self.sampler_name}.load_state_dict has refused the state: {error!r}"
+            ) from error
 
     def sampler_state(self) -> object:
         """The state of a user's sampler now; None if it has none."""
@@ -173,13 +217,20 @@ class EpochOrder:
             return f"{SeededRandomSampler.__name__}(seed={part.seed})"
         names: tuple[str, ...] = ()
         if type(part).__module__.partition(".")[0] in ("headrace", "torch"):
-            of_ranks = isinstance(part, DistributedSampler) and not (self.shared or self.samples_at_most)
+            of_ranks = isinstance(part, DistributedSampler) and not (
+                self.shared or self.samples_at_most
+            )
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
         values = {name: getattr(part, name) for name in names if getattr(part, name, "") != ""}
         found = [
-            f"{name}={value.item() if isinstance(value, np.generic) else value!r}" for name, value in values.items()
+            f"{name}={value.item() if isinstance(value, np.generic) else value!r}"
+            for name, value in values.items()
         ]
-        if type(part) in (SequentialSampler, *_WHOLE) and (size := self.size()) is not None and len(part) != size:
+        if (
+            type(part) in (SequentialSampler, *_WHOLE)
+            and (size := self.size()) is not None
+            and len(part) != size
+        ):
             found.append(f"length={len(part)}")
         return f"{type(part).__name__}({', '.join(found)})"
 
@@ -191,7 +242,9 @@ class EpochOrder:
             return self.computed.epoch_size
         try:
             return len(self._dataset)
-        except Exception:  # user code: torch does not ask for the dataset's length where there is a sampler
+        except (
+            Exception
+        ):  # user code: torch does not ask for the dataset's length where there is a sampler
             return None
 
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
@@ -245,7 +298,9 @@ class EpochOrder:
         elif self.is_stream:
             draws = iter(self._decides)
         else:
-            draws = self._walked(resumed, resumed.batches if self.sampler is None else resumed.samples)
+            draws = self._walked(
+                resumed, resumed.batches if self.sampler is None else resumed.samples
+            )
         if self.sampler is None or self.batch_size is None:
             return draws
         return iter(BatchSampler(cast(Any, draws), self.batch_size, self.drop_last))
@@ -265,13 +320,17 @@ class EpochOrder:
         """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
         draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None
-        if resumed.generator is None and self._generator is None:  # the state does not say how they were drawn
+        if (
+            resumed.generator is None and self._generator is None
+        ):  # the state does not say how they were drawn
             draws = _Watched(draws, self)
         elif self._generator is None:
             trainers = torch.default_generator.get_state()
             self.generator = decoded(cast(str, resumed.generator))
             torch.default_generator.set_state(self.generator)
-        checked = 1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
+        checked = (
+            1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
+        )
         last: deque[Any] = deque(maxlen=max(1, checked))
         drawn = samples = 0
         try:
@@ -280,7 +339,9 @@ class EpochOrder:
             for draw in itertools.islice(draws, count):
                 last.append(draw)
                 drawn += 1
-                if self.sampler is None and not resumed.samples:  # a trainer knows the number of batches alone
+                if (
+                    self.sampler is None and not resumed.samples
+                ):  # a trainer knows the number of batches alone
                     samples += self.samples_at_most or len(cast(Any, draw))
         finally:
             if trainers is not None:
@@ -291,7 +352,9 @@ class EpochOrder:
             )
         self.first_sample = self.first_sample or samples
         indices = (
-            tuple(last)[max(0, len(last) - checked) :] if self.sampler is not None else tuple(last[-1] if last else ())
+            tuple(last)[max(0, len(last) - checked) :]
+            if self.sampler is not None
+            else tuple(last[-1] if last else ())
         )
         if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
             raise StateError(

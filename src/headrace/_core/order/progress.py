@@ -52,7 +52,8 @@ class EpochProgress(Iterator[BatchPlan]):
         base_seed: the seed that the seeds of the batches derive from.
         draws: what the sampler draws.
         session_start: where the epoch begins in the engine.
-        before_first: the dataset's state before the first batch, where torch reads in the caller's thread.
+        before_first: the dataset's state before the first batch, where torch reads in the caller's
+            thread.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class EpochProgress(Iterator[BatchPlan]):
         batched: bool,  # whether the sampler gives sequences of indices, and not one at a time
         readers: int,  # workers that each read a copy of the dataset; 1 where there are none
         of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
-        keeps_dataset: bool,  # whether a dataset with a state of its own is used for the next epoch too
+        # whether a dataset with a state of its own is used for the next epoch too
+        keeps_dataset: bool,
     ) -> None:
         self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
         self._order = order
@@ -76,15 +78,25 @@ class EpochProgress(Iterator[BatchPlan]):
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
         self.before_first: Callable[[], State | None] | None = None
-        # Number of the last batch that was taken; out of order, one less than their number. Set by the consumer.
+        # Number of the last batch that was taken; out of order, one less than their number. Set by
+        # the consumer.
         self.taken = begun.batches - 1
         self.over = False  # whether the epoch has ended, which is a call of `next()` too
         first = order.first_sample
         self._part = part = order.rank_of(rank)
-        self._origin, self._ranks = 0, 1  # the cursor before sample 0, and the number of ranks that share the order
-        self._block = 1  # number of consecutive positions that this rank has before the next rank's turn
+        self._origin, self._ranks = (
+            0,
+            1,
+        )  # the cursor before sample 0, and the number of ranks that share the order
+        self._block = (
+            1  # number of consecutive positions that this rank has before the next rank's turn
+        )
         if order.shared:
-            self._origin, self._ranks, self._block = begun.cursor, part.world_size, order.sampler.dealt_at_once
+            self._origin, self._ranks, self._block = (
+                begun.cursor,
+                part.world_size,
+                order.sampler.dealt_at_once,
+            )
         elif order.is_stream:
             self._ranks = part.world_size
         self.session_start = SessionStart(
@@ -97,8 +109,11 @@ class EpochProgress(Iterator[BatchPlan]):
         self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
         self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
         self._samples = first
-        # Batches that were given out before the restored state, after others that were not. Numbered as here.
-        self._delivered = [(start - begun.samples + first, count) for start, count in begun.delivered]
+        # Batches that were given out before the restored state, after others that were not.
+        # Numbered as here.
+        self._delivered = [
+            (start - begun.samples + first, count) for start, count in begun.delivered
+        ]
         self._given = {} if order.is_stream else dict(self._delivered)
         drawn = _Drawn(None, first, first, begun.sampler)
         skipped = *begun.skipped, begun.lost
@@ -107,7 +122,9 @@ class EpochProgress(Iterator[BatchPlan]):
         self._number = begun.batches  # of the next plan
         self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
-        self._sampler_at_end: object = None  # its state then, which may be another one than after the last plan
+        self._sampler_at_end: object = (
+            None  # its state then, which may be another one than after the last plan
+        )
 
     @property
     def last_point(self) -> object:
@@ -147,7 +164,11 @@ class EpochProgress(Iterator[BatchPlan]):
         state = order.sampler_state()
         self._drawn[number] = _Drawn(plan, before, self._samples, state)
         # The sampler's state says so already, though its end has not been asked for.
-        ended = state is not None and order.sampler is not None and len(indices) < (order.batch_size or 1)
+        ended = (
+            state is not None
+            and order.sampler is not None
+            and len(indices) < (order.batch_size or 1)
+        )
         if ended or (order.is_by_arithmetic and not self._drawn_ahead):
             self._on_exhausted()
         return plan
@@ -203,7 +224,9 @@ class EpochProgress(Iterator[BatchPlan]):
                 last, batches = self._beyond.pop(batches), batches + 1
         else:
             self._beyond[number] = drawn
-        delivered = tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
+        delivered = (
+            tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
+        )
         return _Point(batches, last, streams, last_worker, delivered, skipped)
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
@@ -215,14 +238,18 @@ class EpochProgress(Iterator[BatchPlan]):
                     kept[reader] = state
         part = self._part
         rank = part.rank if kept and self._of_rank else None
-        return fresh._replace(streams=kept, rank=rank, ranks=part.world_size, lost=self._last.skipped[3])
+        return fresh._replace(
+            streams=kept, rank=rank, ranks=part.world_size, lost=self._last.skipped[3]
+        )
 
     def state(self, lag: int = 0) -> LoaderState:
         """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
         back = lag - self.over
         if not 0 <= back < len(self._points):
             most = len(self._points) - 1 + self.over
-            raise ValueError(f"lag={lag} must be {int(self.over)} to {most}: other states are not kept")
+            raise ValueError(
+                f"lag={lag} must be {int(self.over)} to {most}: other states are not kept"
+            )
         point, order = self._points[-1 - back], self._order
         size = self.begun.fingerprint.length
         plan, samples = point.drawn.plan, point.drawn.samples
@@ -232,7 +259,11 @@ class EpochProgress(Iterator[BatchPlan]):
             checked = (*checksum(plan.indices), self._part.rank)
         earlier = [(first, count) for first, count in self._delivered if first + count > samples]
         since = [(drawn.before, drawn.samples - drawn.before) for drawn in point.delivered]
-        of_rank = self._of_rank or bool(earlier or since) or (order.is_of_one_rank and self._part.world_size > 1)
+        of_rank = (
+            self._of_rank
+            or bool(earlier or since)
+            or (order.is_of_one_rank and self._part.world_size > 1)
+        )
         streams = point.loaded_streams()
         if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread

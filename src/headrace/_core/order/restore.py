@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
@@ -130,9 +136,13 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -
     if world > rank.world_size:
         shared = f"data_parallel= has {rank.world_size} of {world} ranks, so that the others get the same batches"
         if seed is None and loader.generator is None:
-            raise ValueError(f"{shared}. They must draw the same random numbers: give the loader seed=")
+            raise ValueError(
+                f"{shared}. They must draw the same random numbers: give the loader seed="
+            )
         if not loader.in_order:
-            raise ValueError(f"{shared}, but in_order=False gives each rank an order of its own: leave it out")
+            raise ValueError(
+                f"{shared}, but in_order=False gives each rank an order of its own: leave it out"
+            )
 
 
 class EpochSeeds:
@@ -147,16 +157,22 @@ class EpochSeeds:
         self._is_async = spec.kind.is_async
         self.kept: int | None = None
 
-    def draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
+    def draw(
+        self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None
+    ) -> tuple[Iterator[Any], int]:
         """The sampler's draws and the seed of the batches' seeds, from `resumed` on."""
         try:
             return self._draw(loader, order, resumed)
         except StateError:
             raise
         except Exception as error:  # user code: the sampler
-            raise Failure.caught(error, stage=Stage.SAMPLING, batch=0).exception() from error.__cause__
+            raise Failure.caught(
+                error, stage=Stage.SAMPLING, batch=0
+            ).exception() from error.__cause__
 
-    def _draw(self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None) -> tuple[Iterator[Any], int]:
+    def _draw(
+        self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None
+    ) -> tuple[Iterator[Any], int]:
         saved = None if resumed is None else resumed.base_seed
         if resumed is not None and loader.persistent_workers:
             self.kept = resumed.kept_seed
@@ -167,7 +183,8 @@ class EpochSeeds:
             # torch draws again too; it shows where a sampler draws in `__iter__`
             return order.draws() if twice else draws, base_seed
         order.restore_generator(resumed)
-        # With a generator of the user's it is drawn as then, so that later epochs draw what they would have drawn.
+        # With a generator of the user's it is drawn as then, so that later epochs draw what they
+        # would have drawn.
         again = loader.generator is not None and resumed.kept_seed is None
         drawn = self._base_seed(loader) if saved is None or again else 0
         draws = order.draws()
@@ -180,8 +197,8 @@ class EpochSeeds:
     def _base_seed(self, loader: TorchLoader, saved: int | None = None) -> int:
         if self._seed is not None:
             return self._seed
-        # As torch does, and in the same place, so that the same torch.manual_seed gives the same order: at each iter(),
-        # but only once for workers that persist.
+        # As torch does, and in the same place, so that the same torch.manual_seed gives the same
+        # order: at each iter(), but only once for workers that persist.
         if self.kept is None:
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
             drawn = drawn if saved is None else saved
@@ -197,7 +214,10 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     Without the last batch's indices, where those are another rank's.
     """
     saved = states[rank.rank] if len(states) == rank.world_size else states[0]
-    if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (rank.rank, rank.world_size):
+    if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (
+        rank.rank,
+        rank.world_size,
+    ):
         saved = saved._replace(last_indices=None)
     return saved
 
@@ -223,16 +243,22 @@ def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
 def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     """The states of all ranks, in their order; one of them where they are the same.
 
-    A rank whose epoch has ended before that of others has saved the state before the next one: of its part of a stream
-    nothing is left.
+    A rank whose epoch has ended before that of others has saved the state before the next one: of
+    its part of a stream nothing is left.
     """
     first = min(states, key=lambda state: state.epoch)
     every = []
     for state in states:
         if state.epoch == first.epoch + 1 and state.is_between_epochs and _of_stream(state):
-            # The epoch has ended on this rank; with the state of a user's dataset, for later epochs.
-            position = {name: getattr(first, name) for name in ("epoch", "batches", "cursor", "samples", "base_seed")}
-            streams = {reader: {**stream, "ended": True} for reader, stream in state.streams.items()}
+            # The epoch has ended on this rank; with the state of a user's dataset, for later
+            # epochs.
+            position = {
+                name: getattr(first, name)
+                for name in ("epoch", "batches", "cursor", "samples", "base_seed")
+            }
+            streams = {
+                reader: {**stream, "ended": True} for reader, stream in state.streams.items()
+            }
             state = state._replace(**position, over=not streams, streams=streams)
         differences = first.fingerprint.differences(state.fingerprint)
         if state.epoch != first.epoch:
@@ -243,17 +269,25 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
         every.append(state)
     if all(state.rank is None for state in every):
-        left = [state for state in every if not state.over] or [max(every, key=lambda state: state.cursor)]
+        left = [state for state in every if not state.over] or [
+            max(every, key=lambda state: state.cursor)
+        ]
         if len({state.cursor for state in left}) > 1 or len({state.batches for state in every}) > 1:
             cursors = sorted({(state.cursor, state.batches) for state in every})
-            raise StateError(f"the ranks were not at the same batch: (cursor, batches) were {cursors}")
+            raise StateError(
+                f"the ranks were not at the same batch: (cursor, batches) were {cursors}"
+            )
         return (left[0],)
     missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
-    numbered = [each if each.rank is not None else each._replace(rank=next(missing, None)) for each in every]
+    numbered = [
+        each if each.rank is not None else each._replace(rank=next(missing, None)) for each in every
+    ]
     ordered = sorted(numbered, key=lambda state: -1 if state.rank is None else state.rank)
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
-        raise StateError(f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}")
+        raise StateError(
+            f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}"
+        )
     return tuple(ordered)
 
 

@@ -21,7 +21,9 @@ from headrace._core.streams.kinds import Blocks, blocks_of
 from headrace._core.streams.map_style import MixedParts
 from headrace._core.text import warn_user, whole_number
 
-IN_ORDER = 16  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
+IN_ORDER = (
+    16  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
+)
 
 
 Piece = range | IntArray
@@ -31,7 +33,9 @@ Piece = range | IntArray
 def integers(pieces: Iterable[Piece]) -> Iterator[int]:
     """The indices of pieces, one by one."""
     # Two thirds of the time of a generator that yields each index.
-    return itertools.chain.from_iterable(piece if isinstance(piece, range) else piece.tolist() for piece in pieces)
+    return itertools.chain.from_iterable(
+        piece if isinstance(piece, range) else piece.tolist() for piece in pieces
+    )
 
 
 def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[range | Indices]:
@@ -51,12 +55,15 @@ def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[ran
         yield join_indices(begun)
 
 
-def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool) -> Iterator[Piece]:
+def dealt(
+    order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool
+) -> Iterator[Piece]:
     """The indices of one rank from a position of all ranks on.
 
-    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number: of the samples left
-    at the cursor, either some are dropped, or the order wraps around, as in torch's `DistributedSampler`. With `exact`
-    neither happens: the first ranks may have one sample more.
+    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number:
+    of the samples left at the cursor, either some are dropped, or the order wraps around, as in
+    torch's `DistributedSampler`. With `exact` neither happens: the first ranks may have one sample
+    more.
     """
     n, step = len(order), shard.count
     left = max(n - cursor, 0)
@@ -65,8 +72,13 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, ex
     if exact:
         rounds = len(range(first, n, step))
     end = first + rounds * step
-    beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]  # at most one
-    parts = [range(first, min(end, n), step), *(range(position, position + 1) for position in beyond)]
+    beyond = [
+        position % n for position in range(first, end, step)[-1:] if position >= n
+    ]  # at most one
+    parts = [
+        range(first, min(end, n), step),
+        *(range(position, position + 1) for position in beyond),
+    ]
     if isinstance(order, range):
         return iter(parts)
     return itertools.chain.from_iterable(taken(order, part) for part in parts)
@@ -75,8 +87,8 @@ def dealt(order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, ex
 class CursorSampler(ABC):
     """A sampler with an order of all ranks, in which every position is computed.
 
-    The cursor is the number of samples given out over all ranks in the epoch. The order does not depend on the number
-    of ranks, so that any number of them can continue at any cursor.
+    The cursor is the number of samples given out over all ranks in the epoch. The order does not
+    depend on the number of ranks, so that any number of them can continue at any cursor.
 
     Attributes:
         epoch: number of the epoch whose order is sampled next.
@@ -148,7 +160,8 @@ class CursorSampler(ABC):
         return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
 
     def _from_beginning(self, shard: ShardOptions) -> Iterator[int]:
-        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from one of the two.
+        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from
+        # one of the two.
         yield from integers(self._dealt(self.order_in(self._start_epoch()), shard, 0))
 
     def _start_epoch(self) -> int:
@@ -172,12 +185,21 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     ) -> None:
         Sampler.__init__(self)  # DistributedSampler's needs a process group
         if drop_last and exact:
-            raise ValueError("drop_last=True leaves out samples, and exact=True leaves out none: give one of them")
+            raise ValueError(
+                "drop_last=True leaves out samples, and exact=True leaves out none: give one of them"
+            )
         self.dataset: Any = dataset
         self.exact = bool(exact)
-        self.seed, self.shuffle, self.drop_last, self.epoch = operator.index(seed), bool(shuffle), bool(drop_last), 0
+        self.seed, self.shuffle, self.drop_last, self.epoch = (
+            operator.index(seed),
+            bool(shuffle),
+            bool(drop_last),
+            0,
+        )
         Permutation(0, self.seed, 0)  # checks the seed
-        self._length = operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
+        self._length = (
+            operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
+        )
         self._ranks = RankChoice(rank, world_size)
 
     def _shard(self) -> ShardOptions:
@@ -204,7 +226,10 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """The number of samples of each rank in a whole epoch."""
-        count, length = self.num_replicas, len(self.order_in(self.epoch)) if self.exclusions else self._length
+        count, length = (
+            self.num_replicas,
+            len(self.order_in(self.epoch)) if self.exclusions else self._length,
+        )
         if self.exact:
             return len(range(self.rank, length, count))
         return length // count if self.drop_last else -(-length // count)
@@ -221,7 +246,8 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 class BlockSampler(RankSampler):
     """Blocks of neighbours in random order, some of them side by side; or in the order of the dataset.
 
-    In the order of the dataset, several ranks read blocks side by side, and a single one reads sample by sample.
+    In the order of the dataset, several ranks read blocks side by side, and a single one reads
+    sample by sample.
     """
 
     def __init__(
@@ -235,7 +261,9 @@ class BlockSampler(RankSampler):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, drop_last=True)
+        super().__init__(
+            dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, drop_last=True
+        )
         self.block_size = whole_number("block_size", block_size, 1)
         self.blocks_at_once = whole_number("blocks_at_once", blocks_at_once, 1)
         self._blocks = Blocks(self.block_size, self.blocks_at_once)
@@ -364,7 +392,9 @@ def check_mixed(source: object, *given: Any) -> None:
     """Warn where a sampler or generator of torch's or headrace's replaces the order of a mix, as trainers do."""
     for each in given:
         kind = type(getattr(each, "sampler", each))
-        if kind.__module__.startswith(("torch", "headrace.samplers")) and isinstance(source, MixedParts):
+        if kind.__module__.startswith(("torch", "headrace.samplers")) and isinstance(
+            source, MixedParts
+        ):
             warn_user(
                 f"with a {kind.__name__} a mix is the concatenation of its datasets, and "
                 f"its weights have no effect: leave out sampler=, batch_sampler= and generator="

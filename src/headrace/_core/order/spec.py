@@ -11,7 +11,13 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._core.error_policy import ErrorPolicy
-from headrace._core.look_ahead import MOST_OF_A_WORKER, MOST_SMALL, look_ahead, most_ahead, most_fetches
+from headrace._core.look_ahead import (
+    MOST_OF_A_WORKER,
+    MOST_SMALL,
+    look_ahead,
+    most_ahead,
+    most_fetches,
+)
 from headrace._core.order.samplers import CursorSampler
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import DatasetKind, joined_part
@@ -42,7 +48,9 @@ def drawn_freely(loader: TorchLoader) -> float:
         return 0
     if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
         return math.inf
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+    if type(sampler) is RandomSampler and (
+        sampler.replacement or len(sampler) != len(sampler.data_source)
+    ):
         return 0
     return len(loader._index_sampler) - 1  # with the last batch, torch's samplers draw once more
 
@@ -71,7 +79,9 @@ class LoaderSpec(NamedTuple):
     def placement(self) -> str | RayPlacement:
         """The requested place of the engine; several are processes."""
         placement = self.options["placement"]
-        return "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
+        return (
+            "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
+        )
 
     def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
         """Whether workers keep a torch dataset: what they have read ahead when an epoch is left changes the next."""
@@ -80,20 +90,33 @@ class LoaderSpec(NamedTuple):
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
         """How many batches are planned before the one that is delivered: at least, and at most."""
         options, fetches = self.options, most_fetches(self.options)
-        # A fetch that is begun again takes twice the usual time and a bit, in which the others must not run dry.
+        # A fetch that is begun again takes twice the usual time and a bit, in which the others must
+        # not run dry.
         concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
-        batch_size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        batch_size: int | None = loader.batch_size or getattr(
+            loader.batch_sampler, "batch_size", None
+        )
         given = vars(loader)["prefetch_factor"]  # without the default that torch fills in
         concurrency = concurrency if self.kind.is_async else 0
         free = drawn_freely(loader)
-        searched = is_automatic(loader) and math.isfinite(free)  # then no draw may depend on what is found
+        searched = is_automatic(loader) and math.isfinite(
+            free
+        )  # then no draw may depend on what is found
         workers = max(self.engines, 1 if searched else loader.num_workers)
-        least = look_ahead(workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size)
+        least = look_ahead(
+            workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size
+        )
         # What a sampler has ahead, so that ranges near each other, and blocks, are read together.
-        samples = getattr(loader.sampler, "samples_ahead", 0) if joined_part(self.source, loader.sampler) else 0
+        samples = (
+            getattr(loader.sampler, "samples_ahead", 0)
+            if joined_part(self.source, loader.sampler)
+            else 0
+        )
         if given is None:
             least = max(least, samples // (batch_size or 1) + 1)  # whole groups of blocks
-        if self.device is not None:  # what waits there has left the workers nothing to do: it does not count
+        if (
+            self.device is not None
+        ):  # what waits there has left the workers nothing to do: it does not count
             least += options["device_prefetch"]
         most = least
         if given is not None:

@@ -21,7 +21,9 @@ def checksum(indices: Sequence[object]) -> tuple[int, int]:
 
 
 def encoded(state: torch.Tensor | None) -> str | None:
-    return None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+    return (
+        None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+    )
 
 
 def decoded(text: str) -> torch.Tensor:
@@ -51,7 +53,9 @@ class Fingerprint(NamedTuple):
     length: int | None  # number of samples of a map-style dataset; None if unknown, or of a stream
     order: str  # the sampler, with the arguments that decide on the order
     seed: int | None  # the loader's
-    readers: int | None  # workers that each read a copy of a stream; None where the number does not matter
+    readers: (
+        int | None
+    )  # workers that each read a copy of a stream; None where the number does not matter
 
     def differences(self, saved: Fingerprint) -> list[str]:
         """For each property that differs, its name, the saved value and the value now."""
@@ -92,23 +96,31 @@ class LoaderState(NamedTuple):
 
     epoch: int
     fingerprint: Fingerprint  # of the loader
-    cursor: int = 0  # number of samples given out in the epoch, over all ranks if they share one order
+    cursor: int = (
+        0  # number of samples given out in the epoch, over all ranks if they share one order
+    )
     samples: int = 0  # those among them of this rank
     batches: int = 0  # number of batches given out on this rank
     over: bool = False  # whether the sampler has nothing more
     rank: int | None = None  # the rank that the state is of; None if it is the same on all
     ranks: int = 1  # the number of ranks
     base_seed: int | None = None  # of the batches' seeds, if it was drawn; None with `seed=`
-    kept_seed: int | None = None  # that persistent workers began with, of a state before an epoch; None without
-    sampler_epoch: int | None = None  # of a sampler with `set_epoch`, which derives its order from it; None without
+    kept_seed: int | None = (
+        None  # that persistent workers began with, of a state before an epoch; None without
+    )
+    sampler_epoch: int | None = (
+        None  # of a sampler with `set_epoch`, which derives its order from it; None without
+    )
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
     sampler: object = None  # state of a user's sampler after the samples given out
-    # Number and checksum of the last batch's indices, and their rank, of an order that is walked through.
+    # Number and checksum of the last batch's indices, and their rank, of an order that is walked
+    # through.
     last_indices: Triple | None = None
     # Of each worker that reads a stream (None: the loader itself).
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # the worker whose batch is next
-    delivered: Pairs = ()  # batches given out after others that were not: first sample and number of samples of each
+    # batches given out after others that were not: first sample and number of samples of each
+    delivered: Pairs = ()
     run: RunValues = ()
     excluded: Triples = ()  # samples that are left out; see `Exclusion`
     lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch
@@ -165,7 +177,9 @@ class LoaderState(NamedTuple):
         """The state that was saved, of one rank or of all."""
         states = states_from_dict(state)
         if len(states) > 1:
-            raise StateError(f"the state has those of {len(states)} ranks, one by one: load it as it is")
+            raise StateError(
+                f"the state has those of {len(states)} ranks, one by one: load it as it is"
+            )
         return states[0]
 
     @classmethod
@@ -174,7 +188,9 @@ class LoaderState(NamedTuple):
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
         if other := values.keys() ^ set(cls._fields):
-            raise StateError(f"the state is of another release of headrace, whose fields differ in {sorted(other)}")
+            raise StateError(
+                f"the state is of another release of headrace, whose fields differ in {sorted(other)}"
+            )
         for name in _TUPLES:
             values[name] = _as_tuple(values[name])
         values["fingerprint"] = Fingerprint(*values["fingerprint"])
@@ -193,9 +209,9 @@ def _as_tuple(value: Any) -> Any:
 def states_to_dict(states: Sequence[LoaderState]) -> State:
     """One state for all ranks, or those of all ranks, in their order, to be saved as one.
 
-    They are in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists it saves each value
-    by itself, and each from another rank, where the ranks have equal keys; and it asks a loader that was never iterated
-    over for the keys.
+    They are in a tuple, which torch.distributed.checkpoint saves as one value. Of dicts and lists
+    it saves each value by itself, and each from another rank, where the ranks have equal keys; and
+    it asks a loader that was never iterated over for the keys.
     """
     return {"version": VERSION, "state": tuple(state._to_values() for state in states)}
 
@@ -210,7 +226,11 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
             f"the state has format version {state['version']!r}, but this release of headrace reads {VERSION}"
         )
     saved = state.get("state")
-    if not (isinstance(saved, list | tuple) and saved and all(isinstance(values, Mapping) for values in saved)):
+    if not (
+        isinstance(saved, list | tuple)
+        and saved
+        and all(isinstance(values, Mapping) for values in saved)
+    ):
         raise StateError(f"the state is damaged: {saved!r:.80} is not a list of states")
     return tuple(LoaderState._from_values(values) for values in saved)
 

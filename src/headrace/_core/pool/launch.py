@@ -36,10 +36,16 @@ class WorkerProcess(ABC):
     """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        self.sentinel = sentinel  # a descriptor that becomes readable when the process has started or ended
+        self.sentinel = (
+            sentinel  # a descriptor that becomes readable when the process has started or ended
+        )
         self.pid = pid  # None until it has started
-        self.exit_code: int | None = None  # a signal's number is negative; None while it runs, or if that is unknown
-        self.refusal: OSError | None = None  # why it could not be started; None if it was, or if that is not yet known
+        self.exit_code: int | None = (
+            None  # a signal's number is negative; None while it runs, or if that is unknown
+        )
+        self.refusal: OSError | None = (
+            None  # why it could not be started; None if it was, or if that is not yet known
+        )
 
     @abstractmethod
     def ended(self) -> bool:
@@ -50,7 +56,11 @@ class WorkerProcess(ABC):
             return f"could not be started ({self.refusal.strerror})"
         if (code := self.exit_code) is None:
             return "is gone"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
@@ -63,16 +73,22 @@ class WorkerProcess(ABC):
 
 
 def launch_worker(
-    context: BaseContext | None, task: WorkerTask | None, worker: int, workers: int, modules: tuple[str, ...]
+    context: BaseContext | None,
+    task: WorkerTask | None,
+    worker: int,
+    workers: int,
+    modules: tuple[str, ...],
 ) -> tuple[WorkerProcess, Connection]:
     """Start a worker, from any thread; returns its process, and the engine's end of its channel.
 
-    It is started by `context`, of `multiprocessing`, with the task; or forked by the zygote, which imports `modules`
-    first, and the first message, a `BootMessage`, has the task.
+    It is started by `context`, of `multiprocessing`, with the task; or forked by the zygote, which
+    imports `modules` first, and the first message, a `BootMessage`, has the task.
     """
     if context is None:
         return _forked(FORK, (), modules)
-    check_free(8)  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+    check_free(
+        8
+    )  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
     ours, theirs = Connection.pair()
 
     def start(task: WorkerTask | bytes | None) -> BaseProcess:
@@ -88,7 +104,11 @@ def launch_worker(
     try:
         try:
             process = start(task)
-        except (AttributeError, TypeError, pickle.PicklingError):  # a lambda, for example: cloudpickle can
+        except (
+            AttributeError,
+            TypeError,
+            pickle.PicklingError,
+        ):  # a lambda, for example: cloudpickle can
             process = start(cloudpickle.dumps(task))
     except BaseException:  # Ctrl-C too: nothing owns the connection yet
         ours.close()
@@ -101,15 +121,21 @@ def launch_worker(
 class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
         self._descriptor: int | None = None
-        with suppress(AttributeError, OSError):  # macOS; it has ended, and was reaped by the program
+        with suppress(
+            AttributeError, OSError
+        ):  # macOS; it has ended, and was reaped by the program
             self._descriptor = os.pidfd_open(process.pid or 0)
         # The pipe of `multiprocessing` is also held open by forks of the worker.
-        super().__init__(process.sentinel if self._descriptor is None else self._descriptor, process.pid)
+        super().__init__(
+            process.sentinel if self._descriptor is None else self._descriptor, process.pid
+        )
         self._process = process
 
     def ended(self) -> bool:
         if self.exit_code is None and connection.wait([self.sentinel], 0):
-            self.exit_code = self._process.exitcode  # None if the program, or the kernel for it, has reaped the process
+            self.exit_code = (
+                self._process.exitcode
+            )  # None if the program, or the kernel for it, has reaped the process
             return True
         return self.exit_code is not None
 
@@ -123,7 +149,8 @@ class _ContextProcess(WorkerProcess):
             self._process.close()
 
 
-# All of headrace that unpickling in a worker or in a loader's process needs: it is imported once, in the zygote.
+# All of headrace that unpickling in a worker or in a loader's process needs: it is imported once,
+# in the zygote.
 IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
@@ -134,7 +161,9 @@ def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connec
         return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
 
 
-def _forked(request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
+def _forked(
+    request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]
+) -> tuple[WorkerProcess, Connection]:
     with ExitStack() as for_the_child, ExitStack() as on_failure:
         ours, theirs = Connection.pair()
         on_failure.callback(ours.close)
@@ -162,7 +191,9 @@ class _ZygoteProcess(WorkerProcess):
                 record = os.read(self.sentinel, EXIT_STATUS.size)
             except BlockingIOError:  # nothing new: it runs
                 break
-            if not record:  # the zygote was killed: this worker is no longer watched, so it must end too
+            if (
+                not record
+            ):  # the zygote was killed: this worker is no longer watched, so it must end too
                 self._ended = True
                 if self.pid is not None:
                     with suppress(ProcessLookupError):  # it ended with the zygote
@@ -173,7 +204,11 @@ class _ZygoteProcess(WorkerProcess):
                     self.pid = number
                 else:
                     text = f"a process could not be started: {os.strerror(-number)}"
-                    self.refusal = shortage("start a process") if -number == errno.EMFILE else OSError(-number, text)
+                    self.refusal = (
+                        shortage("start a process")
+                        if -number == errno.EMFILE
+                        else OSError(-number, text)
+                    )
                     self._ended = True
             else:
                 (self.exit_code,) = EXIT_STATUS.unpack(record)
@@ -194,12 +229,16 @@ class _Zygote:
         self.control = control
         self.process = process
         self.used = False
-        # Of each template the modules that it has imported, the program's sources then, and its control socket.
-        self._templates: list[tuple[tuple[str, ...], frozenset[tuple[str, int, int]], socket.socket]] = []
+        # Of each template the modules that it has imported, the program's sources then, and its
+        # control socket.
+        self._templates: list[
+            tuple[tuple[str, ...], frozenset[tuple[str, int, int]], socket.socket]
+        ] = []
 
     @classmethod
     def start(cls) -> _Zygote:
-        # A worker may spawn a process, which imports a main module without a guard: it would start workers again.
+        # A worker may spawn a process, which imports a main module without a guard: it would start
+        # workers again.
         multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
         frozen = getattr(sys, "frozen", False)  # by PyInstaller, for example
         configured = os.fsdecode(multiprocessing.spawn.get_executable() or b"")
@@ -222,7 +261,8 @@ class _Zygote:
                     [executable, "-c", start],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still starting.
+                    # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still
+                    # starting.
                     process_group=0,
                 )
             except BaseException:  # Ctrl-C too: nothing owns the socket yet
@@ -232,7 +272,9 @@ class _Zygote:
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
         """The control socket of a template that has imported `modules`; starts the template if there is none."""
-        if self.process is None or not modules:  # the process that forked this one has made a template, if any
+        if (
+            self.process is None or not modules
+        ):  # the process that forked this one has made a template, if any
             return self.control
         sources = program_sources()
         for imported, unchanged, template in self._templates:
@@ -253,7 +295,8 @@ class _Zygote:
     def close(self, *, inherited: bool = False) -> None:
         """Close the control sockets; the processes at the other ends exit when all copies are closed.
 
-        With `inherited`, this is a fork of the process that started it, and has nothing to wait for.
+        With `inherited`, this is a fork of the process that started it, and has nothing to wait
+        for.
         """
         for control in (*(template for _, _, template in self._templates), self.control):
             control.close()
@@ -270,7 +313,9 @@ class _Zygote:
 
 
 _lock = threading.RLock()
-_zygote: _Zygote | None = None  # one for a process, shared by its loaders; ended by `_end_zygote` at exit
+_zygote: _Zygote | None = (
+    None  # one for a process, shared by its loaders; ended by `_end_zygote` at exit
+)
 
 
 def adopt_control(control: socket.socket) -> None:

@@ -28,7 +28,11 @@ class Settings(NamedTuple):
             try:
                 pickled[name] = cloudpickle.dumps(read())
             except Exception as error:  # user code: a class of warnings, or a plug-in's function
-                warnings.warn(f"workers do not get the {name} of this process: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"workers do not get the {name} of this process: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return cls(pickled)
 
     def adopt(self) -> None:
@@ -58,7 +62,13 @@ def _logging() -> tuple[Any, ...]:
         if isinstance(logger, logging.Logger) and (logger.level or logger.disabled)
     }
     captures = logging._warnings_showwarning is not None  # type: ignore[attr-defined]
-    return logging.root.level, loggers, logging.root.manager.disable, logging.getLevelNamesMapping(), captures
+    return (
+        logging.root.level,
+        loggers,
+        logging.root.manager.disable,
+        logging.getLevelNamesMapping(),
+        captures,
+    )
 
 
 def _set_logging(value: tuple[Any, ...]) -> None:
@@ -76,7 +86,10 @@ def _set_logging(value: tuple[Any, ...]) -> None:
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 # The settings: a function that reads each, and one that sets it if it differs.
@@ -86,7 +99,10 @@ _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "logging configuration": (_logging, _set_logging),
     "warning filters": (_warning_filters, _set_warning_filters),
     "default dtype of torch": (torch.get_default_dtype, torch.set_default_dtype),
-    "precision of torch's matrix products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "precision of torch's matrix products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     "deterministic algorithms of torch": (
         _deterministic,
         lambda value: set_deterministic_algorithms(value[0], warn_only=value[1]),

@@ -1,8 +1,8 @@
 """Numbered worker processes under supervision: requests in, answers out, dead workers replaced.
 
-A request goes to the first free worker, or to the one it is pinned to. A worker that dies is replaced under the same
-number, and its request is tried once more; a worker that dies repeatedly before it has answered anything breaks the
-pool, so that processes are not started for ever.
+A request goes to the first free worker, or to the one it is pinned to. A worker that dies is
+replaced under the same number, and its request is tried once more; a worker that dies repeatedly
+before it has answered anything breaks the pool, so that processes are not started for ever.
 """
 
 from __future__ import annotations
@@ -23,19 +23,32 @@ from headrace._core.descriptors import explained
 from headrace._core.failure import as_exception
 from headrace._core.pool.launch import WorkerProcess, launch_worker
 from headrace._core.pool.settings import Settings
-from headrace._core.pool.worker import INHERITED, Answer, BootMessage, ProcessEnvironment, Request, Started, WorkerTask
+from headrace._core.pool.worker import (
+    INHERITED,
+    Answer,
+    BootMessage,
+    ProcessEnvironment,
+    Request,
+    Started,
+    WorkerTask,
+)
 from headrace._core.text import shorten_list
 from headrace._core.transport.channel import Connection, EngineChannel
 from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
-ATTEMPTS = 2  # a request whose worker died is tried once more: another process may be the cause (memory)
-# Pinned requests are sent while the worker is still busy with the one before, so that it need not wait for the next.
-# Other requests go to a free worker, so that none waits for a slow one.
+ATTEMPTS = (
+    2  # a request whose worker died is tried once more: another process may be the cause (memory)
+)
+# Pinned requests are sent while the worker is still busy with the one before, so that it need not
+# wait for the next. Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
-PINNED_QUICK = 16  # the same, while batches are quick: those of an epoch that is left are answered in vain
-WORK_DEADLINE = 5.0  # seconds in which workers finish their current request when the pool is closed, as torch's have
+PINNED_QUICK = (
+    16  # the same, while batches are quick: those of an epoch that is left are answered in vain
+)
+# seconds in which workers finish their current request when the pool is closed, as torch's have
+WORK_DEADLINE = 5.0
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
 _log = logging.getLogger("headrace")
 
@@ -43,14 +56,22 @@ _log = logging.getLogger("headrace")
 @dataclass(slots=True, eq=False)
 class Job:
     request: object  # the task's argument
-    task: SharedPickle | None = None  # where tasks are sent, with the request to a worker that lacks it; None: the last
-    worker: int | None = None  # the number of the worker to use, None for any; later of the one that it was sent to
+    task: SharedPickle | None = (
+        None  # where tasks are sent, with the request to a worker that lacks it; None: the last
+    )
+    worker: int | None = (
+        None  # the number of the worker to use, None for any; later of the one that it was sent to
+    )
     batch: int | None = None  # the batch's number, and its indices, for `WorkerDiedError`
     indices: tuple[object, ...] = ()
-    doing: str | None = None  # a description of a request that has a task of its own; None for a batch
+    doing: str | None = (
+        None  # a description of a request that has a task of its own; None for a batch
+    )
     plain: bool = False  # whether the request holds no object of the user's
     attempt: int = 1  # counts the workers that it was given to
-    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def fail(self, error: Exception) -> None:
         """Answer with an error, unless it is answered or its caller was cancelled."""
@@ -66,11 +87,17 @@ class NumberedWorker:
     process: WorkerProcess
     connection: Connection
     pinned: deque[Job] = field(default_factory=deque)  # jobs that have to go to this number
-    failed_starts: int = 1  # processes of this number that have died since the last answer, this one included
+    failed_starts: int = (
+        1  # processes of this number that have died since the last answer, this one included
+    )
     started: bool = False  # whether it has begun to read jobs
-    channel: EngineChannel | None = None  # None before it is connected, and after it was closed by this end
+    channel: EngineChannel | None = (
+        None  # None before it is connected, and after it was closed by this end
+    )
     connected: bool = False  # whether the connection is or was the channel's, which closes it
-    loaded: set[int] = field(default_factory=set)  # the numbers of the tasks that it has, if tasks are sent
+    loaded: set[int] = field(
+        default_factory=set
+    )  # the numbers of the tasks that it has, if tasks are sent
     jobs: deque[Job] = field(default_factory=deque)  # those that were sent to it, in order
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,7 +121,9 @@ class NumberedWorker:
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
         if job is not None and job.doing is not None:
             doing = job.doing
-            remedy = "Call the function that map or filter was given in this process to see the crash"
+            remedy = (
+                "Call the function that map or filter was given in this process to see the crash"
+            )
         elif batch is not None:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
             remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
@@ -103,7 +132,8 @@ class NumberedWorker:
             remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
         else:
             doing, remedy = "while idle", "None of your code was running in it"
-        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"  # which people and tools look for
+        # which people and tools look for
+        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         if code is not None and code < 0:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
         message = (
@@ -114,17 +144,20 @@ class NumberedWorker:
             ended = "" if pid is None else f" (pid {pid}) {how}, and"
             reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
             message = f"worker {self.number}{ended} cannot be started: {reason}"
-        return WorkerDiedError(message, worker=self.number, exit_code=code, batch=batch, indices=indices)
+        return WorkerDiedError(
+            message, worker=self.number, exit_code=code, batch=batch, indices=indices
+        )
 
 
 class Pool:
     """Worker processes that run tasks; the engine owns it.
 
-    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop. Where the zygote forks the
-    workers, the first task is pickled here, and its error of pickling is raised.
+    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop. Where
+    the zygote forks the workers, the first task is pickled here, and its error of pickling is
+    raised.
 
-    A task may have state that cannot be rebuilt (a stream's position). With `stateful`, a dead worker is not replaced,
-    and its requests are not tried again.
+    A task may have state that cannot be rebuilt (a stream's position). With `stateful`, a dead
+    worker is not replaced, and its requests are not tried again.
     """
 
     def __init__(
@@ -132,7 +165,8 @@ class Pool:
         task: WorkerTask | SharedPickle,
         *,
         numbers: range,  # of the workers; those that are added go on in its steps
-        context: BaseContext | None,  # starts the workers, which inherit the task; None: the zygote, and tasks are sent
+        context: BaseContext
+        | None,  # starts the workers, which inherit the task; None: the zygote, and tasks are sent
         stateful: bool,
     ) -> None:
         self._inherited: WorkerTask | None = None
@@ -203,13 +237,18 @@ class Pool:
             _log.warning("%s", error)
 
     def _connect(self, worker: NumberedWorker) -> None:
-        on_object, on_lost = functools.partial(self._on_object, worker), functools.partial(self._on_lost, worker)
+        on_object, on_lost = (
+            functools.partial(self._on_object, worker),
+            functools.partial(self._on_lost, worker),
+        )
         self._watch(worker)
         worker.connected = True
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
         if (task := self._latest) is not None:
             place = worker.number, self._numbers.stop
-            boot = BootMessage(ProcessEnvironment.here(), self._settings, task.modules, task, *place)
+            boot = BootMessage(
+                ProcessEnvironment.here(), self._settings, task.modules, task, *place
+            )
             channel.send(dump_message(boot))
             worker.loaded.add(task.number)
         self._next_job(worker)
@@ -252,27 +291,37 @@ class Pool:
             return
         for worker in self._workers.values():
             job = Job(request(worker.number), self._latest)
-            job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # it is retrieved
+            job.answer.add_done_callback(
+                lambda answer: answer.cancelled() or answer.exception()
+            )  # it is retrieved
             worker.pinned.append(job)
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
         """The number of the worker that the request for a batch has been sent to, if it has been."""
-        return next((w.number for w in self._all() if any(job.batch == batch for job in w.jobs)), None)
+        return next(
+            (w.number for w in self._all() if any(job.batch == batch for job in w.jobs)), None
+        )
 
     async def close(self, deadline: float) -> None:
         """End all workers by closing their channels: each finishes the request that it is busy with.
 
-        A worker may be writing a file. One that has not ended after `WORK_DEADLINE` is sent SIGTERM, and SIGKILL after
-        `deadline` seconds more.
+        A worker may be writing a file. One that has not ended after `WORK_DEADLINE` is sent
+        SIGTERM, and SIGKILL after `deadline` seconds more.
         """
         self._closing = True
         for worker in self._all():
             worker.close_channel()
             self._watch(worker)  # if it could not be connected
         living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._all()]
-        for last, patience in ((signal.SIGTERM, WORK_DEADLINE), (signal.SIGKILL, deadline), (None, 1.0)):
-            late = (await asyncio.wait(living, timeout=patience))[1] if living else ()  # SIGKILL takes milliseconds
+        for last, patience in (
+            (signal.SIGTERM, WORK_DEADLINE),
+            (signal.SIGKILL, deadline),
+            (None, 1.0),
+        ):
+            late = (
+                (await asyncio.wait(living, timeout=patience))[1] if living else ()
+            )  # SIGKILL takes milliseconds
             if not late:
                 break
             for worker in self._all():
@@ -312,7 +361,9 @@ class Pool:
             return
         while worker.channel is not None:
             # Those that wait are first: for pinned requests, they are those of a dead worker.
-            queue, most = (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
+            queue, most = (
+                (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
+            )
             if not queue or len(worker.jobs) >= most:
                 return
             job = queue.popleft()
@@ -330,7 +381,9 @@ class Pool:
                 worker.loaded &= numbers
                 request = job.request, number, task, numbers
             channel.send(dump_message(request, plain=job.plain and not ships))
-        except BaseException as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
+        except (
+            BaseException
+        ) as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
             job.answer.set_exception(as_exception(error))
             return
         job.worker = worker.number
@@ -355,7 +408,9 @@ class Pool:
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
-        if worker.channel is not None:  # otherwise it was closed here, and the process ends by itself
+        if (
+            worker.channel is not None
+        ):  # otherwise it was closed here, and the process ends by itself
             worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def _on_exit(self, worker: NumberedWorker) -> None:
@@ -370,7 +425,9 @@ class Pool:
         died = worker.death(suspect)
         worker.close_channel()
         again = worker.pinned if self._stateful else self._waiting
-        worker.pinned.extendleft(reversed(worker.jobs))  # it had not started these, which are all pinned
+        worker.pinned.extendleft(
+            reversed(worker.jobs)
+        )  # it had not started these, which are all pinned
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
             suspect.fail(died)
@@ -385,7 +442,9 @@ class Pool:
             for candidate in self._workers.values():
                 self._next_job(candidate)
             return
-        if self.broken or (refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)):
+        if self.broken or (
+            refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)
+        ):
             self._break(self.broken or died)
             return
         worker.release()

@@ -1,7 +1,7 @@
 """The child: the main functions of a worker process.
 
-A worker runs a *task*: a callable that takes a request and returns an answer. It has one thread, answers in order, and
-ends when the engine closes the channel.
+A worker runs a *task*: a callable that takes a request and returns an answer. It has one thread,
+answers in order, and ends when the engine closes the channel.
 """
 
 from __future__ import annotations
@@ -74,11 +74,17 @@ class ProcessEnvironment(NamedTuple):
     arguments: list[str]
     directory: str
     environment: dict[str, str]
-    script: dict[str, object]  # of the main module its file, which `multiprocessing` runs in processes that it spawns
+    script: dict[
+        str, object
+    ]  # of the main module its file, which `multiprocessing` runs in processes that it spawns
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        script = {name: value for name, value in vars(sys.modules["__main__"]).items() if name == "__file__"}
+        script = {
+            name: value
+            for name, value in vars(sys.modules["__main__"]).items()
+            if name == "__file__"
+        }
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
@@ -104,7 +110,9 @@ class BootMessage(NamedTuple):
 
     def prepare(self) -> None:
         """Import modules and apply settings, before the task is unpickled; errors of user code are raised."""
-        import_modules(self.modules)  # first, as in the process that has sent this: imports change settings too
+        import_modules(
+            self.modules
+        )  # first, as in the process that has sent this: imports change settings too
         forward_records(self.worker)
         self.settings.adopt()
 
@@ -140,7 +148,9 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
     """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
     prefer_references()
     worker = Worker(BlockingChannel(connection), number, workers)
-    worker.begin(lambda: None, INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    worker.begin(
+        lambda: None, INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task
+    )
     worker.serve()
 
 
@@ -162,16 +172,20 @@ class Worker:
         self._tasks: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
 
-    def begin(self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]) -> None:
+    def begin(
+        self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]
+    ) -> None:
         """Make this process a worker, prepare it, and add the first task, as `add` does."""
         _begin_process(f"headrace-worker-{self._position[0]}")
-        # Existing objects are the parent's, or modules. In a forked process a collection would copy each of their
-        # pages: once in the first seconds, 165 ms in which no batch is made (170,000 objects after importing torch;
-        # benchmarks/drop_in.py).
+        # Existing objects are the parent's, or modules. In a forked process a collection would copy
+        # each of their pages: once in the first seconds, 165 ms in which no batch is made (170,000
+        # objects after importing torch; benchmarks/drop_in.py).
         gc.freeze()
         try:
             prepare()
-        except BaseException as error:  # a setting cannot be applied: the error answers each request
+        except (
+            BaseException
+        ) as error:  # a setting cannot be applied: the error answers each request
             self._broken = error
         self.add(number, make)
 
@@ -220,7 +234,9 @@ class Worker:
         self._channel.arena.begin()
         try:
             return Answer(task(request))
-        except BaseException as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
+        except (
+            BaseException
+        ) as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
             return Answer.failed(error)
 
     def _send(self, answer: Answer) -> None:
@@ -233,5 +249,7 @@ class Worker:
                 self._channel.send((answer.value,))
         except OSError:
             raise
-        except BaseException as error:  # user code: the result of transform or collate_fn cannot be pickled
+        except (
+            BaseException
+        ) as error:  # user code: the result of transform or collate_fn cannot be pickled
             self._channel.send(Answer.failed(error, step="pack"))

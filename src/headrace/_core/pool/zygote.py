@@ -1,14 +1,15 @@
 """The zygote: a small process that has torch imported and forks workers on request (the word is Android's).
 
-It is started with a fresh interpreter, so no thread, lock or event loop of the trainer is inherited, and it runs
-neither user code nor the main module: docs/design/0004 has the reasons.
+It is started with a fresh interpreter, so no thread, lock or event loop of the trainer is
+inherited, and it runs neither user code nor the main module: docs/design/0004 has the reasons.
 
-Modules that functions need are imported once too, in a *template*: a fork of the zygote that imports them and then
-does as the zygote does. If a template cannot be forked, since a module has started threads, or dies, the process that
-forked it answers its requests, and workers import modules themselves.
+Modules that functions need are imported once too, in a *template*: a fork of the zygote that
+imports them and then does as the zygote does. If a template cannot be forked, since a module has
+started threads, or dies, the process that forked it answers its requests, and workers import
+modules themselves.
 
-The zygote belongs to the process that started it, serves every loader there, and ends, with all its workers, when that
-process does: its control socket then reads as closed.
+The zygote belongs to the process that started it, serves every loader there, and ends, with all its
+workers, when that process does: its control socket then reads as closed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ EXIT_STATUS = struct.Struct("<i")
 # Requests: one byte each, with descriptors.
 FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection
 FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
-FORK_TEMPLATE = b"t"  # the template's control socket; a file with its environment and the names of modules, pickled
+# the template's control socket; a file with its environment and the names of modules, pickled
+FORK_TEMPLATE = b"t"
 _DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
 
 
@@ -49,7 +51,8 @@ def main(control_descriptor: int) -> None:
     # SIGINT goes to the whole terminal group; the consumer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGCHLD
-    import_event_loop()  # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
+    # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
+    import_event_loop()
     import numpy.random  # noqa: F401  # most engines and workers use these, and programs without them do not wait for them
     import obstore  # noqa: F401
 
@@ -72,8 +75,12 @@ class _Zygote:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
-        self._requester_of: dict[int, int] = {}  # the pid of a living process → the control socket that requested it
-        self._templates: dict[int, socket.socket] = {}  # the pid of a living template → its control socket
+        self._requester_of: dict[
+            int, int
+        ] = {}  # the pid of a living process → the control socket that requested it
+        self._templates: dict[
+            int, socket.socket
+        ] = {}  # the pid of a living template → its control socket
         self._reserve = Reserve(1)  # so that the first descriptor, the status pipe, always arrives
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
@@ -85,7 +92,8 @@ class _Zygote:
         self._poller.register(self._first, select.POLLIN)
 
     def serve(self) -> None:
-        # Imported while nothing is requested: the first request does not wait for what it may not need.
+        # Imported while nothing is requested: the first request does not wait for what it may not
+        # need.
         unused = list((headrace := sys.modules["headrace"]).__all__)
         while True:
             if not (requests := self._poller.poll(0 if unused else None)):
@@ -115,7 +123,9 @@ class _Zygote:
                 return True
         except OSError as error:  # the limit of processes, or no memory
             reason = error.errno or errno.EAGAIN
-        if descriptors and request == FORK_TEMPLATE:  # its requests are answered here, without its imports
+        if (
+            descriptors and request == FORK_TEMPLATE
+        ):  # its requests are answered here, without its imports
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
             with suppress(BrokenPipeError):  # the requester has ended
@@ -126,7 +136,9 @@ class _Zygote:
             os.close(descriptor)
         return True
 
-    def _fork_process(self, control: socket.socket, status: int, frames: int, descriptors: int, *own: int) -> None:
+    def _fork_process(
+        self, control: socket.socket, status: int, frames: int, descriptors: int, *own: int
+    ) -> None:
         def run() -> None:
             for descriptor in (status, *own[:1]):
                 os.close(descriptor)
@@ -166,8 +178,8 @@ class _Zygote:
             _die_with(zygote)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.close()
-            # Collections were off. Here they do not search what was imported, which would copy its pages, and took
-            # 8 µs for each sample in an engine with a thousand fetches in flight.
+            # Collections were off. Here they do not search what was imported, which would copy its
+            # pages, and took 8 µs for each sample in an engine with a thousand fetches in flight.
             gc.freeze()
             gc.enable()
             run()
@@ -175,7 +187,8 @@ class _Zygote:
         except BaseException:  # printed as an interpreter does: the process ends here
             traceback.print_exc()
         finally:
-            # Never return to the zygote's loop. Exit hooks of user code are not run, as in any forked worker.
+            # Never return to the zygote's loop. Exit hooks of user code are not run, as in any
+            # forked worker.
             _flush_output()
             os._exit(code)
 

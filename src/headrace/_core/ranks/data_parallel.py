@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    DataParallel: TypeAlias = ProcessGroup | DeviceMesh | Callable[[], ProcessGroup | DeviceMesh] | None
+    DataParallel: TypeAlias = (
+        ProcessGroup | DeviceMesh | Callable[[], ProcessGroup | DeviceMesh] | None
+    )
 else:  # torch may be built without torch.distributed
     DataParallel = Any
 
@@ -52,7 +54,9 @@ def group_of(data_parallel: DataParallel) -> ProcessGroup | None:
     if callable(value):
         value = checked("the return value of data_parallel", value())
         if value is None:
-            raise TypeError("the function data_parallel returned None, and not a process group or a mesh")
+            raise TypeError(
+                "the function data_parallel returned None, and not a process group or a mesh"
+            )
     if _is_no_member(value):
         raise _not_a_member("the process group")
     if _is_mesh(value):
@@ -66,7 +70,9 @@ def group_of(data_parallel: DataParallel) -> ProcessGroup | None:
 
 
 def _not_a_member(what: str) -> UnknownRankError:
-    return UnknownRankError(f"this process is no member of data_parallel=, {what}: iterate over the loader in members")
+    return UnknownRankError(
+        f"this process is no member of data_parallel=, {what}: iterate over the loader in members"
+    )
 
 
 def _is_no_member(value: object) -> bool:

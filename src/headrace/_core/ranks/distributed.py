@@ -28,7 +28,9 @@ class ShardOptions:
         worker = get_worker_info()
         if worker is None or undivided.get():
             return self
-        return ShardOptions(self.index * worker.num_workers + worker.id, self.count * worker.num_workers)
+        return ShardOptions(
+            self.index * worker.num_workers + worker.id, self.count * worker.num_workers
+        )
 
 
 class RankChoice:
@@ -42,12 +44,16 @@ class RankChoice:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
         self.given: ShardOptions | None = None
-        self._of_parent: ShardOptions | None = None  # in a spawned worker: the rank of its parent process
+        self._of_parent: ShardOptions | None = (
+            None  # in a spawned worker: the rank of its parent process
+        )
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
             rank, world_size = operator.index(rank), operator.index(world_size)
             if not 0 <= rank < world_size:
-                raise ValueError(f"rank={rank} is out of range for world_size={world_size}; ranks start at 0")
+                raise ValueError(
+                    f"rank={rank} is out of range for world_size={world_size}; ranks start at 0"
+                )
             self.given = ShardOptions(rank, world_size)
 
     def shard(self) -> ShardOptions:
@@ -64,7 +70,9 @@ class RankChoice:
 
     def _own(self) -> ShardOptions:
         if self.given is not None:
-            check_given_rank("a stream or sampler", self.given.index, self.given.count, rank_of_group())
+            check_given_rank(
+                "a stream or sampler", self.given.index, self.given.count, rank_of_group()
+            )
             return self.given
         if self._of_parent is not None:
             return self._of_parent
@@ -77,8 +85,8 @@ class RankChoice:
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
             return self.__dict__
-        # A worker spawned by torch's own loader inherits the environment, but neither the process group nor the
-        # context variables of the code that iterates over the loader.
+        # A worker spawned by torch's own loader inherits the environment, but neither the process
+        # group nor the context variables of the code that iterates over the loader.
         return {"given": self.given, "_of_parent": self._own(), "_divided": self._is_divided()}
 
 

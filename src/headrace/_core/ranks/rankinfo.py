@@ -1,7 +1,8 @@
 """The rank of this process in a training job, and how it reaches the processes and threads of a loader.
 
-Constructors do not determine the rank: a dataset may be made before the process group. A loader determines it once for
-each epoch, at `iter()`, and its engine and workers use the same, without calling `torch.distributed` again.
+Constructors do not determine the rank: a dataset may be made before the process group. A loader
+determines it once for each epoch, at `iter()`, and its engine and workers use the same, without
+calling `torch.distributed` again.
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ _WHOLE = RankInfo(0, 1, "a reader that divides the stream among the ranks")
 def get_rank_info() -> RankInfo:
     """The rank of this process, and the number of ranks.
 
-    For streams that choose each rank's part themselves. Call it when reading begins (`__aiter__`, `__iter__`), not
-    in a constructor, which may run before the process group is initialized. In code that a loader runs (`aget`,
-    `__aiter__`, `transform`, `collate_fn`, `worker_init_fn`), whatever its process, it is the rank of the process that
-    iterates over the loader. It is determined there at `iter()`: first the loader's `data_parallel=`, if given; then
-    `torch.distributed`, if initialized; then the environment: RANK and WORLD_SIZE; SLURM_PROCID and SLURM_NTASKS, for
-    tasks of `srun`; NODE_RANK and LOCAL_RANK with WORLD_SIZE, and on other nodes than the first LOCAL_WORLD_SIZE.
-    Otherwise the process is alone.
+    For streams that choose each rank's part themselves. Call it when reading begins (`__aiter__`,
+    `__iter__`), not in a constructor, which may run before the process group is initialized. In
+    code that a loader runs (`aget`, `__aiter__`, `transform`, `collate_fn`, `worker_init_fn`),
+    whatever its process, it is the rank of the process that iterates over the loader. It is
+    determined there at `iter()`: first the loader's `data_parallel=`, if given; then
+    `torch.distributed`, if initialized; then the environment: RANK and WORLD_SIZE; SLURM_PROCID and
+    SLURM_NTASKS, for tasks of `srun`; NODE_RANK and LOCAL_RANK with WORLD_SIZE, and on other nodes
+    than the first LOCAL_WORLD_SIZE. Otherwise the process is alone.
 
-    Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream is to be read whole.
+    Where accelerate reads a stream to divide it among ranks, the answer is rank 0 of 1: the stream
+    is to be read whole.
 
     Raises:
         UnknownRankError: the environment sets several ranks, but not the rank of this process.
@@ -94,7 +97,8 @@ def own_rank() -> RankInfo:
 def reader_divides() -> bool:
     """Whether the reader of a stream divides it among ranks: a method of accelerate that does so is on the stack.
 
-    There is no other sign: accelerate neither informs a dataset, nor checks whether the dataset divides itself.
+    There is no other sign: accelerate neither informs a dataset, nor checks whether the dataset
+    divides itself.
     """
     if _divided.get():
         return True
@@ -153,7 +157,9 @@ def adopt_rank(info: RankInfo) -> None:
 
 def _resolved() -> RankInfo:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return RankInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed")
+        return RankInfo(
+            torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
+        )
     found = _from_rank() or _from_slurm() or _from_local_rank()
     if found is None:
         if (_number("WORLD_SIZE") or 1) > 1:
@@ -180,13 +186,17 @@ def _from_slurm() -> RankInfo | None:
     if rank is None or tasks is None:
         return None
     if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
-        return None  # the batch script itself, not a task of srun: it runs once, whatever was reserved
-    # As Lightning does: in a shell opened for work by hand the variables are those of the shell, which has the number 0
-    # of however many tasks were reserved.
+        return (
+            None  # the batch script itself, not a task of srun: it runs once, whatever was reserved
+        )
+    # As Lightning does: in a shell opened for work by hand the variables are those of the shell,
+    # which has the number 0 of however many tasks were reserved.
     name = os.environ.get("SLURM_JOB_NAME")
     if name in ("bash", "interactive"):
         if rank > 0:
-            raise UnknownRankError(why=f"SLURM_PROCID={rank} may be that of a shell, with SLURM_JOB_NAME={name}")
+            raise UnknownRankError(
+                why=f"SLURM_PROCID={rank} may be that of a shell, with SLURM_JOB_NAME={name}"
+            )
         return None
     return RankInfo(rank, tasks, "SLURM_PROCID and SLURM_NTASKS")
 
@@ -202,7 +212,9 @@ def _from_local_rank() -> RankInfo | None:
     if node is None:
         return None
     if node and on_node is None:
-        raise _unknown(f"is set, and NODE_RANK={node}, but not LOCAL_WORLD_SIZE, the number of ranks on a node")
+        raise _unknown(
+            f"is set, and NODE_RANK={node}, but not LOCAL_WORLD_SIZE, the number of ranks on a node"
+        )
     rank = node * (on_node or 0) + local
     return RankInfo(rank, world_size, "NODE_RANK, LOCAL_RANK and WORLD_SIZE")
 
@@ -223,4 +235,6 @@ def _number(variable: str) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise UnknownRankError(why=f"{variable}={value!r} in the environment is not a number") from None
+        raise UnknownRankError(
+            why=f"{variable}={value!r} in the environment is not a number"
+        ) from None

@@ -20,12 +20,20 @@ STREAM_BYTES = 256 << 10
 MAX_OUTPUT = 4 << 20
 """Maximum bytes unpacked at once: bounds a decompression bomb, whatever its ratio."""
 
-# Packed bytes taken at a time. A stream that ends within them hands back a copy of the rest: 512 KiB of nothing but
-# ends of gzip streams took 91 ms in one piece, growing as the square, and take 22 ms in these.
+# Packed bytes taken at a time. A stream that ends within them hands back a copy of the rest: 512
+# KiB of nothing but ends of gzip streams took 91 ms in one piece, growing as the square, and take
+# 22 ms in these.
 _INPUT_BYTES = 64 << 10
 
 
-_FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".zlib": "zlib", ".tgz": "gzip", ".tzst": "zstd"}
+_FORMATS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".zlib": "zlib",
+    ".tgz": "gzip",
+    ".tzst": "zstd",
+}
 
 TAR_SUFFIXES = (".tgz", ".tzst")
 """Suffixes of compressed tars that replace ``.tar``."""
@@ -36,7 +44,12 @@ SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
 _LOOKED_AT = 400  # bytes
 _HTML = (b"<!doctype html", b"<html")
-_BEGINNINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2"}
+_BEGINNINGS = {
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"BZh91AY&SY": "bzip2",
+}
 
 
 class Codec:
@@ -48,11 +61,13 @@ class Codec:
     def __init__(self, key: str, shard: str, *, pages: bool = False) -> None:
         self._pages = pages
         self._format = compression_of(key)
-        # Whether `feed` computes long enough to be worth a thread, and bytes are read from the start of the object on.
+        # Whether `feed` computes long enough to be worth a thread, and bytes are read from the
+        # start of the object on.
         self.compressed = self._format is not None
         self._shard = shard
         self._stream: Any = None
-        # Places from which the object can be unpacked alone: bytes of the object, and unpacked bytes, before them.
+        # Places from which the object can be unpacked alone: bytes of the object, and unpacked
+        # bytes, before them.
         self.begins: list[tuple[int, int]] = []
         self.taken = 0  # bytes of the object so far
         self._offset = 0  # bytes unpacked so far
@@ -128,7 +143,9 @@ def unpack_object(data: Buffer, key: str, shard: str, size: int) -> bytearray:
         if len(output) >= size:
             return output
     codec.finish()
-    raise TruncatedShardError(f"{len(output)} bytes unpacked, and {size} in its index", shard=shard, offset=0)
+    raise TruncatedShardError(
+        f"{len(output)} bytes unpacked, and {size} in its index", shard=shard, offset=0
+    )
 
 
 def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
@@ -142,7 +159,9 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     first = bytes(memoryview(data)[:_LOOKED_AT]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
     if first.startswith(b"version https://git-lfs"):
         what = "a Git LFS pointer in place of the file; run git lfs pull where it was copied from"
-    elif not pages and (first.startswith(_HTML) or (first.startswith(b"<?xml") and b"<error" in first)):
+    elif not pages and (
+        first.startswith(_HTML) or (first.startswith(b"<?xml") and b"<error" in first)
+    ):
         what = "a web page, as of an error or a log-in, in place of the file; open its URL in a browser"
     else:
         return
@@ -160,4 +179,6 @@ def refuse_unsupported(name: str) -> None:
 def refuse_compressed(name: str) -> None:
     """Raise `ShardError` if the shard's name has the suffix of a compression, supported or not."""
     if name.lower().endswith((*_FORMATS, *_UNSUPPORTED)):
-        raise ShardError("a compressed shard cannot be read at an offset; decompress it", shard=name)
+        raise ShardError(
+            "a compressed shard cannot be read at an offset; decompress it", shard=name
+        )

@@ -67,8 +67,12 @@ class Shard:
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `Store.read`."""
         head = self.head
-        size, etag, modified = (None, None, None) if head is None else (head.size, head.etag, head.modified)
-        return self.store.read(self.key, start, stop, size=size, etag=etag, modified=modified, index=index)
+        size, etag, modified = (
+            (None, None, None) if head is None else (head.size, head.etag, head.modified)
+        )
+        return self.store.read(
+            self.key, start, stop, size=size, etag=etag, modified=modified, index=index
+        )
 
     async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
         """Read bytes up to `stop`, or all if the store ignores ranges; returns the version that was read, too."""
@@ -133,14 +137,18 @@ Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shar
 
 def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> list[T]:
     """Call an async function, as one that reads a header, with all shards, at most 64 at the same time; blocks."""
-    return background_loop().run(map_all(function, shards, 64))  # small requests, of which a store serves many
+    return background_loop().run(
+        map_all(function, shards, 64)
+    )  # small requests, of which a store serves many
 
 
-def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None = None) -> tuple[Shard, ...]:
+def find_shards(
+    shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None = None
+) -> tuple[Shard, ...]:
     """Find the shards that a user named; blocks if there is a glob or a directory.
 
-    Names and errors are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names must end in
-    `suffixes`.
+    Names and errors are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names
+    must end in `suffixes`.
     """
     if isinstance(shards, Store) and store is None:
         shards, store = "", shards  # all that is in it
@@ -159,7 +167,11 @@ def find_shards(shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike |
             is_pattern = is_pattern or (root is not None and os.path.isdir(os.path.join(root, key)))
             named.append((one, is_pattern))
     patterns = [(shard, _local_names(shard)) for shard, is_pattern in named if is_pattern]
-    listed = iter(background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns)) if patterns else ())
+    listed = iter(
+        background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns))
+        if patterns
+        else ()
+    )
     found: list[Shard] = []
     for one, is_pattern in named:
         found += next(listed) if is_pattern else [one]
@@ -185,7 +197,9 @@ async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...])
         folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
         found = await _matching(pattern, folder, names, suffixes)
     else:
-        problem = f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
+        problem = (
+            f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
+        )
         found = await list_inside(store, folder, suffixes)
         if not found and folder == key != "":
             found = await _find(store, (), key)
@@ -196,11 +210,19 @@ async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...])
 
 async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
     """The objects in a directory, at any depth, that end in `suffixes` and are not hidden."""
-    named = [head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)]
-    return [Shard(store, head.key, head) for head in named if not _is_hidden(head.key.removeprefix(folder))]
+    named = [
+        head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)
+    ]
+    return [
+        Shard(store, head.key, head)
+        for head in named
+        if not _is_hidden(head.key.removeprefix(folder))
+    ]
 
 
-async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+async def _matching(
+    shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]
+) -> list[Shard]:
     """The objects that match a glob, and those in directories that do and are named as shards.
 
     `folder` has them all; `names` are those of a directory of this machine, if the store is one.
@@ -212,9 +234,13 @@ async def _matching(shard: Shard, folder: str, names: Sequence[str], suffixes: t
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
     if store.local_root is not None:
-        return [*chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))]
+        return [
+            *chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))
+        ]
     found, folders = list[Shard](), [""]
-    for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):  # directories without wildcards, and a name
+    for step in re.findall(
+        r"(?:[^/*?\[]*/)*[^/]+", pattern
+    ):  # directories without wildcards, and a name
         path, slash, name = step.rpartition("/")
         one = partial(list_level, store, glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
@@ -243,7 +269,9 @@ def expand_braces(pattern: str) -> list[str]:
     pieces = _BRACES.split(pattern)
     choices = [_choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
     if (count := math.prod(map(len, choices))) > MOST_NAMES:
-        raise ValueError(f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most")
+        raise ValueError(
+            f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most"
+        )
     return ["".join(map(str, each)) for each in product(*choices)]
 
 
@@ -294,7 +322,8 @@ def split_url(name: str) -> tuple[str, str]:
 def _is_hidden(key: str) -> bool:
     """Whether a shard in a directory is left over by an editor, a notebook or a job that has failed.
 
-    Its name begins with a dot, or that of a directory on the way with a dot or an underscore, as Spark's `_temporary`.
+    Its name begins with a dot, or that of a directory on the way with a dot or an underscore, as
+    Spark's `_temporary`.
     """
     *directories, name = key.strip("/").split("/")
     return name.startswith(".") or any(part.startswith((".", "_")) for part in directories)
@@ -309,7 +338,10 @@ def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
     sections = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern)
     if len(sections) > 1 and pattern.endswith("**"):
         sections[-1] = "*"
-    first, *others = ["/".join(_name_expression(name, visible) for name in section.split("/")) for section in sections]
+    first, *others = [
+        "/".join(_name_expression(name, visible) for name in section.split("/"))
+        for section in sections
+    ]
     gap = f"(?:{visible}[^/]*/)*"
     # Between two gaps, the first place counts at which a section matches, and no other is tried.
     middle = "".join(f"(?>{gap}?{section})" for section in others[:-1])

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"headrace index 3"
-PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash of all that follows, bytes of the header, CRC-32
+PREFIX = struct.Struct(
+    "<16s 32s Q Q"
+)  # magic, hash of all that follows, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
 ARRAYS = ("<i8", "<u4", "<u4")
 PART_BITS = 32  # of an offset within 4 GiB
@@ -54,8 +56,8 @@ class IndexedShard(NamedTuple):
         samples: number of samples.
         end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of its shard; None if there is none.
-        begins: the places from which a compressed shard can be unpacked, as base 64 of int64: offset in
-            the object and offset in the unpacked bytes of each.
+        begins: the places from which a compressed shard can be unpacked, as base 64 of int64:
+            offset in the object and offset in the unpacked bytes of each.
     """
 
     name: str
@@ -106,11 +108,7 @@ class IndexFile:
     """
 
     def __init__(
-        self,
-        name: str,
-        data: Buffer,
-        path: str | None = None,
-        digest: bytes | None = None,
+        self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
     ) -> None:
         self.name, self.path, self._data = name, path, data
         what = "no index of shards, or a damaged one; make it again by `headrace index`"
@@ -155,7 +153,9 @@ class IndexFile:
     def verify(self) -> None:
         """Raise `ShardError` if the hash is not that of the content, which is read."""
         if self.digest != content_digest([memoryview(self._data)[HASHED_FROM:]]):
-            raise ShardError("the index is damaged; make it again by `headrace index`", shard=self.name)
+            raise ShardError(
+                "the index is damaged; make it again by `headrace index`", shard=self.name
+            )
 
     def bounds(self, shards: IntArray, places: IntArray) -> tuple[IntArray, IntArray]:
         """Start and stop of the samples at `places`, in their shards, which are known.
@@ -180,10 +180,14 @@ class IndexFile:
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """The bytes of an index of the shards in a folder, of the indices of one shard each."""
         parts = sorted(parts, key=lambda part: part.shards[0].name)
-        shards = [part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts]
+        shards = [
+            part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts
+        ]
         firsts = np.cumsum([0, *(shard.samples for shard in shards)]).tolist()
         columns = [
-            np.concatenate([part._parts + first for part, first in zip(parts, firsts, strict=False)]),
+            np.concatenate(
+                [part._parts + first for part, first in zip(parts, firsts, strict=False)]
+            ),
             np.concatenate([part._begins for part in parts]),
             np.concatenate([part.lengths for part in parts]),
         ]
@@ -208,7 +212,9 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     return IndexFile(path, data, path, digest)
 
 
-def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]) -> bytes:
+def _dump(
+    folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
+) -> bytes:
     content = {"folder": folder, "length": length, "parts": len(arrays[0]), "shards": shards}
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -216,7 +222,9 @@ def _dump(folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequ
     parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
     check = zlib.crc32(b"".join(parts))
     rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
-    return b"".join([PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts])
+    return b"".join(
+        [PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts]
+    )
 
 
 def content_digest(parts: Iterable[Buffer]) -> bytes:

@@ -167,12 +167,7 @@ def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
 
 
 async def open_index(
-    shards: Sequence[Shard],
-    indexing: Indexing,
-    place: Shard | None,
-    *,
-    required: bool,
-    save: bool,
+    shards: Sequence[Shard], indexing: Indexing, place: Shard | None, *, required: bool, save: bool
 ) -> OpenedIndex:
     """Find the index of shards, or build it.
 
@@ -258,7 +253,9 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     return opened
 
 
-def compare(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> tuple[OpenedIndex, list[ShardError]]:
+def compare(
+    index: IndexFile, shards: Sequence[Shard], indexing: Indexing
+) -> tuple[OpenedIndex, list[ShardError]]:
     """The shards that an index has, in their versions there, and an error for each difference."""
     known = {row.name: number for number, row in enumerate(index.shards)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
@@ -302,7 +299,9 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
     # What is in the memory of this process has no name that another process could look for.
     cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
-        cached = _cached(_hash([folder_of(shards), *(part_name(shard, indexing) for shard in shards)]))
+        cached = _cached(
+            _hash([folder_of(shards), *(part_name(shard, indexing) for shard in shards)])
+        )
     try:
         index = await fetch_index(cached)
     except (ShardError, ObjectNotFoundError):
@@ -337,7 +336,13 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
     """The name of the part of an index that one version of a shard has."""
     head = shard.head
     assert head is not None
-    identity = (shard.store.store_id, shard.name, head.size, head.version, *indexing.identity(shard))
+    identity = (
+        shard.store.store_id,
+        shard.name,
+        head.size,
+        head.version,
+        *indexing.identity(shard),
+    )
     return _hash(identity) + ".part"
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".pq", ".parq")
 
-# Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this covers some 600 of them;
-# a larger one takes a second read.
+# Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this
+# covers some 600 of them; a larger one takes a second read.
 TAIL = 64 << 10
 _MAGIC = b"PAR1"
 
@@ -43,10 +43,15 @@ class Footer(TableFile):
         with shard_errors("corrupt footer", shard.name, shard.size - len(data)):
             self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
             self.schema = self.metadata.schema.to_arrow_schema()
-            self.rows = tuple(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
+            self.rows = tuple(
+                self.metadata.row_group(group).num_rows
+                for group in range(self.metadata.num_row_groups)
+            )
             any(self.schema.names)  # decodes them
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
-            raise shard.error(f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}")
+            raise shard.error(
+                f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Footer, (self.shard, self._data)
@@ -58,7 +63,11 @@ class Footer(TableFile):
         file = pyarrow.parquet.ParquetFile(source, metadata=self.metadata)
         # Pyarrow reads "a.b" for "a", which may be another column.
         read = file.read_row_groups([], columns=[*columns]).schema
-        given = [field for field in read if any(f"{column}.".startswith(f"{field.name}.") for column in columns)]
+        given = [
+            field
+            for field in read
+            if any(f"{column}.".startswith(f"{field.name}.") for column in columns)
+        ]
         for column in columns:
             if not any(f"{column}.".startswith(f"{field.name}.") for field in given):
                 raise KeyError(column)
@@ -72,20 +81,32 @@ class Footer(TableFile):
         numbers: Iterable[int] = range(len(self.rows))
         if filters is not None:
             added = selection.added.items()
-            values = (field(name) == value if value.is_valid else field(name).is_null() for name, value in added)
-            fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
-                pyarrow.BufferReader(_MAGIC + self._data), partition_expression=reduce(and_, values) if added else None
+            values = (
+                field(name) == value if value.is_valid else field(name).is_null()
+                for name, value in added
             )
-            schema = pyarrow.schema([*self.schema, *(pyarrow.field(name, value.type) for name, value in added)])
+            fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
+                pyarrow.BufferReader(_MAGIC + self._data),
+                partition_expression=reduce(and_, values) if added else None,
+            )
+            schema = pyarrow.schema(
+                [*self.schema, *(pyarrow.field(name, value.type) for name, value in added)]
+            )
             numbers = [group.id for group in fragment.subset(filters, schema=schema).row_groups]
         return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
         """Numbers of the stored columns of `columns`; a nested column has several."""
-        paths = [self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)]
+        paths = [
+            self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)
+        ]
         if columns is None:
             return list(range(len(paths)))
-        return [n for n, path in enumerate(paths) if any(path == c or path.startswith(f"{c}.") for c in columns)]
+        return [
+            n
+            for n, path in enumerate(paths)
+            if any(path == c or path.startswith(f"{c}.") for c in columns)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +154,16 @@ class RowGroup:
                 return self.selection.apply(table)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise self.error(f"cannot decode: {' '.join(str(error).split())}") from None
-        raise self.error(f"cannot decode: {self.rows - table.num_rows} of {self.rows} rows are missing")
+        raise self.error(
+            f"cannot decode: {self.rows - table.num_rows} of {self.rows} rows are missing"
+        )
 
     def _table(self, pieces: Pieces) -> Any:
         import pyarrow.parquet
 
         source = pyarrow.PythonFile(SparseFile(pieces, self.footer.shard.size), mode="r")
-        # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the writer was asked for
-        # them.
+        # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the
+        # writer was asked for them.
         file = pyarrow.parquet.ParquetFile(
             source, metadata=self.footer.metadata, pre_buffer=False, page_checksum_verification=True
         )
@@ -157,10 +180,15 @@ class RowGroup:
         ranges = []
         for leaf in self.footer.leaves(self.selection.columns):
             chunk = stored.column(leaf)
-            start, length = chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size
+            start, length = (
+                chunk.dictionary_page_offset or chunk.data_page_offset,
+                chunk.total_compressed_size,
+            )
             start = min(start, chunk.data_page_offset)
             if start < 0 or length < 0 or start + length > size:
-                raise self.error(f"corrupt footer: bytes {start} to {start + length} lie outside a file of {size}")
+                raise self.error(
+                    f"corrupt footer: bytes {start} to {start + length} lie outside a file of {size}"
+                )
             ranges.append((start, start + length))
         return Ranges.of(ranges)
 
@@ -170,7 +198,9 @@ async def read_footer_or_list(shard: Shard) -> Sequence[Footer | Shard]:
     try:
         return [await read_footer(shard)]
     except ObjectNotFoundError:
-        if shard.store.traits.web_server or not (inside := await list_inside(shard.store, shard.key, SUFFIXES)):
+        if shard.store.traits.web_server or not (
+            inside := await list_inside(shard.store, shard.key, SUFFIXES)
+        ):
             raise
     return inside
 
@@ -186,7 +216,9 @@ async def read_footer(shard: Footer | Shard) -> Footer:
         raise TruncatedShardError(what, shard=shard.name, offset=size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
-        raise shard.error(f"corrupt footer: a length of {length - 8} bytes in a file of {size}", size - 8)
+        raise shard.error(
+            f"corrupt footer: a length of {length - 8} bytes in a file of {size}", size - 8
+        )
     if length > len(tail):
         rest = await shard.read(size - length, size - len(tail))
         tail = bytes(rest) + tail

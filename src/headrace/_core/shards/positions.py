@@ -19,7 +19,9 @@ class PartPosition(NamedTuple):
     part: int  # its number in the user's list
     given: int = 0  # number of its samples that were given out
     drop: int = 0  # how many of them come again after the place where the decoder starts
-    decoder: dict[str, Any] | None = None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
+    decoder: dict[str, Any] | None = (
+        None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
+    )
     size: int | None = None  # bytes of the object, if known
     etag: str | None = None  # its version, if known
 

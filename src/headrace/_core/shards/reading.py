@@ -46,7 +46,8 @@ class ChunkReader:
         self._shard = shard
         self._ahead = ahead
         self.head = shard.head  # None before the first response, if the listing did not give it
-        # A task returns its exception instead of raising it: one that is never awaited logs no complaint.
+        # A task returns its exception instead of raising it: one that is never awaited logs no
+        # complaint.
         self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
         self._next = start
         self._closed = False
@@ -63,7 +64,9 @@ class ChunkReader:
             raise result
         if self.head is None:
             self.head = result.head
-            self._next = max(self._next, len(result.data))  # all bytes, of a store that ignores ranges
+            self._next = max(
+                self._next, len(result.data)
+            )  # all bytes, of a store that ignores ranges
         self._fill()
         return result.data if len(result.data) else None
 
@@ -91,7 +94,9 @@ class ChunkReader:
             if head is None and not start:
                 return await shard.store.read_start(shard.key, stop)
             head = head or await shard.store.head(shard.key)
-            return InitialRead(await replace(shard, head=head).read(start, min(stop, head.size)), head)
+            return InitialRead(
+                await replace(shard, head=head).read(start, min(stop, head.size)), head
+            )
         except Exception as error:
             return as_exception(error)
 
@@ -186,7 +191,9 @@ class Block(NamedTuple):
     """Samples that are produced together."""
 
     samples: deque[Any]  # in order; a `BadRecord` in place of some
-    after: PartPosition | None = None  # the position of the next block; None for the last, which may be empty
+    after: PartPosition | None = (
+        None  # the position of the next block; None for the last, which may be empty
+    )
     error: Exception | None = None  # raised after the samples; only of the last
 
 
@@ -206,7 +213,9 @@ class ShardReader:
         codec: unpacks the shard.
     """
 
-    def __init__(self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition) -> None:
+    def __init__(
+        self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition
+    ) -> None:
         self.part, self.first = position.part, position.given
         self.samples: deque[Any] = deque()
         self.error: Exception | None = None
@@ -226,7 +235,9 @@ class ShardReader:
         self._skip, self._drop = offset - start, position.drop
         self._pieces: Iterator[Buffer] = iter(())
         self._chunks = ChunkReader(shard, ahead, start)
-        self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(self._next_block())
+        self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(
+            self._next_block()
+        )
 
     @property
     def given(self) -> int:
@@ -248,7 +259,9 @@ class ShardReader:
         self._count = len(block.samples)
         self.decoded = self._current.given + self._count
         self.samples, self.error, self.ended = block.samples, block.error, block.after is None
-        self._task = None if self.ended else asyncio.get_running_loop().create_task(self._next_block())
+        self._task = (
+            None if self.ended else asyncio.get_running_loop().create_task(self._next_block())
+        )
 
     def state_dict(self) -> State:
         """The position after the samples that were taken from `samples`."""
@@ -282,7 +295,9 @@ class ShardReader:
                     end = True
                     self.codec.finish()
                 # Those before an error are kept.
-                samples.extend(self._decoder.finish() if piece is None else self._decoder.feed(piece))
+                samples.extend(
+                    self._decoder.finish() if piece is None else self._decoder.feed(piece)
+                )
             except Exception as caught:
                 error, end = as_exception(caught), True
             while self._drop and samples:
@@ -306,7 +321,9 @@ class ShardReader:
     async def _next_piece(self) -> Buffer | None:
         while True:
             # zlib and zstd release the interpreter lock while they unpack.
-            piece = await asyncio.to_thread(self._unpack) if self.codec.compressed else self._unpack()
+            piece = (
+                await asyncio.to_thread(self._unpack) if self.codec.compressed else self._unpack()
+            )
             if piece is not None:
                 if not self._skip:
                     return piece

@@ -17,14 +17,15 @@ from headrace.errors import HeadraceError, StateError
 class ShardIterator(StreamOperation[Any]):
     """The samples of one reader in one epoch: one sample of each open shard in turn, in the same order always.
 
-    The reader is a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in the order of the
-    epoch, some at once. The error of a shard is raised at its turn, after the samples before it; the other shards
-    continue. A shard that ends is replaced by the next. When all of one has been requested, the next is opened, so
-    that its first samples are there at its turn.
+    The reader is a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in
+    the order of the epoch, some at once. The error of a shard is raised at its turn, after the
+    samples before it; the other shards continue. A shard that ends is replaced by the next. When
+    all of one has been requested, the next is opened, so that its first samples are there at its
+    turn.
 
-    The position is that of each open shard, in the order of their turns, and the number of shards that were opened.
-    The state of another epoch can be loaded: the iterator then continues in that epoch's order. Blocks differ after a
-    restore, since chunks start elsewhere; the order does not.
+    The position is that of each open shard, in the order of their turns, and the number of shards
+    that were opened. The state of another epoch can be loaded: the iterator then continues in that
+    epoch's order. Blocks differ after a restore, since chunks start elsewhere; the order does not.
 
     `stream` is a `ShardedStream`, which has the shards and their decoders.
     """
@@ -38,7 +39,9 @@ class ShardIterator(StreamOperation[Any]):
         self._reader = reader
         self._order = order
         self._opened = 0  # shards
-        self._from_state: deque[PartPosition] = deque()  # of shards that were open when the state was saved
+        self._from_state: deque[PartPosition] = (
+            deque()
+        )  # of shards that were open when the state was saved
         self._open_ones: deque[ShardReader] = deque()
         self._ahead: deque[ShardReader] = deque()  # successors of those that are open
         self._origins = Origins(maxlen=ORIGINS)

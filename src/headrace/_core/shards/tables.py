@@ -50,7 +50,8 @@ class Selection:
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
     names: tuple[str, ...] | None  # names of the columns to give; None for all that are read
     added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
-    # The schema of what is given, with the types of the file. As bytes: pyarrow is not imported to unpickle a dataset.
+    # The schema of what is given, with the types of the file. As bytes: pyarrow is not imported to
+    # unpickle a dataset.
     serialized: bytes
     schema: Any = None  # the types to give, in order; None for those of the file
 
@@ -62,7 +63,9 @@ class Selection:
             table = table.append_column(name, pyarrow.repeat(value, table.num_rows))
         table = table.combine_chunks()
         if self.names is not None:
-            table = table.select([number for number, name in enumerate(table.column_names) if name in self.names])
+            table = table.select(
+                [number for number, name in enumerate(table.column_names) if name in self.names]
+            )
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
 
     @property
@@ -95,11 +98,18 @@ def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
             if isinstance(lists[0], str) or isinstance(lists[0][0], str):
                 lists = [lists]
         # The order of a set changes with the process, and with it the text of the expression.
-        found = [[(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each] for each in lists]
-        if isinstance(filters, str) or not all(isinstance(n, str) for each in found for n, _, _ in each):
+        found = [
+            [(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each]
+            for each in lists
+        ]
+        if isinstance(filters, str) or not all(
+            isinstance(n, str) for each in found for n, _, _ in each
+        ):
             raise TypeError("no conditions")
     except (TypeError, ValueError, LookupError):
-        what = "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; None for all rows"
+        what = (
+            "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; None for all rows"
+        )
         raise ValueError(f"filters={short_repr(filters)} must be {what}") from None
     return found
 
@@ -110,7 +120,11 @@ def filter_text(filters: Any) -> str | None:
         return None
     text = " ".join(str(filters).split())
     shortened = "..." in text or len(text) > _LONGEST_TEXT
-    return f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}" if shortened else text
+    return (
+        f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}"
+        if shortened
+        else text
+    )
 
 
 def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
@@ -121,7 +135,9 @@ def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
     numbers = pyarrow.array(np.arange(len(table), dtype=np.uint32))
     table = table.append_column(_NUMBER, numbers)
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
-    passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(use_threads=False)
+    passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(
+        use_threads=False
+    )
     found: NDArray[np.uint32] = passing[_NUMBER].to_numpy()
     return found
 
@@ -132,7 +148,9 @@ def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
 
     def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
         if there not in made:
-            made[there] = _select(file, there, added, tuple(_columns_of(filters, there, file.shard.name)))
+            made[there] = _select(
+                file, there, added, tuple(_columns_of(filters, there, file.shard.name))
+            )
         return replace(made[there], added={name: added[name] for name in made[there].added})
 
     return [select(file, *columns) for file, *columns in _all_columns(files)]
@@ -148,7 +166,9 @@ def _all_columns(files: Sequence[TableFile]) -> Iterator[tuple[TableFile, Any, d
         yield file, pyarrow.schema([*file.schema, *fields]), added
 
 
-def select_columns(files: Sequence[TableFile], columns: tuple[str, ...] | None, *, as_rows: bool) -> list[Selection]:
+def select_columns(
+    files: Sequence[TableFile], columns: tuple[str, ...] | None, *, as_rows: bool
+) -> list[Selection]:
     """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
     found: list[Selection] = []
     made: dict[Any, Selection] = {}  # by the columns of a file and its directories
@@ -157,7 +177,9 @@ def select_columns(files: Sequence[TableFile], columns: tuple[str, ...] | None, 
         if there not in made:
             made[there] = _select(file, there, added, columns)
             given = made[there].given
-            if as_rows and (twice := [name for name, times in Counter(given.names).items() if times > 1]):
+            if as_rows and (
+                twice := [name for name, times in Counter(given.names).items() if times > 1]
+            ):
                 what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
                 raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
             first = given if first is None else first
@@ -168,9 +190,13 @@ def select_columns(files: Sequence[TableFile], columns: tuple[str, ...] | None, 
                 # Rows are Python objects, the same ones of string and large_string.
                 unified = None if as_rows else given if unified is None else _unify(unified, given)
             except (ValueError, TypeError, LookupError) as error:
-                listed, expected = (", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first))
+                listed, expected = (
+                    ", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first)
+                )
                 what = f"columns {listed}, but {expected} in {files[0].shard.name}: {' '.join(str(error).split())}"
-                of_types = ", of types that can be one, or read rows (format='rows')" if same_names else ""
+                of_types = (
+                    ", of types that can be one, or read rows (format='rows')" if same_names else ""
+                )
                 remedy = f"give columns= that all files have{of_types}"
                 raise file.shard.error(f"{what}; {remedy}") from None
         selection = made[there]
@@ -181,7 +207,9 @@ def select_columns(files: Sequence[TableFile], columns: tuple[str, ...] | None, 
     return found
 
 
-def _select(file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None) -> Selection:
+def _select(
+    file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None
+) -> Selection:
     """What to read of files with the columns `there`."""
     import pyarrow
 
@@ -193,8 +221,12 @@ def _select(file: TableFile, there: Any, added: Mapping[str, Any], columns: tupl
         selected = file.selected(read)
     except KeyError as error:
         names = ", ".join(map(repr, there.names))
-        raise ValueError(f"{file.shard.name} has no column {error.args[0]!r}; it has {names}") from None
-    given = pyarrow.schema([*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())])
+        raise ValueError(
+            f"{file.shard.name} has no column {error.args[0]!r}; it has {names}"
+        ) from None
+    given = pyarrow.schema(
+        [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
+    )
     return Selection(read, tuple(given.names), wanted, given.serialize().to_pybytes())
 
 
@@ -240,12 +272,22 @@ def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
     """
     import pyarrow
 
-    parts = [dict(part.split("=", 1) for part in key.split("/")[:-1] if part.find("=") > 0) for key in keys]
+    parts = [
+        dict(part.split("=", 1) for part in key.split("/")[:-1] if part.find("=") > 0)
+        for key in keys
+    ]
     found: list[dict[str, Any]] = [{} for _ in keys]
     for name in dict.fromkeys(chain.from_iterable(parts)):
-        texts = [None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name]) for of_key in parts]
+        texts = [
+            None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name])
+            for of_key in parts
+        ]
         whole = all(text is None or re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
-        kind = pyarrow.int64() if whole and any(text is not None for text in texts) else pyarrow.string()
+        kind = (
+            pyarrow.int64()
+            if whole and any(text is not None for text in texts)
+            else pyarrow.string()
+        )
         for values, of_key, text in zip(found, parts, texts, strict=True):
             if name in of_key:
                 value = int(text) if text is not None and kind == pyarrow.int64() else text

@@ -1,10 +1,11 @@
 """Strict incremental parser of the tar format, and the samples in its members by WebDataset's convention; no I/O.
 
-Python's `tarfile` blocks, and takes an archive that was cut at a member's border, cut inside a header, or whose next
-header has a flipped bit, for one that ends there. Here an archive ends with its two zero blocks or it is an error.
+Python's `tarfile` blocks, and takes an archive that was cut at a member's border, cut inside a
+header, or whose next header has a flipped bit, for one that ends there. Here an archive ends with
+its two zero blocks or it is an error.
 
-Formats: POSIX.1-2017, *pax* (ustar and extended headers), and the GNU tar manual, *Basic Tar Format* (long names, sizes
-in base 256).
+Formats: POSIX.1-2017, *pax* (ustar and extended headers), and the GNU tar manual, *Basic Tar
+Format* (long names, sizes in base 256).
 """
 
 from __future__ import annotations
@@ -24,23 +25,40 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 TAR_BLOCK = 512  # bytes; everything in a tar is a multiple of it
-MEMBER_LIMIT = 1 << 30  # bytes; a member is held in memory whole, so a larger one is corruption, an attack or a mistake
-EXTENSION_LIMIT = 1 << 20  # bytes of a long name or of pax records; paths end at 4,096, and the other records are few
+MEMBER_LIMIT = (
+    1 << 30
+)  # bytes; a member is held in memory whole, so a larger one is corruption, an attack or a mistake
+EXTENSION_LIMIT = (
+    1 << 20
+)  # bytes of a long name or of pax records; paths end at 4,096, and the other records are few
 
-_HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")  # name, size, checksum, type, magic, prefix
-_PLAIN = struct.Struct("100s 24x 11s c 12x 8s c 188x c")  # name, size, its end, checksum, type, the prefix's first byte
+_HEADER = struct.Struct(
+    "100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x"
+)  # name, size, checksum, type, magic, prefix
+_PLAIN = struct.Struct(
+    "100s 24x 11s c 12x 8s c 188x c"
+)  # name, size, its end, checksum, type, the prefix's first byte
 _SIZE_ENDS = (b"\0", b" ")
 _ZEROS = bytes(TAR_BLOCK)
 _BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the sum
 _FILE = frozenset((b"0", b"\0", b"7"))
-_NO_FILE = frozenset((b"5", b"D", b"V"))  # a directory, that of an incremental dump, the label of a volume
+_NO_FILE = frozenset(
+    (b"5", b"D", b"V")
+)  # a directory, that of an incremental dump, the label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
 _MORE_SPARSE = 482  # byte of a header, set if blocks with more places of a sparse file follow
-_REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
+_REFUSED = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"6": "a pipe",
+}
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
 _DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
-# Of names that lead to no other place, without "..": what the fast path takes. A field ends before the header's zeros.
+# Of names that lead to no other place, without "..": what the fast path takes. A field ends before
+# the header's zeros.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
 _PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
 _MOST_NAMES = 1024
@@ -80,7 +98,9 @@ class TarParser:
         self._parts: list[memoryview | bytes] = []
         self._padding = 0
         self._zero_blocks = 0
-        self._last: str | bytes | None = None  # name of the last complete member; bytes with the header's zeros
+        self._last: str | bytes | None = (
+            None  # name of the last complete member; bytes with the header's zeros
+        )
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
 
@@ -96,16 +116,23 @@ class TarParser:
                 continue
             if self._zero_blocks == 2:
                 if bytes(view[position:]).strip(b"\0"):
-                    self._fail("there are bytes after the end of the archive; concatenated archives are not supported")
+                    self._fail(
+                        "there are bytes after the end of the archive; concatenated archives are not supported"
+                    )
                 self._offset += end - position
                 return
             if self._pending is None:
-                if not (self._header or self._zero_blocks or self._long_name is not None or self._pax):
+                if not (
+                    self._header or self._zero_blocks or self._long_name is not None or self._pax
+                ):
                     yield from self._plain(view, begin)
                     if (position := self._offset - begin) >= end:
                         return
                 self._take_header(view, position)
-            if self._pending is not None and (member := self._take_content(view, self._offset - begin)) is not None:
+            if (
+                self._pending is not None
+                and (member := self._take_content(view, self._offset - begin)) is not None
+            ):
                 yield member
 
     def check_end(self) -> None:
@@ -119,10 +146,16 @@ class TarParser:
         elif self._header:
             what = f"it ends {len(self._header)} bytes into a header"
         elif self._zero_blocks < 2:
-            what = "it is empty" if not self._offset else "the two zero blocks that end an archive are missing"
+            what = (
+                "it is empty"
+                if not self._offset
+                else "the two zero blocks that end an archive are missing"
+            )
         else:
             return
-        raise TruncatedShardError(f"truncated tar: {what}", shard=self._shard, member=member, offset=self._offset)
+        raise TruncatedShardError(
+            f"truncated tar: {what}", shard=self._shard, member=member, offset=self._offset
+        )
 
     def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
         """Take whole plain members from the next byte on; `begin` is the position of `view` in the archive."""
@@ -147,13 +180,20 @@ class TarParser:
     def _parse_header(self, header: bytes, offset: int) -> _Pending:
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
         if not checksum_holds(header, raw_checksum):
-            self._fail("the checksum of a header is wrong" if offset else "it begins with no header of a tar", offset)
+            self._fail(
+                "the checksum of a header is wrong"
+                if offset
+                else "it begins with no header of a tar",
+                offset,
+            )
         size = parse_number(raw_size)
         if size is None or size < 0:
             self._fail("a header has no valid size", offset)
         if kind in _EXTENSION:
             if size > EXTENSION_LIMIT:
-                self._fail(f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}", offset)
+                self._fail(
+                    f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}", offset
+                )
             return _Pending("", kind, offset, size, wanted=True)
         raw_name = raw_name.split(b"\0", 1)[0]
         if magic == b"ustar\0" and prefix[0]:
@@ -177,7 +217,11 @@ class TarParser:
                 self._fail(f"type {kind!r} is not read", offset, name)
             safe = safe_name(name, self._shard, offset)
             if size > self._member_limit:
-                self._fail(f"a member of {size} bytes is more than member_limit={self._member_limit}", offset, safe)
+                self._fail(
+                    f"a member of {size} bytes is more than member_limit={self._member_limit}",
+                    offset,
+                    safe,
+                )
         except ShardError as error:
             held = 0 if kind in _REFUSED else size
             return _Pending(name, b"0", offset, held, wanted=False, error=error)
@@ -195,14 +239,18 @@ class TarParser:
         self._offset += step
         if pending.wanted:
             part = view[position : position + step]
-            self._parts.append(bytes(part) if self._missing else part)  # a copy: the caller's buffer is not kept alive
+            self._parts.append(
+                bytes(part) if self._missing else part
+            )  # a copy: the caller's buffer is not kept alive
         if self._missing:
             return None
         data = b"".join(self._parts) if pending.wanted else None
         self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
         if pending.kind == b"0":
             self._last = pending.name
-            return Member(pending.name, data, pending.offset, self._offset + self._padding, pending.error)
+            return Member(
+                pending.name, data, pending.offset, self._offset + self._padding, pending.error
+            )
         if data is not None:
             self._take_extension(pending.kind, data, pending.offset)
         return None
@@ -243,7 +291,12 @@ class TarParser:
 
     def _fail(self, what: str, offset: int | None = None, member: str | None = None) -> NoReturn:
         where = self._offset if offset is None else offset
-        raise ShardError(f"corrupt tar: {what}", shard=self._shard, member=member or _text(self._last), offset=where)
+        raise ShardError(
+            f"corrupt tar: {what}",
+            shard=self._shard,
+            member=member or _text(self._last),
+            offset=where,
+        )
 
 
 def safe_name(name: str, shard: str, offset: int) -> str:
@@ -278,8 +331,8 @@ def checksum_holds(header: bytes, field: bytes) -> bool:
     expected = sum_with_checksum_field(field)
     if expected < 0:
         return False
-    # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums that differ by the
-    # modulus need a header in which no byte is right.
+    # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums
+    # that differ by the modulus need a header in which no byte is right.
     if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
         return True
     # Historic implementations add signed characters.
@@ -311,23 +364,34 @@ def split_name(name: str) -> tuple[str, str] | None:
 class TarSamples(TarParser, Decoder):
     """Decoder of one archive: yields its samples as dicts; consecutive members with the same key are one.
 
-    Every sample must have `fields`, and may have others, which are not read; without them, unless `uniform` is False,
-    exactly the fields of the archive's first. A position is after the last complete sample, with the fields that all
-    samples must have.
+    Every sample must have `fields`, and may have others, which are not read; without them, unless
+    `uniform` is False, exactly the fields of the archive's first. A position is after the last
+    complete sample, with the fields that all samples must have.
     """
 
     format, ending = "tar", bytes(2 * TAR_BLOCK)
 
     def __init__(
-        self, shard: str, *, fields: Collection[str] | None = None, uniform: bool, member_limit: int = MEMBER_LIMIT
+        self,
+        shard: str,
+        *,
+        fields: Collection[str] | None = None,
+        uniform: bool,
+        member_limit: int = MEMBER_LIMIT,
     ) -> None:
         self._required = None if fields is None else frozenset(fields)
         self._selected = self._required
         super().__init__(shard, member_limit=member_limit)
         self._exact = fields is None and uniform
-        self._key: bytes | None = None  # of the current sample, as in the archive; None before the first
-        self._contents: dict[str, Any] = {}  # of its members, by field; None of those that are not wanted
-        self._names: dict[bytes, str] = {}  # fields by what comes after the key in headers, with the zeros
+        self._key: bytes | None = (
+            None  # of the current sample, as in the archive; None before the first
+        )
+        self._contents: dict[
+            str, Any
+        ] = {}  # of its members, by field; None of those that are not wanted
+        self._names: dict[
+            bytes, str
+        ] = {}  # fields by what comes after the key in headers, with the zeros
         self._latest: tuple[bytes, int] = b"", 0  # name and offset of its latest member
         self._end = 0  # of that member
         self._seen: set[bytes] = set()
@@ -343,7 +407,10 @@ class TarSamples(TarParser, Decoder):
             else:
                 stem, field = split or (found.name, "")
                 name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
-                if key != self._key and (sample := self._begin(key, name, found.offset)) is not None:
+                if (
+                    key != self._key
+                    and (sample := self._begin(key, name, found.offset)) is not None
+                ):
                     yield sample
                 if field in self._contents:
                     what = f"sample {_text(key)!r} has field {field!r} twice"
@@ -379,11 +446,21 @@ class TarSamples(TarParser, Decoder):
         Nearly all members are such; the general path, which is slower, judges all others.
         """
         limit, names, key = self._member_limit, self._names, self._key
-        selected, contents, offset, end = self._selected, self._contents, self._offset, begin + len(view)
+        selected, contents, offset, end = (
+            self._selected,
+            self._contents,
+            self._offset,
+            begin + len(view),
+        )
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
             name, digits, size_end, checksum, kind, prefix = _PLAIN.unpack_from(view, position)
-            if kind != b"0" or prefix != b"\0" or not digits.isdigit() or size_end not in _SIZE_ENDS:
+            if (
+                kind != b"0"
+                or prefix != b"\0"
+                or not digits.isdigit()
+                or size_end not in _SIZE_ENDS
+            ):
                 return
             if zlib.adler32(view[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
                 return
@@ -413,7 +490,12 @@ class TarSamples(TarParser, Decoder):
             if selected is None or field in selected:
                 content = bytes(view[start : start + size])
             contents[field] = content
-            self._last, self._latest, self._offset, self._end = name, (name, offset), following, following
+            self._last, self._latest, self._offset, self._end = (
+                name,
+                (name, offset),
+                following,
+                following,
+            )
             offset = following
 
     def _is_wanted(self, name: str) -> bool:
@@ -445,9 +527,15 @@ class TarSamples(TarParser, Decoder):
             if missing or extra:
                 listed = ", ".join(sorted(map(repr, missing or extra)))
                 what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
-                remedy = "; if that is intended, give fields=[...] or uniform=False" if self._exact else ""
+                remedy = (
+                    "; if that is intended, give fields=[...] or uniform=False"
+                    if self._exact
+                    else ""
+                )
                 return BadRecord(self._error(f"sample {key!r} {what}{remedy}", *self._latest))
-            contents = {field: content for field, content in contents.items() if content is not None}
+            contents = {
+                field: content for field, content in contents.items() if content is not None
+            }
         return {"__key__": key, "__url__": self._shard, **contents}
 
     def _error(self, what: str, name: bytes, offset: int) -> ShardError:
@@ -501,8 +589,16 @@ def plain_sample(
         return sample
     if not sample.keys() >= selected:
         return None
-    return {name: value for name, value in sample.items() if name in selected or name in ("__key__", "__url__")}
+    return {
+        name: value
+        for name, value in sample.items()
+        if name in selected or name in ("__key__", "__url__")
+    }
 
 
 def _text(name: str | bytes | None) -> Any:
-    return name.partition(b"\0")[0].decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+    return (
+        name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+        if isinstance(name, bytes)
+        else name
+    )

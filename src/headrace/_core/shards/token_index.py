@@ -11,23 +11,30 @@ from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.discovery import Shard
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, number of bounds of documents
+_MEGATRON_HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, type, number of sequences, number of bounds of documents
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _DATATROVE_TYPES = {2: "uint16", 4: "uint32"}  # by bytes of a token
 _METADATA = 4096  # bytes, at most: a name, two numbers and a comment
 
 
-# The type of the tokens, their number, and, if asked for, the bytes at which documents begin and the last ends.
+# The type of the tokens, their number, and, if asked for, the bytes at which documents begin and
+# the last ends.
 TokenIndex = tuple[AnyDType, int, IntArray | None]
 
 
-async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool) -> TokenIndex | None:
+async def read_index(
+    shard: Shard, size: int, dtype: str | None, documents: bool
+) -> TokenIndex | None:
     """Read the index beside a shard of `size` bytes; None if there is none, or an unusable one that is not needed."""
     key = shard.key.lower()
     if not key.endswith((".bin", ".ds")):
         return None
     try:
-        file, kind, count, ends = await (_megatron if key.endswith(".bin") else _datatrove)(shard, size, documents)
+        file, kind, count, ends = await (_megatron if key.endswith(".bin") else _datatrove)(
+            shard, size, documents
+        )
         if count * (width := np.dtype(kind).itemsize) != size:
             what = f"{size} bytes, but {count} tokens of {kind} by {file.name}, which is of another shard"
             raise shard.error(f"{what}, or one of the two is truncated")
@@ -38,11 +45,14 @@ async def read_index(shard: Shard, size: int, dtype: str | None, documents: bool
             raise
         return None  # it may be another program's; and some stores refuse what they do not have
     if dtype not in (None, kind):
-        raise ValueError(f"dtype={dtype!r}, but {shard.name} is {kind!r} by {file.name}; leave dtype= out")
+        raise ValueError(
+            f"dtype={dtype!r}, but {shard.name} is {kind!r} by {file.name}; leave dtype= out"
+        )
     return np.dtype(kind).newbyteorder("<"), count, None if ends is None else ends * width
 
 
-# The file, the type of the tokens, their number, and, if asked for, the ends of documents, after a 0.
+# The file, the type of the tokens, their number, and, if asked for, the ends of documents, after a
+# 0.
 _Contents = tuple[Shard, str, int, IntArray | None]
 
 
@@ -51,13 +61,18 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
     file = replace(shard, key=shard.key[:-4] + ".idx", head=None)
     begin = _MEGATRON_HEADER.size
     file, first = await file.read_version(begin)
-    magic, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(bytes(first[:begin]).ljust(begin, b"\0"))
+    magic, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(
+        bytes(first[:begin]).ljust(begin, b"\0")
+    )
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
         what = f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, type {code}"
         raise file.error(f"{what}; raw tokens need dtype=")
     pointers = begin + 4 * sequences
     orders = pointers + 8 * sequences
-    if file.size - orders - 8 * bounds not in (0, sequences):  # those of several modalities have a byte for each
+    if file.size - orders - 8 * bounds not in (
+        0,
+        sequences,
+    ):  # those of several modalities have a byte for each
         what = f"{file.size} bytes are not those of {sequences} sequences and {bounds} bounds of documents"
         raise file.error(what)
     kind = _MEGATRON_TYPES[code]
@@ -87,7 +102,9 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
 
 async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
     """Lines with the name of the tokenizer, ``|`` and the bytes of a token, and with the number of tokens; and ends."""
-    metadata, index = (replace(shard, key=shard.key + ending, head=None) for ending in (".metadata", ".index"))
+    metadata, index = (
+        replace(shard, key=shard.key + ending, head=None) for ending in (".metadata", ".index")
+    )
     file, width, count, ends = metadata, 0, 0, None
     try:
         _, data = await metadata.read_version(_METADATA)
@@ -96,10 +113,18 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
     except ObjectNotFoundError:
         pass  # DocumentTokenizer writes it if asked to
     except ValueError:
-        raise file.error("not the bytes of a token and the number of tokens, of datatrove") from None
-    if documents or not width:  # of a large index only the last end is read, and only to find the type
+        raise file.error(
+            "not the bytes of a token and the number of tokens, of datatrove"
+        ) from None
+    if (
+        documents or not width
+    ):  # of a large index only the last end is read, and only to find the type
         file = index
-        data = await index.store.read_all(index.key) if documents else (await index.read_end(8)).data[-8:]
+        data = (
+            await index.store.read_all(index.key)
+            if documents
+            else (await index.read_end(8)).data[-8:]
+        )
         if len(data) % 8:
             raise file.error(f"truncated: {len(data)} bytes are not whole numbers of 64 bits")
         ends = np.concatenate(([0], np.frombuffer(data, "<i8")))
@@ -107,7 +132,9 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
         if len(wrong):
             raise file.error(f"document {wrong[0]} ends before it begins", 8 * int(wrong[0]))
         if width and count != ends[-1]:
-            raise file.error(f"the last document ends at {ends[-1]}, but {count} tokens by .metadata")
+            raise file.error(
+                f"the last document ends at {ends[-1]}, but {count} tokens by .metadata"
+            )
         count = int(ends[-1])
         width = width or size // max(count, 1) or 2
     if width not in _DATATROVE_TYPES:

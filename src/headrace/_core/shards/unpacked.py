@@ -40,10 +40,14 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         largest: unpacked bytes that are allowed in any case, if more than `UNPACKED_BYTES`.
     """
     if size > (limit := max(largest, UNPACKED_BYTES, _MOST_RATIO * stored)):
-        raise ValueError(f"{stored:,} bytes are said to unpack to {size:,}, and {limit:,} are the most")
+        raise ValueError(
+            f"{stored:,} bytes are said to unpack to {size:,}, and {limit:,} are the most"
+        )
 
 
-def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> NDArray[np.uint8]:
+def unpack(
+    data: memoryview, format: str, size: int, shard: Shard, largest: int
+) -> NDArray[np.uint8]:
     """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
     what = f"not {format} of {size:,} bytes unpacked, as its index says"
     with shard_errors(what, shard.name):
@@ -85,9 +89,13 @@ class UnpackedShards:
         if (data := self._in_use.get(key)) is not None:
             return self._keep(key, data)
         if key in self._corrupt:
-            raise copy.deepcopy(self._corrupt[key])  # of each sample its own, which gets notes of it
+            raise copy.deepcopy(
+                self._corrupt[key]
+            )  # of each sample its own, which gets notes of it
         here = asyncio.get_running_loop(), key
-        task = self._tasks.get(here) or self._tasks.setdefault(here, asyncio.create_task(loaded(load)))
+        task = self._tasks.get(here) or self._tasks.setdefault(
+            here, asyncio.create_task(loaded(load))
+        )
         self._waiting[here] += 1
         try:
             await asyncio.wait((task,))

@@ -50,7 +50,9 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
     size = 0
     if codec.startswith("Blosc"):
         size = int.from_bytes(data[4:8], "little")
-        if len(data) != int.from_bytes(data[12:16], "little"):  # numcodecs would read on beyond the end
+        if len(data) != int.from_bytes(
+            data[12:16], "little"
+        ):  # numcodecs would read on beyond the end
             raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
     elif codec.startswith("LZ4"):
         size = int.from_bytes(data[:4], "little")
@@ -64,19 +66,29 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
 class ReadStore(ObjectStore[Any]):
     """Objects by requests of headrace, with its retries, time-outs, errors and counts.
 
-    With `must_exist`, a chunk that is not there is an error. The indexes of shards are kept in `reads`, and with them
-    the object's version, on which reads of the shard are conditional. `packed` has, by the beginning of the keys of
-    chunks that are no shards, the codec and the bytes unpacked.
+    With `must_exist`, a chunk that is not there is an error. The indexes of shards are kept in
+    `reads`, and with them the object's version, on which reads of the shard are conditional.
+    `packed` has, by the beginning of the keys of chunks that are no shards, the codec and the bytes
+    unpacked.
     """
 
-    def __init__(self, source: Store, must_exist: bool, reads: UnpackedShards, packed: Any = None) -> None:
-        self._source, self.must_exist, self._shared, self.packed = source, must_exist, reads, packed or {}
+    def __init__(
+        self, source: Store, must_exist: bool, reads: UnpackedShards, packed: Any = None
+    ) -> None:
+        self._source, self.must_exist, self._shared, self.packed = (
+            source,
+            must_exist,
+            reads,
+            packed or {},
+        )
         super().__init__(source.backend(), read_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadStore, (self._source, self.must_exist, self._shared, self.packed)
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
         is_chunk = key.rpartition("/")[2] not in _METADATA
         try:
             data = await self.read(key, byte_range)
@@ -104,10 +116,17 @@ class ReadStore(ObjectStore[Any]):
         at_end = codec.index_location.value == "end"
         for place in itertools.product(*shards):
             key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
-            data = await self.read(key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored))
-            held = [slice(count - step * number) for count, step, number in zip(counts, inside, place, strict=True)]
+            data = await self.read(
+                key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored)
+            )
+            held = [
+                slice(count - step * number)
+                for count, step, number in zip(counts, inside, place, strict=True)
+            ]
             held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
-            if (np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
+            if (
+                np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT
+            ).any():
                 raise self.missing(key)
 
     def missing(self, key: str) -> ShardError:
@@ -126,11 +145,17 @@ class ReadStore(ObjectStore[Any]):
             return found.read.data[-suffix:]
         if isinstance(wanted, RangeByteRequest):
             index: _Index | None = self._shared.peek(key)
-            return await Shard(store, key, index.read.head if index else None).read(wanted.start, wanted.end)
-        return (await store.read_all(key))[wanted.offset if isinstance(wanted, OffsetByteRequest) else 0 :]
+            return await Shard(store, key, index.read.head if index else None).read(
+                wanted.start, wanted.end
+            )
+        return (await store.read_all(key))[
+            wanted.offset if isinstance(wanted, OffsetByteRequest) else 0 :
+        ]
 
 
-async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_bytes: int, name: str) -> AsyncArray[Any]:
+async def open_array(
+    store: Any, prefix: str, folder: str, axis: int, cache_bytes: int, name: str
+) -> AsyncArray[Any]:
     """Open an array, and check what is decoded for a slice along `axis`; `prefix` is the URL of a `ReadStore`."""
     path = "/".join(filter(None, (folder, name.strip("/"))))
     where = prefix + path
@@ -147,10 +172,15 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
         nbytes = array.nbytes  # of a shape of 10**30 an AttributeError of zarr's
         # Of format 2, or of format 3; in the order of decoding.
-        codecs = [getattr(array.metadata, "compressor", None), *(getattr(array.metadata, "filters", None) or ())]
+        codecs = [
+            getattr(array.metadata, "compressor", None),
+            *(getattr(array.metadata, "filters", None) or ()),
+        ]
         codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
-        raise ShardError("this array is pickled, and unpickling would run its code; write it again", shard=where)
+        raise ShardError(
+            "this array is pickled, and unpickling would run its code; write it again", shard=where
+        )
     if isinstance(store, ReadStore):
         size = math.prod(array.chunks) * getattr(array.dtype, "itemsize", 0)
         store.packed[f"{path}/".lstrip("/")] = type(codecs[0]).__name__, size
@@ -161,5 +191,7 @@ async def open_array(store: Any, prefix: str, folder: str, axis: int, cache_byte
         limit = f"{_LARGEST_BLOCK:,} bytes, or cache_bytes={cache_bytes:,}, and {_MOST_CHUNKS:,} chunks are the most"
         raise ShardError(f"{what}, which is too much: {limit}", shard=where)
     if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
-        warnings.warn(f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2)
+        warnings.warn(
+            f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2
+        )
     return array

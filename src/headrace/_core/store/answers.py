@@ -51,7 +51,9 @@ class Answers:
     def dump(self) -> tuple[dict[str, Any], bytes]:
         """All answers as JSON values, and their bytes."""
         data = bytearray(self._data)
-        return self._known | {name: _encoded(answer, data) for name, answer in self.new.items()}, bytes(data)
+        return self._known | {
+            name: _encoded(answer, data) for name, answer in self.new.items()
+        }, bytes(data)
 
     def _decoded(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -88,7 +90,9 @@ def answerable(request: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any,
         if not isinstance(answers, Answers):
             return await request(*arguments, **options)
         store: Any = arguments[0]
-        name = json.dumps([store.url, request.__name__, *map(str, arguments[1:]), *map(str, options.items())])
+        name = json.dumps(
+            [store.url, request.__name__, *map(str, arguments[1:]), *map(str, options.items())]
+        )
         return await answers.get(name, lambda: request(*arguments, **options))
 
     return answered

@@ -1,9 +1,10 @@
 """Retries of failed requests: backoff, retry budget, deadline.
 
-Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc Brooker, "Exponential
-Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store share one budget of retries, so that a store
-in trouble is not asked many times more often than a healthy one (the token bucket of gRPC's retry throttling and of the
-AWS SDKs' standard mode). Here retries wait while the budget is empty; they do not fail.
+Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc
+Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store
+share one budget of retries, so that a store in trouble is not asked many times more often than a
+healthy one (the token bucket of gRPC's retry throttling and of the AWS SDKs' standard mode). Here
+retries wait while the budget is empty; they do not fail.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from headrace.errors import StoreUnreachableError
 # A length or a checksum that is wrong each time is wrong in the store.
 DOUBTFUL_ATTEMPTS = 3
 _DOUBTFUL = (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE)
-# Not the module's functions: transforms seed those, and two loaders with one seed would then retry in step.
+# Not the module's functions: transforms seed those, and two loaders with one seed would then retry
+# in step.
 _dice = random.Random()
 
 
 class Tries:
     """The attempts at one request, what it is about, for errors, and its deadline.
 
-    All parts of an object share the beginning and the deadline of `whole`, the attempts at the object.
+    All parts of an object share the beginning and the deadline of `whole`, the attempts at the
+    object.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class RetryGate:
         """Take one retry and return 0, or return the seconds until one is available without further successes."""
         with self._lock:
             now, successes = time.monotonic(), self.successes
-            earned = (successes - self._seen) * policy.retry_ratio + (now - self._at) * policy.burst / 10
+            earned = (successes - self._seen) * policy.retry_ratio + (
+                now - self._at
+            ) * policy.burst / 10
             self._tokens = min(float(policy.burst), self._tokens + earned)
             self._at, self._seen = now, successes
             if self._tokens >= 1.0:

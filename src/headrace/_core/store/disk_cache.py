@@ -1,7 +1,8 @@
 """A cache of bytes in a folder: each process appends what it fetched to segments of its own.
 
-A segment is two files. ``.data`` has the bytes of its entries, one after the other; ``.index`` has a header, and after
-the bytes of an entry are written a record of it. docs/design/0011-the-disk-cache.md gives the reasons.
+A segment is two files. ``.data`` has the bytes of its entries, one after the other; ``.index`` has
+a header, and after the bytes of an entry are written a record of it.
+docs/design/0011-the-disk-cache.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -29,19 +30,27 @@ from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import CacheFolderError
 
-# Of an entry: two halves of its name, its place in the data, the CRC-32 of all these and its bytes, so that a record
-# that is damaged or leads elsewhere is a wrong checksum; and the segment's number, which means something in memory.
-RECORD = np.dtype([(each, "<u8") for each in ("low", "high", "start", "length")] + [("crc", "<u4"), ("segment", "<u4")])
+# Of an entry: two halves of its name, its place in the data, the CRC-32 of all these and its bytes,
+# so that a record that is damaged or leads elsewhere is a wrong checksum; and the segment's number,
+# which means something in memory.
+RECORD = np.dtype(
+    [(each, "<u8") for each in ("low", "high", "start", "length")]
+    + [("crc", "<u4"), ("segment", "<u4")]
+)
 _RECORD = struct.Struct("<16sQQII")
 _HALVES = struct.Struct("<QQ")
 _PLACE = struct.Struct("<16sQQ")
-HEADER = b"headrace cache 2".ljust(RECORD.itemsize, b"\0")  # of another version the index is ignored
+HEADER = b"headrace cache 2".ljust(
+    RECORD.itemsize, b"\0"
+)  # of another version the index is ignored
 _STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process, random number
 
 Records = np.ndarray[Any, np.dtype[np.void]]
 
 GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
-RECENT = 1 << 16  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
+RECENT = (
+    1 << 16
+)  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
 PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
 SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
@@ -91,7 +100,9 @@ def _read(descriptor: int, start: int, length: int) -> bytes:
     if length < 0 or start + length > os.fstat(descriptor).st_size:  # a damaged record
         return b""
     data = os.pread(descriptor, length, start)
-    while len(data) < length and (more := os.pread(descriptor, length - len(data), start + len(data))):
+    while len(data) < length and (
+        more := os.pread(descriptor, length - len(data), start + len(data))
+    ):
         data += more  # one call reads at most 2 GiB
     return data
 
@@ -121,9 +132,9 @@ class _Table:
 class DiskCache:
     """Bytes by name in a folder, which all processes of a machine may use. None waits for another.
 
-    May be used from several event loops and threads, and pickled. An error of the folder never costs a sample: its
-    bytes are fetched and not cached, with one warning in each process. Errors of the constructor are those of
-    `Cacheable.cache`.
+    May be used from several event loops and threads, and pickled. An error of the folder never
+    costs a sample: its bytes are fetched and not cached, with one warning in each process. Errors
+    of the constructor are those of `Cacheable.cache`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -176,7 +187,9 @@ class DiskCache:
         there = [entry for entry in entries if entry is not None]
         groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
         reads = [run_blocking(list, map(_read_entry, group)) for group in groups]
-        views = chain.from_iterable([await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads))
+        views = chain.from_iterable(
+            [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
+        )
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
@@ -206,7 +219,8 @@ class DiskCache:
                     warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
-        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry is missed.
+        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry
+        # is missed.
         recent = self._recent.get(name)
         if recent is not None:
             return recent if recent.states[0] < _DEAD else None
@@ -230,7 +244,9 @@ class DiskCache:
         with self._lock:
             began = time.monotonic()
             with suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
-                secure_folder(self._folder)  # its owner may have changed since another process created the cache
+                secure_folder(
+                    self._folder
+                )  # its owner may have changed since another process created the cache
             self._read_indices()
             # A share of the time, however large the cache and often the misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
@@ -259,7 +275,11 @@ class DiskCache:
             self._table = _Table(np.concatenate([records[old], new]), merged)
         if own or gone:
             kept_recent = {} if own else self._recent
-            self._recent = {name: each for name, each in kept_recent.items() if each.segment.stem in self._numbers}
+            self._recent = {
+                name: each
+                for name, each in kept_recent.items()
+                if each.segment.stem in self._numbers
+            }
 
     def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
@@ -271,14 +291,22 @@ class DiskCache:
             new: dict[bytes, memoryview] = {}
             room = math.inf if self._limit is None else self._limit // 2
             for name, view in zip(names, views, strict=True):
-                if self._find(name) is None and name not in new and len(view) + RECORD.itemsize <= room:
+                if (
+                    self._find(name) is None
+                    and name not in new
+                    and len(view) + RECORD.itemsize <= room
+                ):
                     new[name] = view
                     room -= len(view) + RECORD.itemsize
             if not new:
                 return
             nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
             own = self._own
-            full = own is not None and self._limit is not None and own.end + nbytes > self._limit // PER_CACHE
+            full = (
+                own is not None
+                and self._limit is not None
+                and own.end + nbytes > self._limit // PER_CACHE
+            )
             if own is None or full or own.is_unlinked():
                 self._make_room(nbytes)
                 secure_folder(self._folder)
@@ -286,7 +314,9 @@ class DiskCache:
                 self._add(own.segment)
             try:
                 entries = own.append(new)
-            except BaseException:  # a new segment is begun the next time: this one's index may be torn
+            except (
+                BaseException
+            ):  # a new segment is begun the next time: this one's index may be torn
                 self._own = None
                 own.abandon()
                 raise
@@ -342,7 +372,8 @@ def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
 class _Writer:
     """The files of the segment that this process appends to, open until this is collected.
 
-    Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched again.
+    Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched
+    again.
     """
 
     def __init__(self, folder: str) -> None:
@@ -367,9 +398,21 @@ class _Writer:
     def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
         start, entries = self.end, []
         for name, view in new.items():
-            entries.append(_Entry(name, self.segment, start, len(view), _checksum(name, start, view), bytearray(1), 0))
+            entries.append(
+                _Entry(
+                    name,
+                    self.segment,
+                    start,
+                    len(view),
+                    _checksum(name, start, view),
+                    bytearray(1),
+                    0,
+                )
+            )
             start += len(view)
-        records = b"".join(_RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries)
+        records = b"".join(
+            _RECORD.pack(each.name, each.start, each.length, each.crc, 0) for each in entries
+        )
         _write_all(self._data, new.values())
         _write_all(self._index, [records])
         self.end = start
@@ -377,7 +420,9 @@ class _Writer:
 
     def abandon(self) -> None:
         """Give the room of what was half written back to the disk."""
-        with suppress(OSError):  # the error that led here is raised; half an entry is ignored by readers
+        with suppress(
+            OSError
+        ):  # the error that led here is raised; half an entry is ignored by readers
             os.ftruncate(self._data, self.end)
             if not self.end:
                 os.unlink(f"{self.segment.path}.data")

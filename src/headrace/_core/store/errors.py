@@ -34,13 +34,18 @@ NATIVE_ERRORS = (BaseError, OSError, ValueError)
 """The exceptions that obstore raises when a store refuses or fails, or for a key that it does not request."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
-_TRANSPORT = re.compile(r"(?<!Generic )HTTP error")  # not "Generic HTTP error", of a store over HTTP
+_TRANSPORT = re.compile(
+    r"(?<!Generic )HTTP error"
+)  # not "Generic HTTP error", of a store over HTTP
 _KIND = re.compile(r"kind: (\w+)")
-# Names that stores give to credentials that have expired. A token that was never valid has other names.
+# Names that stores give to credentials that have expired. A token that was never valid has other
+# names.
 _EXPIRED = re.compile(
-    r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired", re.I
+    r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired",
+    re.I,
 )
-# In the dump of an error's sources: the message of the system or of the client's libraries, and the address.
+# In the dump of an error's sources: the message of the system or of the client's libraries, and the
+# address.
 _WORDS = re.compile(
     r'(?:message|error): "([^"]{1,200})"'
     r"|InvalidCertificate\((?:\s*Other\w*\()*\s*(\w+)"  # UnknownIssuer, and so on
@@ -69,13 +74,21 @@ class Cause(enum.Enum):
     """Why a request failed, whether the same may succeed a little later, and the exception that is raised for it."""
 
     def __init__(
-        self, text: str, transient: bool = False, error: type[StoreError] = StoreError, remedy: str = ""
+        self,
+        text: str,
+        transient: bool = False,
+        error: type[StoreError] = StoreError,
+        remedy: str = "",
     ) -> None:
         self.text, self.transient, self.error, self.remedy = text, transient, error, remedy
 
     THROTTLED = "throttled (HTTP 429 or 503)", True
     SERVER = "the store failed", True
-    TIMED_OUT = "no byte, or no end of a listing, came within the time-out", True, StoreUnreachableError
+    TIMED_OUT = (
+        "no byte, or no end of a listing, came within the time-out",
+        True,
+        StoreUnreachableError,
+    )
     UNREACHABLE = (
         "no connection to the store",
         True,
@@ -86,11 +99,26 @@ class Cause(enum.Enum):
     ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
-    WRONG_LENGTH = "the body has another length", True, ObjectChangedError, "It has changed: make the dataset again"
-    DAMAGED = "the checksum is not the given one", True, ChecksumError, "The object itself may be damaged"
+    WRONG_LENGTH = (
+        "the body has another length",
+        True,
+        ObjectChangedError,
+        "It has changed: make the dataset again",
+    )
+    DAMAGED = (
+        "the checksum is not the given one",
+        True,
+        ChecksumError,
+        "The object itself may be damaged",
+    )
     UNUSABLE = ("the answer cannot be used",)
     RANGE_IGNORED = ("the store does not do ranges",)
-    CHANGED = "overwritten since its listing, or while it was read", False, ObjectChangedError, "Make the dataset again"
+    CHANGED = (
+        "overwritten since its listing, or while it was read",
+        False,
+        ObjectChangedError,
+        "Make the dataset again",
+    )
     NOT_FOUND = "not found, or a directory", False, ObjectNotFoundError
     NO_KEY = "this cannot be the key of an object", False, StoreError, "Rename it"
     EXPIRED = "the credentials have expired", False, StoreError, _CREDENTIALS
@@ -143,8 +171,8 @@ FAILURES = (*NATIVE_ERRORS, RequestFailure)
 def failure_of(error: BaseException) -> RequestFailure:
     """The failure that one of `FAILURES` means, without its traceback.
 
-    obstore keeps the future that holds its error until it is called next. With the frames of the traceback, that would
-    keep the store alive, and its connections open.
+    obstore keeps the future that holds its error until it is called next. With the frames of the
+    traceback, that would keep the store alive, and its connections open.
     """
     error = error.with_traceback(None)
     if isinstance(error, RequestFailure):
@@ -157,8 +185,8 @@ def failure_of(error: BaseException) -> RequestFailure:
 def classify_error(error: BaseException) -> RequestFailure:
     """Classify an error of obstore's: by its class where that says enough, else by its text.
 
-    obstore gives the status, the body and the kind of a broken connection as text, and no header at all.
-    `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
+    obstore gives the status, the body and the kind of a broken connection as text, and no header at
+    all. `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
     """
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
@@ -202,7 +230,8 @@ def _innermost(dump: str) -> str:
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:
     """The message of an error of obstore's on one line, without its debug dump and without secrets."""
     text = str(error).partition("\n\nDebug source:")[0]
-    # A body of XML repeats the request, including the signed headers. Its code and message are enough.
+    # A body of XML repeats the request, including the signed headers. Its code and message are
+    # enough.
     reasons = re.findall(r"<(?:Code|Message)>([^<]*)<", text)
     if "<" in text:
         text = text.partition("<")[0] + ": ".join(reasons)

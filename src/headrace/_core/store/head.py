@@ -25,7 +25,9 @@ class Head:
     key: str  # the object's
     size: int  # in bytes
     etag: str | None  # its version; None if the store gives none
-    modified: str | None = field(default=None, compare=False)  # last modification, as ISO 8601; None if unknown
+    modified: str | None = field(
+        default=None, compare=False
+    )  # last modification, as ISO 8601; None if unknown
 
     @classmethod
     def of(cls, key: str, meta: ObjectMeta) -> Head:
@@ -50,16 +52,27 @@ class InitialRead(NamedTuple):
 def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> None:
     """Raise `RequestFailure` if an answer is of another version than the one that is known; None is not known.
 
-    Weak entity tags are compared too; the times of the last modification unless both have a strong tag.
+    Weak entity tags are compared too; the times of the last modification unless both have a strong
+    tag.
     """
     untagged = strong(etag) is None or strong(found.etag) is None
     # Listings give fractions of seconds, and `Last-Modified` does not.
-    moved = untagged and modified is not None and found.modified is not None and modified[:19] != found.modified[:19]
+    moved = (
+        untagged
+        and modified is not None
+        and found.modified is not None
+        and modified[:19] != found.modified[:19]
+    )
     resized = size not in (None, found.size)
-    if not same_tag(etag, found.etag) or moved or (resized and (etag is None or found.etag is None)):
+    if (
+        not same_tag(etag, found.etag)
+        or moved
+        or (resized and (etag is None or found.etag is None))
+    ):
         raise RequestFailure(Cause.CHANGED)
     if resized:
-        # The same version cannot have another size: it is the answer that is wrong, and may be right the next time.
+        # The same version cannot have another size: it is the answer that is wrong, and may be
+        # right the next time.
         detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
         raise RequestFailure(Cause.WRONG_LENGTH, detail=detail)
 
@@ -67,7 +80,9 @@ def check_version(size: int | None, etag: str | None, modified: str | None, foun
 def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> None:
     """Raise `RequestFailure` if bytes are not those of that length and checksum."""
     if len(data) != length:
-        raise RequestFailure(Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected")
+        raise RequestFailure(
+            Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected"
+        )
     if checksum is not None and not matches(data, checksum):
         raise RequestFailure(Cause.DAMAGED)
 
@@ -98,7 +113,9 @@ def check_form(checksum: str) -> str:
     found = _FORM.fullmatch(checksum)
     if found is None or _LENGTHS.get(found[1]) != len(found[2]):
         known = ", ".join(_LENGTHS)
-        raise ValueError(f"a checksum must be algorithm:hexadecimal, of one of {known}, but got {checksum!r}")
+        raise ValueError(
+            f"a checksum must be algorithm:hexadecimal, of one of {known}, but got {checksum!r}"
+        )
     return checksum
 
 

@@ -42,8 +42,8 @@ _ERRORS = "surrogatepass"
 class StringArray(Sequence[str]):
     """An immutable sequence of strings: one buffer of UTF-8, and offsets.
 
-    Other processes of this machine map both buffers of a pickle. NumPy's `StringDType` is pickled as Python strings:
-    1.28 million keys take 1.6 s to another process, and these 0.1 s.
+    Other processes of this machine map both buffers of a pickle. NumPy's `StringDType` is pickled
+    as Python strings: 1.28 million keys take 1.6 s to another process, and these 0.1 s.
     """
 
     __slots__ = ("_offsets", "_text")
@@ -107,7 +107,9 @@ class StringArray(Sequence[str]):
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
-        return f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"
+        return (
+            f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"
+        )
 
 
 def _from_buffers(text: bytes | memoryview, offsets: bytes | memoryview) -> StringArray:
@@ -122,13 +124,21 @@ class Catalog:
 
     keys: StringArray  # relative to the dataset's URL
     sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
-    etags: StringArray | None = None  # entity tags, an empty string for none; None if no object has one
-    checksums: StringArray | None = None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
+    etags: StringArray | None = (
+        None  # entity tags, an empty string for none; None if no object has one
+    )
+    checksums: StringArray | None = (
+        None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
+    )
 
     def buffers(self) -> list[memoryview]:
         """The columns of a listing as bytes."""
         etags = self.etags or StringArray([""] * len(self.keys))
-        return [*self.keys.buffers(), memoryview(self.sizes or array("q")).cast("B"), *etags.buffers()]
+        return [
+            *self.keys.buffers(),
+            memoryview(self.sizes or array("q")).cast("B"),
+            *etags.buffers(),
+        ]
 
     @classmethod
     def from_buffers(cls, buffers: Sequence[memoryview]) -> Catalog:
@@ -158,12 +168,15 @@ def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
     return Catalog(keys, sizes, etags if any(etags) else None)
 
 
-def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], url: str) -> list[int]:
+def _positions(
+    keys: Sequence[str], versions: Sequence[tuple[int, str | None]], url: str
+) -> list[int]:
     """The positions of distinct keys in their order, the last of one that came twice; not those of markers of folders.
 
-    obstore takes slashes off the ends of keys, so that two objects may have one key. S3's console and other tools make
-    an empty object for a folder, whose key ends in one: such a key is that of the whole listing, or other keys begin
-    with it and a ``/``. The marker of a folder without objects looks like any empty object.
+    obstore takes slashes off the ends of keys, so that two objects may have one key. S3's console
+    and other tools make an empty object for a folder, whose key ends in one: such a key is that of
+    the whole listing, or other keys begin with it and a ``/``. The marker of a folder without
+    objects looks like any empty object.
     """
     last: dict[str, int] = {}
     for position, (key, version) in enumerate(zip(keys, versions, strict=True)):
@@ -172,7 +185,9 @@ def _positions(keys: Sequence[str], versions: Sequence[tuple[int, str | None]], 
             last[key] = position
         elif version[0]:
             why = "keys differ by a slash at an end, or one was overwritten meanwhile"
-            raise StoreError(f"two objects are listed as {key!r}: {why}. Rename it, or list again", url=url)
+            raise StoreError(
+                f"two objects are listed as {key!r}: {why}. Rename it, or list again", url=url
+            )
     found = sorted(last)
     return [last[key] for key in found if versions[last[key]][0] or not _is_folder(found, key)]
 
@@ -185,8 +200,8 @@ def _is_folder(keys: Sequence[str], key: str) -> bool:
 def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     """The label of each of `keys`, in their order; None if no labels were given.
 
-    Functions are called here, once: a missing label is an error of the constructor and not of mid-epoch, and a dataset
-    can be pickled whatever function it was given.
+    Functions are called here, once: a missing label is an error of the constructor and not of
+    mid-epoch, and a dataset can be pickled whatever function it was given.
     """
     if labels is None:
         return None
@@ -205,7 +220,9 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     is_sequence = hasattr(labels, "__getitem__") and hasattr(labels, "__len__")
     if isinstance(labels, str | bytes) or hasattr(labels, "iloc") or not is_sequence:
         given = type(labels).__name__
-        raise TypeError(f'labels= must be "folder", a function of a key, a mapping or a sequence, not {given}')
+        raise TypeError(
+            f'labels= must be "folder", a function of a key, a mapping or a sequence, not {given}'
+        )
     if len(labels) != len(keys):
         raise ValueError(
             f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
@@ -288,7 +305,9 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
 @answerable
 async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
     def take(page: Sequence[ObjectMeta]) -> Catalog:
-        return catalog_of_page([entry for entry in page if suffix is None or entry["path"].endswith(suffix)])
+        return catalog_of_page(
+            [entry for entry in page if suffix is None or entry["path"].endswith(suffix)]
+        )
 
     catalog = join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
@@ -300,7 +319,9 @@ async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> l
 
 def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
     """The error for a listing without a match; a web server that cannot list may answer as one without files."""
-    return EmptyListingError(f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url)
+    return EmptyListingError(
+        f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url
+    )
 
 
 @answerable
@@ -316,7 +337,10 @@ def _heads(page: Sequence[ObjectMeta]) -> list[Head]:
 def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
     heads = [*chain.from_iterable(pages)]
     keys = [head.key for head in heads]
-    return [heads[each] for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)]
+    return [
+        heads[each]
+        for each in _positions(keys, [(head.size, head.etag) for head in heads], store.url)
+    ]
 
 
 @answerable
@@ -336,11 +360,13 @@ class _UnorderedError(Exception):
     """This store's keys do not come sorted, so that they cannot be listed in parts."""
 
 
-async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]) -> list[T]:
+async def _list_in_parts(
+    store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
+) -> list[T]:
     """List a directory, in parts if its first page is full.
 
-    Each page of a listing names the start of the next, so a million keys take a thousand round trips in sequence. But a
-    listing may begin after any key, and directories give such keys.
+    Each page of a listing names the start of the next, so a million keys take a thousand round
+    trips in sequence. But a listing may begin after any key, and directories give such keys.
     """
     folder = prefix or None
 
@@ -373,8 +399,8 @@ async def _list_in_parts(store: Store, prefix: str, take: Callable[[Sequence[Obj
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
     """The keys after which the parts of a listing begin, by its first page; empty if there would be one part only.
 
-    Requested are the directories in those that hold the whole page, but for one whose own objects fill it: they would
-    all come a second time.
+    Requested are the directories in those that hold the whole page, but for one whose own objects
+    fill it: they would all come a second time.
     """
     keys = [entry["path"] for entry in page]
     if len(keys) < PAGE or keys != sorted(keys):  # the last page, or a store of another order
@@ -383,13 +409,26 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))])
     outermost = len(prefix.split("/")) if prefix else 0
     paths = ["/".join(first[:depth]) for depth in range(outermost, shared + (first != last))]
-    levels = await asyncio.gather(*map(store.level, paths), return_exceptions=True)  # the listing itself reports errors
-    found = {border for level in levels if not isinstance(level, BaseException) for border in level["common_prefixes"]}
+    levels = await asyncio.gather(
+        *map(store.level, paths), return_exceptions=True
+    )  # the listing itself reports errors
+    found = {
+        border
+        for level in levels
+        if not isinstance(level, BaseException)
+        for border in level["common_prefixes"]
+    }
     borders = sorted(found)
     passed = bisect.bisect_right(borders, keys[-1])
     ahead = borders[passed:]
-    count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))  # by the objects between borders so far
-    return [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))] if count > 1 else []
+    count = min(
+        AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART)
+    )  # by the objects between borders so far
+    return (
+        [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))]
+        if count > 1
+        else []
+    )
 
 
 def require_pyarrow(what: str) -> Any:

@@ -13,7 +13,15 @@ from urllib.parse import urlsplit
 
 import obstore.store
 from obstore.exceptions import BaseError
-from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
+from obstore.store import (
+    AzureStore,
+    GCSStore,
+    HTTPStore,
+    LocalStore,
+    MemoryStore,
+    ObjectStore,
+    S3Store,
+)
 
 from headrace._core.extras import require
 from headrace._core.store.errors import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, describe_error
@@ -28,7 +36,14 @@ _CLIENT_OPTION = re.compile(
     r"|proxy_(ca_certificate|excludes|url)|randomize_addresses|root_certificate|user_agent"
 )
 # Options of connections, which do not identify the store.
-_CONNECTION_OPTIONS = {"client_options", "retry_config", "credential_provider", "user-agent", ALLOW_REDIRECTS, PROFILE}
+_CONNECTION_OPTIONS = {
+    "client_options",
+    "retry_config",
+    "credential_provider",
+    "user-agent",
+    ALLOW_REDIRECTS,
+    PROFILE,
+}
 # Headers that the client itself sends to no other host or port.
 _KEPT_TO_ORIGIN = {"authorization", "cookie"}
 # Environment variables that name a place, after the prefix of the kind of store.
@@ -42,15 +57,27 @@ class StoreTraits:
     schemes: tuple[str, ...]  # the schemes of their URLs
     backend: type[object]  # obstore's class for them, by which a ready store is recognised
     remote: bool = True  # whether they are reached over HTTP, with options of an HTTP client
-    bucket: bool = True  # whether the root is a bucket, whose keys one store serves; else each directory is a store
+    # whether the root is a bucket, whose keys one store serves; else each directory is a store
+    bucket: bool = True
     quoted: bool = False  # whether URLs have their keys percent-encoded
-    prefix: str = ""  # what environment variables, and long names of options, begin with; empty for none
-    endpoint_options: tuple[tuple[str, ...], ...] = ()  # options that give the endpoint: the first group with a value
-    credential_options: tuple[str, ...] = ()  # any of which settles them; else the client asks other hosts
-    web_server: bool = False  # whether it is one, which gets all requests itself, and rarely can list
-    suffix_ranges: bool = True  # whether the last bytes of an object can be requested without knowing its size
+    prefix: str = (
+        ""  # what environment variables, and long names of options, begin with; empty for none
+    )
+    endpoint_options: tuple[
+        tuple[str, ...], ...
+    ] = ()  # options that give the endpoint: the first group with a value
+    credential_options: tuple[
+        str, ...
+    ] = ()  # any of which settles them; else the client asks other hosts
+    web_server: bool = (
+        False  # whether it is one, which gets all requests itself, and rarely can list
+    )
+    suffix_ranges: bool = (
+        True  # whether the last bytes of an object can be requested without knowing its size
+    )
     list_in_order: bool = False  # whether keys come sorted, and a listing may begin after any
-    commit: bool = False  # whether its URL names a commit of the Hugging Face Hub, so that objects never change
+    # whether its URL names a commit of the Hugging Face Hub, so that objects never change
+    commit: bool = False
     shared: bool = True  # whether other processes find the same objects
 
 
@@ -64,11 +91,7 @@ TRAITS = (
         list_in_order=True,
     ),
     StoreTraits(
-        ("gs",),
-        GCSStore,
-        prefix="google_",
-        endpoint_options=(("base_url",),),
-        list_in_order=True,
+        ("gs",), GCSStore, prefix="google_", endpoint_options=(("base_url",),), list_in_order=True
     ),
     StoreTraits(
         ("az", "adl", "azure", "abfs", "abfss"),
@@ -82,8 +105,11 @@ TRAITS = (
     StoreTraits(("memory",), MemoryStore, remote=False, bucket=False, shared=False),
 )
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
-# Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a container.
-_CLOUD_HOST = re.compile(r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)")
+# Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a
+# container.
+_CLOUD_HOST = re.compile(
+    r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)"
+)
 _COMMIT = re.compile(r"/resolve/[0-9a-f]{40}(/|$)")
 _OTHER = StoreTraits((), object, bucket=False)
 
@@ -96,7 +122,9 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     if parts.scheme == "https" and (cloud := _CLOUD_HOST.fullmatch(parts.hostname or "")):
         return replace(_BY_SCHEME["s3" if cloud[1] else "az"], bucket=False, quoted=True)
     traits = _BY_SCHEME.get(parts.scheme, _OTHER)
-    return replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
+    return (
+        replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
+    )
 
 
 class StoreOptions:
@@ -104,15 +132,18 @@ class StoreOptions:
 
     Attributes:
         traits: of the store.
-        client: options of the HTTP client, wherever they were given. ``allow_http`` is on by default where the URL or
-            the endpoint is ``http://``.
+        client: options of the HTTP client, wherever they were given. ``allow_http`` is on by
+            default where the URL or the endpoint is ``http://``.
         others: all other options.
     """
 
     def __init__(self, url: str, options: Options) -> None:
         self._url, self.traits = url, traits_of(url)
         given = {**nested_options(options, "config"), **options}
-        self.others = {str(name).lower().removeprefix(self.traits.prefix): value for name, value in given.items()}
+        self.others = {
+            str(name).lower().removeprefix(self.traits.prefix): value
+            for name, value in given.items()
+        }
         for name in ("config", "client_options"):
             self.others.pop(name, None)
         self.client: dict[str, object] = {}
@@ -142,7 +173,10 @@ class StoreOptions:
     def settle_credentials(self) -> bool:
         """Whether the options, or the environment, say all about credentials."""
         values = map(self.get, self.traits.credential_options)
-        return any(value is not None and str(value).lower() not in ("", "0", "false", "no", "off") for value in values)
+        return any(
+            value is not None and str(value).lower() not in ("", "0", "false", "no", "off")
+            for value in values
+        )
 
     @property
     def use_proxy(self) -> bool:
@@ -158,10 +192,11 @@ class StoreOptions:
     def kept_to_one_host(self) -> dict[str, object]:
         """Options of the client that keep its requests to the store's host; none where they cannot, or may not.
 
-        The client follows redirects wherever they lead, with its default headers, such as an ``x-api-key``, and has no
-        option against that. But what is not for the store's host can be sent by way of a proxy at port 0, where nothing
-        can listen: a redirect fails before a byte is sent. Where the client also asks other hosts for credentials, or a
-        proxy is in use, redirects are followed.
+        The client follows redirects wherever they lead, with its default headers, such as an
+        ``x-api-key``, and has no option against that. But what is not for the store's host can be
+        sent by way of a proxy at port 0, where nothing can listen: a redirect fails before a byte
+        is sent. Where the client also asks other hosts for credentials, or a proxy is in use,
+        redirects are followed.
         """
         host = urlsplit(self.endpoint or "").hostname
         single = self.traits.web_server or self.get(PROFILE) or self.settle_credentials
@@ -181,7 +216,9 @@ def nested_options(options: Options, name: str) -> Options:
 def check_shared(url: str) -> None:
     """Raise `ValueError` for a URL that a new and empty store would be opened for."""
     if not traits_of(url).shared:
-        raise ValueError("a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)")
+        raise ValueError(
+            "a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)"
+        )
 
 
 def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
@@ -197,11 +234,16 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
     given = settings.others if traits.remote else options
     chosen = {name: value for name, value in given.items() if name not in own}
     if traits.remote:
-        if (endpoint := settings.endpoint) is not None and not re.match("https?://", endpoint, re.IGNORECASE):
-            raise ValueError(f"cannot open {redact_url(url)}: its endpoint must begin with http:// or https://")
+        if (endpoint := settings.endpoint) is not None and not re.match(
+            "https?://", endpoint, re.IGNORECASE
+        ):
+            raise ValueError(
+                f"cannot open {redact_url(url)}: its endpoint must begin with http:// or https://"
+            )
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {
-            # The default, 30 s, covers the whole body, and progress does not extend it; there is no option for none.
+            # The default, 30 s, covers the whole body, and progress does not extend it; there is no
+            # option for none.
             "timeout": timedelta(days=1),
             "read_timeout": seconds,
             "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
@@ -216,7 +258,11 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
             place = f"{place}{'&' if '?' in place else '?'}["
         chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
         profile = settings.get(PROFILE)  # or AWS_PROFILE
-        if traits.prefix == "aws_" and profile and (PROFILE in settings.others or not settings.settle_credentials):
+        if (
+            traits.prefix == "aws_"
+            and profile
+            and (PROFILE in settings.others or not settings.settle_credentials)
+        ):
             chosen["credential_provider"] = _profile_provider(str(profile))
     try:
         return obstore.store.from_url(place, **chosen)  # type: ignore[call-overload, no-any-return]
@@ -245,9 +291,9 @@ def _profile_provider(profile: str) -> object:
 def store_id(url: str, options: Options, store: ObjectStore | None) -> str | None:
     """A text that is equal for the same store in every process; None for a store in the memory of this process.
 
-    It has the URL, without secrets, and a hash of all options and default headers that are neither secrets nor about
-    connections, and of environment variables that name a place: a bucket at two endpoints is two stores. `store` is a
-    ready one, in place of `options`.
+    It has the URL, without secrets, and a hash of all options and default headers that are neither
+    secrets nor about connections, and of environment variables that name a place: a bucket at two
+    endpoints is two stores. `store` is a ready one, in place of `options`.
     """
     traits = traits_of(url, store)
     if not traits.shared:
@@ -261,7 +307,9 @@ def store_id(url: str, options: Options, store: ObjectStore | None) -> str | Non
         given = {**(getattr(store, "config", None) or {}), **names}
         client = getattr(store, "client_options", None) or {}
         where += f" {type(store).__name__}"
-    headers = {name.lower(): value for name, value in nested_options(client, "default_headers").items()}
+    headers = {
+        name.lower(): value for name, value in nested_options(client, "default_headers").items()
+    }
     said = [
         (name, value.decode("latin-1") if isinstance(value, bytes) else str(value))
         for name, value in (*given.items(), *headers.items())

@@ -1,7 +1,7 @@
 """State shared by the requests of one loader: counters, its retry policy, and the thread that reads small bodies.
 
-A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it on, and two loaders
-that share a dataset have one each.
+A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it
+on, and two loaders that share a dataset have one each.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
     _Body = asyncio.Future[Bytes | None]
 
-SMALL = 256 << 10  # bytes; a longer body would keep the thread, and its second call is a small part of the work
+SMALL = (
+    256 << 10
+)  # bytes; a longer body would keep the thread, and its second call is a small part of the work
 PATIENCE = 0.02  # seconds between two checks of the thread
-ENOUGH = 20  # bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are possible
+# bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are
+# possible
+ENOUGH = 20
 
 
 @dataclass(slots=True)
@@ -68,16 +72,18 @@ def report_throttled() -> None:
 class BodyReader:
     """Reads small bodies, one after the other, in a thread; those that wait too long there are read without it.
 
-    A conditional GET of obstore's returns when the status has come; the bytes are a second asynchronous call, for which
-    native threads take about as much CPU time as for the first. A blocking call takes a small part of that, and hardly
-    waits, since a small body comes right behind its status; but a connection may stall.
+    A conditional GET of obstore's returns when the status has come; the bytes are a second
+    asynchronous call, for which native threads take about as much CPU time as for the first. A
+    blocking call takes a small part of that, and hardly waits, since a small body comes right
+    behind its status; but a connection may stall.
 
-    It belongs to the running event loop. Its maker calls `close`. The thread starts with the first body.
+    It belongs to the running event loop. Its maker calls `close`. The thread starts with the first
+    body.
     """
 
     def __init__(self) -> None:
-        # Whether bodies are read without the thread: of those that waited at one check, it had neither read all nor
-        # `ENOUGH` at the next; or the reader is closed.
+        # Whether bodies are read without the thread: of those that waited at one check, it had
+        # neither read all nor `ENOUGH` at the next; or the reader is closed.
         self.late = False
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[tuple[_Body, GetResult] | None] = SimpleQueue()
@@ -97,7 +103,8 @@ class BodyReader:
     def close(self) -> None:
         """End the thread; one whose body has stalled ends when that request times out.
 
-        Requests that are still open then, of user code that outlasts its session, read their bodies themselves.
+        Requests that are still open then, of user code that outlasts its session, read their bodies
+        themselves.
         """
         self.late = True
         if self._timer is not None:
@@ -137,7 +144,9 @@ class BodyReader:
                     self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
-        self._settling = False  # first: what is added from here on is settled here, or by another call
+        self._settling = (
+            False  # first: what is added from here on is settled here, or by another call
+        )
         while self._done:
             future, body = self._done.popleft()
             if future.cancelled():
@@ -152,7 +161,9 @@ class BodyReader:
         if self.late:
             self._give_back()
         self._due = min(self._queued, self._read + ENOUGH)
-        self._timer = self._loop.call_later(PATIENCE, self._check) if self._read < self._due else None
+        self._timer = (
+            self._loop.call_later(PATIENCE, self._check) if self._read < self._due else None
+        )
 
     def _give_back(self) -> None:
         """Answer all that wait for the thread with None."""

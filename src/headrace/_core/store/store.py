@@ -56,10 +56,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
-LARGE = 16 * 2**20  # bytes, above which a range is read in parts; S3's and GCS's guides recommend 8 to 16 MiB a request
+LARGE = (
+    16 * 2**20
+)  # bytes, above which a range is read in parts; S3's and GCS's guides recommend 8 to 16 MiB a request
 PART = 8 * 2**20
 AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
-LARGEST_WHOLE = 64 * 2**20  # bytes of an object of which a store that ignores ranges sends all for a part
+LARGEST_WHOLE = (
+    64 * 2**20
+)  # bytes of an object of which a store that ignores ranges sends all for a part
 RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
 
 forked_from: int | None = None
@@ -96,24 +100,26 @@ class _Range(NamedTuple):
 class Store:
     """An object store, or a directory of one, and how requests to it are made.
 
-    Every dataset over a store takes one. Datasets that share a `Store` share its connections and its retry budget.
-    Nothing is opened or requested before a dataset is made of it. It can be pickled; each process opens its own
-    connections. It may be used from several event loops and threads.
+    Every dataset over a store takes one. Datasets that share a `Store` share its connections and
+    its retry budget. Nothing is opened or requested before a dataset is made of it. It can be
+    pickled; each process opens its own connections. It may be used from several event loops and
+    threads.
 
     Args:
-        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``, or a directory's path.
-        options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`; and
-            ``"allow_redirects"``, whether the store may redirect its clients to another host, and ``"profile"``, an AWS
-            profile (docs/stores.md).
-        backend: a ready store of obstore's. `url` is then only a name for messages. ``memory://`` needs one. Its own
-            time-outs and retries stay as they are.
-        timeout: seconds without a byte after which a request has failed, however long it takes in all. Time-outs in
-            `options` take precedence.
-        retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts. A loader's `retry`
-            takes precedence.
-        if_match: whether answers are compared with the entity tag that was listed, or with the modification time if
-            there is none, so that an object that was overwritten by one of the same length is an error too. False saves
-            about 30 µs of CPU time a sample.
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``, or
+            a directory's path.
+        options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`,
+            `retry_config`; and ``"allow_redirects"``, whether the store may redirect its clients to
+            another host, and ``"profile"``, an AWS profile (docs/stores.md).
+        backend: a ready store of obstore's. `url` is then only a name for messages. ``memory://``
+            needs one. Its own time-outs and retries stay as they are.
+        timeout: seconds without a byte after which a request has failed, however long it takes in
+            all. Time-outs in `options` take precedence.
+        retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts.
+            A loader's `retry` takes precedence.
+        if_match: whether answers are compared with the entity tag that was listed, or with the
+            modification time if there is none, so that an object that was overwritten by one of the
+            same length is an error too. False saves about 30 µs of CPU time a sample.
 
     Raises:
         ValueError: an argument is out of range or contradicts another, or the URL names no store.
@@ -141,16 +147,25 @@ class Store:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
         if backend is not None and options is not None:
-            raise ValueError("backend= is a store that is open already; options= would be ignored. Give one of the two")
+            raise ValueError(
+                "backend= is a store that is open already; options= would be ignored. Give one of the two"
+            )
         named = os.fspath(url)
         if backend is None:
             check_shared(named)
             named = url_of(named)
-        self._url, self._options, self._backend, self._timeout = named, dict(options or {}), backend, timeout
+        self._url, self._options, self._backend, self._timeout = (
+            named,
+            dict(options or {}),
+            backend,
+            timeout,
+        )
         self._retry = RetryPolicy() if retry is None else as_policy(retry)
         self.if_match = if_match
         self.traits: StoreTraits = traits_of(named, backend)
-        self._ranges_ignored = False  # whether the store is known to send whole objects where a range is asked for
+        self._ranges_ignored = (
+            False  # whether the store is known to send whole objects where a range is asked for
+        )
         self._opened: ObjectStore | None = None
         self._gate = RetryGate()
         self._last_renewal = -RENEWAL_INTERVAL
@@ -159,7 +174,9 @@ class Store:
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.traits.shared:
             remedy = "Use a directory or another store to take a dataset to other processes."
-            raise NotPicklableError(what=repr(self), reason="its store is the memory of this process", remedy=remedy)
+            raise NotPicklableError(
+                what=repr(self), reason="its store is the memory of this process", remedy=remedy
+            )
         opened = partial(
             type(self),
             self._url,
@@ -188,7 +205,11 @@ class Store:
         """The path of a directory of this machine; None for another store."""
         if self.traits.backend is not LocalStore:
             return None
-        root = unquote(urlsplit(self._url).path) if self._backend is None else getattr(self._backend, "prefix", None)
+        root = (
+            unquote(urlsplit(self._url).path)
+            if self._backend is None
+            else getattr(self._backend, "prefix", None)
+        )
         return str(root or "/")
 
     def key_of(self, place: str | os.PathLike[str]) -> str:
@@ -209,7 +230,9 @@ class Store:
             name = url_of(name)
         inside = root if root.endswith("/") else f"{root}/"
         if not name.startswith(inside):
-            raise ValueError(f"{redact_url(name)} is not under the URL of store=, {self.url}. Give keys of that store")
+            raise ValueError(
+                f"{redact_url(name)} is not under the URL of store=, {self.url}. Give keys of that store"
+            )
         key = name[len(inside) :]
         return unquote(key) if traits_of(root).quoted else key
 
@@ -218,10 +241,18 @@ class Store:
         global _used_in
         if self._opened is None or forked_from is not None:
             if forked_from is not None:
-                raise ForkedError(what="obstore, which reads object stores,", made_in=forked_from, used_in=os.getpid())
+                raise ForkedError(
+                    what="obstore, which reads object stores,",
+                    made_in=forked_from,
+                    used_in=os.getpid(),
+                )
             _used_in = os.getpid()
             given = self._backend
-            self._opened = open_store(self._url, self._options, timeout=self._timeout) if given is None else given
+            self._opened = (
+                open_store(self._url, self._options, timeout=self._timeout)
+                if given is None
+                else given
+            )
         return self._opened
 
     @cached_property
@@ -234,7 +265,9 @@ class Store:
         """The counters of the running loader, or of this store outside of one."""
         return session_stats.get(self._own_stats)
 
-    def _tries(self, doing: str, key: str | None = None, index: object = None, whole: Tries | None = None) -> Tries:
+    def _tries(
+        self, doing: str, key: str | None = None, index: object = None, whole: Tries | None = None
+    ) -> Tries:
         return Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
 
     async def _attempt(self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries) -> T:
@@ -259,8 +292,13 @@ class Store:
         stats.timed_out += cause is Cause.TIMED_OUT
         stats.throttle_events += cause in (Cause.THROTTLED, Cause.TIMED_OUT)
         now = time.monotonic()
-        if cause is Cause.EXPIRED and self._backend is None and now - self._last_renewal >= RENEWAL_INTERVAL:
-            # Opened again, it asks its provider for credentials; once for all requests that need them.
+        if (
+            cause is Cause.EXPIRED
+            and self._backend is None
+            and now - self._last_renewal >= RENEWAL_INTERVAL
+        ):
+            # Opened again, it asks its provider for credentials; once for all requests that need
+            # them.
             self._last_renewal = now
             self._opened = None
         if not await self._gate.may_try_again(failure, tries):
@@ -285,7 +323,9 @@ class Store:
         elif cause is Cause.NOT_FOUND and self.traits.bucket:
             remedy = IN_BUCKET
         doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
-        message = ": ".join(filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer)))
+        message = ": ".join(
+            filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer))
+        )
         return kind(
             f"{message}. {remedy}" if remedy else message,
             url=self.url,
@@ -327,7 +367,8 @@ class Store:
             StoreUnreachableError: no answer, or no byte within the time-out, on every attempt.
             StoreError: the store refused or failed, or ignores ranges and the object is large.
         """
-        # Not a coroutine: a frame more for each of a thousand samples in flight, to resume and to look at for garbage.
+        # Not a coroutine: a frame more for each of a thousand samples in flight, to resume and to
+        # look at for garbage.
         if stop <= start:
             return _no_bytes()
         if not self.if_match:
@@ -343,17 +384,22 @@ class Store:
         """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
         key, start, stop, index, size, *_ = wanted
         doing = (
-            f"reading object {key!r}" if (start, stop) == (0, size) else f"reading bytes {start} to {stop} of {key!r}"
+            f"reading object {key!r}"
+            if (start, stop) == (0, size)
+            else f"reading bytes {start} to {stop} of {key!r}"
         )
         tries = self._tries(doing, key, index, whole)
         data, _ = await self._attempt(partial(self._get, wanted, False), tries)
         return data
 
-    async def _get(self, wanted: _Range, initial: bool, store: ObjectStore) -> tuple[memoryview, Any]:
+    async def _get(
+        self, wanted: _Range, initial: bool, store: ObjectStore
+    ) -> tuple[memoryview, Any]:
         """Read a range by one request, and return the object's metadata too; None where no version is compared.
 
-        If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a store that ignores
-        ranges; from a negative `start` on, the last bytes. The checksum is of the object.
+        If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a
+        store that ignores ranges; from a negative `start` on, the last bytes. The checksum is of
+        the object.
         """
         key, start, stop, _, size, etag, modified, checksum = wanted
         if initial and not key.strip("/"):  # a web server would send a page
@@ -379,8 +425,11 @@ class Store:
         except NATIVE_ERRORS as error:
             failure = classify_error(error)
             ignored = failure.cause is Cause.RANGE_IGNORED
-            # An empty object has no range that could be requested: stores refuse it in different ways, or send all.
-            empty = failure.status == 416 or (failure.cause is Cause.OTHER and not self.traits.remote)
+            # An empty object has no range that could be requested: stores refuse it in different
+            # ways, or send all.
+            empty = failure.status == 416 or (
+                failure.cause is Cause.OTHER and not self.traits.remote
+            )
             if whole or not (ignored or (initial and empty)):
                 raise
             stats.requests += 1
@@ -402,19 +451,25 @@ class Store:
             data, length = (data, len(data)) if initial else (data[start:stop], length)
         else:
             bodies = stats.bodies
-            data = memoryview(await (result.bytes_async() if bodies is None else bodies.read(result, length)))
+            data = memoryview(
+                await (result.bytes_async() if bodies is None else bodies.read(result, length))
+            )
         check_bytes(data, length, None if initial and length < meta["size"] else checksum)
         return data, meta
 
     async def _take_whole(self, answer: GetResult) -> memoryview:
         size = answer.meta["size"]
-        if size and not self._ranges_ignored:  # servers that do ranges may ignore those of an empty object
+        if (
+            size and not self._ranges_ignored
+        ):  # servers that do ranges may ignore those of an empty object
             self._ranges_ignored = True
             what = (
                 f"{self.url} does not do ranges (python -m http.server does not, nginx does): "
                 f"for a part of an object, all of it is sent."
             )
-            with contextlib.suppress(Warning):  # as an error, by the user's filter: it must not cost the sample
+            with contextlib.suppress(
+                Warning
+            ):  # as an error, by the user's filter: it must not cost the sample
                 warnings.warn(what, stacklevel=2)
         if size > LARGEST_WHOLE:
             what = f"all {size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB are taken so"
@@ -428,9 +483,15 @@ class Store:
         key, start, stop, index, size, etag, modified, checksum = wanted
         tries = self._tries(f"reading object {key!r}", key, index)
         unknown = size is None or (etag or modified) is None
-        if first is None and unknown and not self.traits.commit:  # what all parts must share is asked for
+        if (
+            first is None and unknown and not self.traits.commit
+        ):  # what all parts must share is asked for
             found = await self.head(key, index=index)
-            size, etag, modified = size or found.size, etag or found.etag, modified or found.modified
+            size, etag, modified = (
+                size or found.size,
+                etag or found.etag,
+                modified or found.modified,
+            )
         view = self._allocate(stop - start, tries)
         done = len(first or b"")
         view[:done] = first or b""
@@ -446,7 +507,8 @@ class Store:
         data = view.toreadonly()
         if checksum is None or matches(data, checksum):
             return data
-        # It came complete, by many requests. As many again would most likely give the same damaged bytes.
+        # It came complete, by many requests. As many again would most likely give the same damaged
+        # bytes.
         raise self._error(RequestFailure(Cause.DAMAGED), tries)
 
     def _allocate(self, length: int, tries: Tries) -> memoryview:
@@ -459,21 +521,35 @@ class Store:
         raise self._error(RequestFailure(Cause.UNUSABLE, detail=detail), tries)
 
     async def read_all(
-        self, key: str, *, index: object = None, etag: str | None = None, checksum: str | None = None
+        self,
+        key: str,
+        *,
+        index: object = None,
+        etag: str | None = None,
+        checksum: str | None = None,
     ) -> memoryview:
         """Read an object of unknown size: up to 16 MiB in one request, the rest of a larger one in parallel.
 
-        All parts are of one version, also where no `etag` is given. Arguments and errors are those of `read`.
+        All parts are of one version, also where no `etag` is given. Arguments and errors are those
+        of `read`.
         """
         first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
         found = first.head
         if len(first.data) == found.size:
             return first.data
-        wanted = _Range(key, 0, found.size, index, found.size, etag or found.etag, found.modified, checksum)
+        wanted = _Range(
+            key, 0, found.size, index, found.size, etag or found.etag, found.modified, checksum
+        )
         return await self._read_parts(wanted, first.data)
 
     async def read_start(
-        self, key: str, stop: int, *, index: object = None, etag: str | None = None, checksum: str | None = None
+        self,
+        key: str,
+        stop: int,
+        *,
+        index: object = None,
+        etag: str | None = None,
+        checksum: str | None = None,
     ) -> InitialRead:
         """Read bytes up to `stop` of an object of unknown size, or all if the store ignores ranges.
 
@@ -485,14 +561,16 @@ class Store:
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
 
-        `head` is the object's metadata, if known. If the store ignores ranges, all bytes come. Errors are those of
-        `read`.
+        `head` is the object's metadata, if known. If the store ignores ranges, all bytes come.
+        Errors are those of `read`.
         """
         if head is None and not self.traits.suffix_ranges:
             head = await self.head(key)
         if head is not None:
             start = max(0, head.size - length)
-            data = await self.read(key, start, head.size, size=head.size, etag=head.etag, modified=head.modified)
+            data = await self.read(
+                key, start, head.size, size=head.size, etag=head.etag, modified=head.modified
+            )
             return InitialRead(data, head)
         wanted = _Range(key, -length, 0, None, None, None, None, None)
         return InitialRead(*await self._read_initial(wanted, f"reading the end of {key!r}"))
@@ -554,7 +632,10 @@ class Store:
         # The client reads all pages, which may have no end.
         seconds = max(self._timeout, tries.policy.deadline)
         return await self._attempt(
-            lambda store: asyncio.wait_for(obstore.list_with_delimiter_async(store, prefix), seconds), tries
+            lambda store: asyncio.wait_for(
+                obstore.list_with_delimiter_async(store, prefix), seconds
+            ),
+            tries,
         )
 
     @answerable
@@ -566,7 +647,9 @@ class Store:
 
     async def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, a file in parts; raises `StoreError`."""
-        await self._attempt(lambda store: obstore.put_async(store, key, data), self._tries(f"writing {key!r}", key))
+        await self._attempt(
+            lambda store: obstore.put_async(store, key, data), self._tries(f"writing {key!r}", key)
+        )
 
 
 StoreLike = str | os.PathLike[str] | Store

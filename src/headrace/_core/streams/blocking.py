@@ -44,7 +44,9 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     If `whole`, it yields all samples in a torch worker too, and not the worker's part.
     """
 
-    def __init__(self, dataset: AsyncIterable[Any], functions: Functions = (), *, whole: bool = False) -> None:
+    def __init__(
+        self, dataset: AsyncIterable[Any], functions: Functions = (), *, whole: bool = False
+    ) -> None:
         self._functions = functions
         self._place = outside_workers if whole else contextlib.nullcontext
         self._divided = reader_divides()  # a context variable of this thread

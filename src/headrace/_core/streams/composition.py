@@ -1,7 +1,8 @@
 """The algebra of composed datasets: sources to fetch from on the event loop, and functions to apply in the workers.
 
-A composition (`map`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself over others.
-`plan` moves the functions of `map` from the parts to the outside, so that only fetching is left on the loop.
+A composition (`map`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself
+over others. `plan` moves the functions of `map` from the parts to the outside, so that only
+fetching is left on the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Composition:
 
     sources: Sequence[Any]
 
-    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
+    def over(
+        self, sources: Sequence[object], functions: Sequence[Functions]
+    ) -> tuple[object, Functions]:
         """This composition over other sources, and the functions that its samples still need, given those of theirs."""
         raise NotImplementedError  # each composition has its own
 
@@ -38,7 +41,9 @@ class MapComposition(Composition):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
+    def over(
+        self, sources: Sequence[object], functions: Sequence[Functions]
+    ) -> tuple[object, Functions]:
         return sources[0], (*functions[0], self.fn)
 
 
@@ -51,7 +56,9 @@ class ConcatComposition(Composition):
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
 
-    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
+    def over(
+        self, sources: Sequence[object], functions: Sequence[Functions]
+    ) -> tuple[object, Functions]:
         common = len({tuple(map(id, each)) for each in functions}) == 1
         if common and not functions[0] and all(map(operator.is_, sources, self.sources)):
             return self, ()

@@ -43,8 +43,8 @@ class Order(NamedTuple):
 class FollowsEpoch:
     """A stream whose order differs from epoch to epoch.
 
-    The epoch is the one passed to `set_epoch`; without a call (the stream is made inside a generator function, say)
-    that of the loader that reads the stream; without a loader 0.
+    The epoch is the one passed to `set_epoch`; without a call (the stream is made inside a
+    generator function, say) that of the loader that reads the stream; without a loader 0.
     """
 
     wants_epoch = True  # loaders call `set_epoch` before each epoch
@@ -62,11 +62,14 @@ class FollowsEpoch:
         return Order(seed, epoch, current_repetition.get())
 
 
-# The place of a stream in its composition decides its seeds, and not the order in which streams happen to start: a
-# restored stream has the seeds that it had. Keys are spawned as by NumPy's `SeedSequence`: each composition takes one,
-# and derives its children's from that.
+# The place of a stream in its composition decides its seeds, and not the order in which streams
+# happen to start: a restored stream has the seeds that it had. Keys are spawned as by NumPy's
+# `SeedSequence`: each composition takes one, and derives its children's from that.
 
-stream_seeds: ContextVar[Iterator[int]] = ContextVar("headrace_stream_seeds", default=itertools.repeat(0))  # noqa: B039
+stream_seeds: ContextVar[Iterator[int]] = ContextVar(
+    "headrace_stream_seeds",
+    default=itertools.repeat(0),  # noqa: B039
+)
 """The keys of the streams that start now; equal ones without a loader."""
 
 

@@ -26,8 +26,8 @@ U = TypeVar("U")
 class AsyncIterableDataset(IterableDataset[T_co]):
     """A stream of samples, read with `async for`: subclass it and define `__aiter__`, as an async generator.
 
-    The dataset also works in a stock torch loader, and in a plain `for`: `__iter__` reads the stream on a background
-    loop.
+    The dataset also works in a stock torch loader, and in a plain `for`: `__iter__` reads the
+    stream on a background loop.
 
     Example:
         >>> class Count(AsyncIterableDataset[int]):
@@ -40,23 +40,27 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start to read the stream from its first sample."""
         # Not an abstract method: the error is raised where it is used, with the remedy.
-        raise NotImplementedError(f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`"
+        )
 
     def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
         """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
 
-        As the last operation, `fn` runs together with `transform`, a batch at a time. With others after it (`filter`,
-        `shuffle`, `pipe`, …) samples go to a worker in small groups, and come back in order, before they are batched.
+        As the last operation, `fn` runs together with `transform`, a batch at a time. With others
+        after it (`filter`, `shuffle`, `pipe`, …) samples go to a worker in small groups, and come
+        back in order, before they are batched.
         """
         return MappedStream(self, fn)
 
     def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
         """The samples of this stream for which ``fn(sample)`` is true.
 
-        A loader calls `fn` in its CPU workers before samples are batched, so that batches are full; a `map` before a
-        `filter` runs there too, in the same request. Samples are sent to a worker and back for this: if small values (a
-        key, a header) are enough for the decision, filter before the bytes are decoded. Ranks may be left with
-        different numbers of samples: apply `split` after it.
+        A loader calls `fn` in its CPU workers before samples are batched, so that batches are full;
+        a `map` before a `filter` runs there too, in the same request. Samples are sent to a worker
+        and back for this: if small values (a key, a header) are enough for the decision, filter
+        before the bytes are decoded. Ranks may be left with different numbers of samples: apply
+        `split` after it.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -66,13 +70,16 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             [1, 9, 25]
         """
         check_function("the function of filter", fn)
-        return OperatedStream(self, f"{{}}.filter({function_name(fn)})", Steps, steps=(Step(fn, True),))
+        return OperatedStream(
+            self, f"{{}}.filter({function_name(fn)})", Steps, steps=(Step(fn, True),)
+        )
 
     def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
         """This stream several times in succession, or for ever; shuffled streams in another order each time.
 
         Args:
-            times: number of repetitions; None for no end, except after a repetition without a sample.
+            times: number of repetitions; None for no end, except after a repetition without a
+                sample.
 
         Raises:
             ValueError: `times` is negative.
@@ -85,7 +92,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             ['a', 'b', 'a', 'b']
         """
         times = None if times is None else whole_number("times", times)
-        return OperatedStream(self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times)
+        return OperatedStream(
+            self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times
+        )
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
         """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
@@ -99,8 +108,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
         """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
 
-        For each sample given, one of the next window is read, so memory holds one buffer. A sample moves by less than
-        `buffer_size` places, and at most two windows are read again to continue from a saved position.
+        For each sample given, one of the next window is read, so memory holds one buffer. A sample
+        moves by less than `buffer_size` places, and at most two windows are read again to continue
+        from a saved position.
 
         Args:
             buffer_size: size of the buffer, in samples.
@@ -121,18 +131,22 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
         return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
 
-    def split(self, *, rank: int | None = None, world_size: int | None = None) -> AsyncIterableDataset[T_co]:
+    def split(
+        self, *, rank: int | None = None, world_size: int | None = None
+    ) -> AsyncIterableDataset[T_co]:
         """Every n-th sample of this stream, so that every rank gets the same number, of a stream that is not split.
 
-        Each rank reads the whole stream, which must be the same on all; so do the workers of a stock torch loader,
-        which count as ranks. A stream of shards inside does not split itself then. An incomplete last round is dropped.
+        Each rank reads the whole stream, which must be the same on all; so do the workers of a
+        stock torch loader, which count as ranks. A stream of shards inside does not split itself
+        then. An incomplete last round is dropped.
 
         Args:
             rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
             world_size: number of parts.
 
         Raises:
-            ValueError: an argument is out of range, or only one of `rank` and `world_size` is given.
+            ValueError: an argument is out of range, or only one of `rank` and `world_size` is
+                given.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -154,25 +168,29 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     ) -> AsyncIterableDataset[dict[str, torch.Tensor]]:
         """Documents of tokens, packed into sequences of `seq_len` tokens.
 
-        A document is a list, array or tensor of integers, or a dict of them. A sequence is a dict of tensors:
-        ``"tokens"`` (int64); ``"segment_ids"``, 1 for the first document in it, 2 for the next, …, and 0 for padding;
-        ``"positions"``, which restart at each document, and at padding; further `fields` with their dtypes. Padding
-        is 0, in a field named ``"labels"`` -100. A document longer than a sequence is cut, and its pieces are documents
-        of their own; nothing is left out. It runs on the loader's event loop.
+        A document is a list, array or tensor of integers, or a dict of them. A sequence is a dict
+        of tensors: ``"tokens"`` (int64); ``"segment_ids"``, 1 for the first document in it, 2 for
+        the next, …, and 0 for padding; ``"positions"``, which restart at each document, and at
+        padding; further `fields` with their dtypes. Padding is 0, in a field named ``"labels"``
+        -100. A document longer than a sequence is cut, and its pieces are documents of their own;
+        nothing is left out. It runs on the loader's event loop.
 
-        Ranks that pack shards of their own have different numbers of sequences: `split` the result, or use
-        ``coordinated=True``. After a restore, documents are read again from the oldest of an incomplete sequence.
+        Ranks that pack shards of their own have different numbers of sequences: `split` the result,
+        or use ``coordinated=True``. After a restore, documents are read again from the oldest of an
+        incomplete sequence.
 
         Args:
             seq_len: length of a sequence, in tokens.
-            strategy: ``"concat"``: a document continues in the next sequence, and only the last one is padded.
-                ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the fullest open one with room.
-            window: number of sequences open for them. If all lack room, the fullest is given out; each is after
-                4 × `window` others.
+            strategy: ``"concat"``: a document continues in the next sequence, and only the last one
+                is padded. ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the
+                fullest open one with room.
+            window: number of sequences open for them. If all lack room, the fullest is given out;
+                each is after 4 × `window` others.
             fields: keys of the per-token values of a dict, the first of them that of the tokens.
                 A dict may have no other keys: remove other keys by `map` before.
-            labels: ``"next"`` adds ``"labels"``: the token that follows in the document; ``"same"``: the token itself,
-                but for a document's first, for models that shift them, as those of transformers. -100 elsewhere.
+            labels: ``"next"`` adds ``"labels"``: the token that follows in the document;
+                ``"same"``: the token itself, but for a document's first, for models that shift
+                them, as those of transformers. -100 elsewhere.
 
         Raises:
             ValueError: an argument is out of range; at a document that is not made of integers,
@@ -195,7 +213,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             raise ValueError(f"strategy={strategy!r} and labels={labels!r} must be of {words}")
         made = {"segment_ids", "positions", *(("labels",) if labels else ())}
         if isinstance(fields, str) or not fields or made & {*fields}:
-            raise ValueError(f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}")
+            raise ValueError(
+                f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}"
+            )
         return OperatedStream(
             self,
             f"{{}}.pack({seq_len}, {strategy!r})",
@@ -214,7 +234,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
     """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of the one stream's.
 
-    Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in place of a `seed`.
+    Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in
+    place of a `seed`.
     """
 
     def __init__(self, dataset: Any, shown: str, operator: Any, **options: Any) -> None:
@@ -251,8 +272,8 @@ def _is_endless(stream: Any) -> bool:
 class MappedStream(MapComposition, OperatedStream[T_co]):
     """A stream with a function applied to each sample; made by `map`.
 
-    A loader applies the last functions of the expression together with `transform`; those before another operation, in
-    its workers before batching.
+    A loader applies the last functions of the expression together with `transform`; those before
+    another operation, in its workers before batching.
     """
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
@@ -267,7 +288,9 @@ class SplitStream(OperatedStream[T_co]):
 
     splits_by_rank = True
     splits_over_workers = True  # in a torch loader each worker reads its own part
-    divides_samples = True  # each rank reads the whole stream, so that a position is one of all ranks
+    divides_samples = (
+        True  # each rank reads the whole stream, so that a position is one of all ranks
+    )
 
     def __init__(self, dataset: Any, ranks: RankChoice) -> None:
         super().__init__(dataset, "{}.split()", Split)

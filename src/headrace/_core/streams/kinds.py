@@ -1,6 +1,7 @@
 """The kind of a dataset and its optional capabilities, found by methods: a user's class needs no base class.
 
-Also the datasets and samplers that are reachable through a dataset's attributes, and the epoch that they follow.
+Also the datasets and samplers that are reachable through a dataset's attributes, and the epoch that
+they follow.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class DatasetKind(enum.Enum):
 class Capabilities(NamedTuple):
     aget: bool = False
     agets: bool = False
-    ranges: bool = False  # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
+    # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
+    ranges: bool = False
     cached_reads: bool = False  # byte ranges may be on a local disk; see `CachedDataset`
     aiter: bool = False
 
@@ -53,8 +55,12 @@ class Capabilities(NamedTuple):
 MOST_BLOCKS = 192  # read side by side; 192 is a multiple of the usual numbers of ranks
 BLOCK_BYTES = 256 << 10  # of neighbours that one request reads
 BYTES_AT_ONCE = 64 << 20  # of all blocks that are read side by side
-MOST_AHEAD = 1 << 20  # samples of blocks read as a whole that are planned ahead: plans take 50 bytes a sample
-MOST_SAMPLES = 1 << 22  # of blocks that are read as a whole, side by side: their order takes 0.1 µs a sample
+MOST_AHEAD = (
+    1 << 20
+)  # samples of blocks read as a whole that are planned ahead: plans take 50 bytes a sample
+MOST_SAMPLES = (
+    1 << 22
+)  # of blocks that are read as a whole, side by side: their order takes 0.1 µs a sample
 
 
 class Blocks(NamedTuple):
@@ -62,7 +68,9 @@ class Blocks(NamedTuple):
 
     size: int  # samples in a block; the mean, where there are `borders`
     at_once: int  # blocks that are read side by side
-    borders: IntArray | None = None  # the first sample of each block that is read as a whole; None for equal blocks
+    borders: IntArray | None = (
+        None  # the first sample of each block that is read as a whole; None for equal blocks
+    )
     ahead: int = 0  # blocks whose samples are planned ahead; 0 for two times `at_once`
     content: str = ""  # a checksum: with other blocks a state is refused
 
@@ -82,11 +90,13 @@ class Blocks(NamedTuple):
         return cls(size, 3 << (most // 3).bit_length() - 1)
 
     @classmethod
-    def whole(cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1) -> Blocks:
+    def whole(
+        cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1
+    ) -> Blocks:
         """Blocks of `counts` samples that are read as a whole, together `nbytes` bytes.
 
-        Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are larger than others.
-        An `ahead`-th of them is planned ahead.
+        Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are
+        larger than others. An `ahead`-th of them is planned ahead.
         """
         sizes = np.array([count for count in counts if count] or [0], np.int64)
         n = int(sizes.sum())
@@ -161,7 +171,9 @@ def signature_of(function: Callable[..., object]) -> inspect.Signature:
 def kind_of(dataset: object) -> DatasetKind:
     """The kind of a dataset, by its methods; raises `DatasetTypeError` if it has none of them."""
     if isinstance(dataset, type):
-        raise DatasetTypeError(f"{dataset.__name__} is a class: give an object of it, {dataset.__name__}(...)")
+        raise DatasetTypeError(
+            f"{dataset.__name__} is a class: give an object of it, {dataset.__name__}(...)"
+        )
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP
@@ -190,7 +202,9 @@ def sample_key(dataset: Any, index: Any) -> str | None:
     try:
         key = dataset.sample_key(index)
         return None if key is None else str(key)
-    except BaseException:  # called while an error is reported, often because `index` is wrong; that error matters
+    except (
+        BaseException
+    ):  # called while an error is reported, often because `index` is wrong; that error matters
         return None
 
 
@@ -202,13 +216,21 @@ async def fetch_all(dataset: Any, indices: Sequence[Any]) -> Sequence[Any]:
     return await asyncio.gather(*map(dataset.aget, indices))
 
 
-_FIRST = 32  # elements of a container, which may be a list of a million keys: it has no dataset if these are none
+# elements of a container, which may be a list of a million keys: it has no dataset if these are
+# none
+_FIRST = 32
 
 
 def children(dataset: Any) -> Iterator[Any]:
     """The datasets and samplers in all attributes of a dataset, and in the dicts, lists and tuples there."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
-        several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        several = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else (value,)
+        )
         for number, part in enumerate(several):
             if _is_dataset(part):
                 yield part
@@ -243,7 +265,9 @@ def given_rank(stream: Any) -> RankInfo | None:
     return None if found is None else RankInfo(found.index, found.count, "the dataset")
 
 
-def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None) -> None:
+def propagate_epoch(
+    part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None
+) -> None:
     """Call `set_epoch` of a dataset or sampler, which passes it on; if it has none, of those in its attributes.
 
     With `only_wanted`, torch datasets and samplers without ``wants_epoch = True`` are left out.
@@ -254,9 +278,13 @@ def propagate_epoch(part: Any, epoch: int, *, only_wanted: bool = False, visited
     visited.add(id(part))
     if not has_method(part, "set_epoch"):
         for child in children(part):
-            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):  # the sampler's data source
+            if not (
+                isinstance(part, Sampler) and isinstance(child, Dataset)
+            ):  # the sampler's data source
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
-    elif not only_wanted or getattr(part, "wants_epoch", (can := capabilities(part)).aget or can.aiter):
+    elif not only_wanted or getattr(
+        part, "wants_epoch", (can := capabilities(part)).aget or can.aiter
+    ):
         part.set_epoch(epoch)
 
 

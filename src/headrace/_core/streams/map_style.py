@@ -16,7 +16,12 @@ from torch.utils.data import Dataset
 from headrace._core.array_types import IntArray, index_array
 from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.composition import ConcatComposition, MapComposition, apply_functions, plan
+from headrace._core.streams.composition import (
+    ConcatComposition,
+    MapComposition,
+    apply_functions,
+    plan,
+)
 from headrace._core.streams.kinds import (
     Blocks,
     Capabilities,
@@ -37,16 +42,19 @@ U = TypeVar("U")
 class AsyncDataset(Dataset[T_co]):
     """A map-style dataset that fetches with `await`: subclass it, define `aget` and `__len__`.
 
-    A loader runs `aget` as a coroutine on its event loop, hundreds concurrently. It should wait for I/O and compute
-    little: CPU work (decoding, augmentation) belongs in the loader's `transform` or in `map`.
+    A loader runs `aget` as a coroutine on its event loop, hundreds concurrently. It should wait for
+    I/O and compute little: CPU work (decoding, augmentation) belongs in the loader's `transform` or
+    in `map`.
 
-    Optional methods: `agets(indices)` for stores that answer many keys in one request; it gets the indices of a whole
-    batch and returns their samples in order. `sample_key(index)` names a sample (a path, an object's key) for errors.
+    Optional methods: `agets(indices)` for stores that answer many keys in one request; it gets the
+    indices of a whole batch and returns their samples in order. `sample_key(index)` names a sample
+    (a path, an object's key) for errors.
 
-    Open connections by `headrace.per_loop`, which closes them when the loader closes. See docs/your-own-dataset.md.
+    Open connections by `headrace.per_loop`, which closes them when the loader closes. See
+    docs/your-own-dataset.md.
 
-    The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async methods on a
-    background loop and wait.
+    The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async
+    methods on a background loop and wait.
 
     Example:
         >>> class Squares(AsyncDataset[int]):
@@ -59,7 +67,9 @@ class AsyncDataset(Dataset[T_co]):
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`."""
         # Not an abstract method: the error is raised where it is used, with the remedy.
-        raise NotImplementedError(f"{type(self).__name__} must define `async def aget(self, index)`")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `async def aget(self, index)`"
+        )
 
     def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
         """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
@@ -88,9 +98,10 @@ async def _aget(dataset: Any, index: Any) -> Any:
 class RangedDataset(AsyncDataset[T_co]):
     """A map-style dataset of byte ranges: define `ranges`, `read_range`, `sample_of` and `__len__`; `aget` is derived.
 
-    A loader takes the ranges of all batches that it has planned, reads those that lie near each other by one request,
-    and passes each sample's own bytes to `sample_of`. If a joined request fails, or `sample_of` raises, the sample is
-    fetched again by itself with `aget`, whose error names it. A subclass that defines `aget` is read only with that.
+    A loader takes the ranges of all batches that it has planned, reads those that lie near each
+    other by one request, and passes each sample's own bytes to `sample_of`. If a joined request
+    fails, or `sample_of` raises, the sample is fetched again by itself with `aget`, whose error
+    names it. A subclass that defines `aget` is read only with that.
 
     Example:
         >>> class Letters(RangedDataset[str]):
@@ -118,7 +129,9 @@ class RangedDataset(AsyncDataset[T_co]):
         number, start, stop = (int(column[0]) for column in self.ranges([index]))
         return number, start, stop
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> memoryview:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
         """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `async def read_range(self, number, start, stop)`"
@@ -126,9 +139,13 @@ class RangedDataset(AsyncDataset[T_co]):
 
     def sample_of(self, index: Any, data: memoryview) -> T_co:
         """Make the sample at `index` of its bytes; copy what is kept, since `data` may be part of a larger buffer."""
-        raise NotImplementedError(f"{type(self).__name__} must define `def sample_of(self, index, data)`")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `def sample_of(self, index, data)`"
+        )
 
-    def samples_of(self, indices: Sequence[Any], data: Sequence[memoryview]) -> Sequence[T_co] | torch.Tensor:
+    def samples_of(
+        self, indices: Sequence[Any], data: Sequence[memoryview]
+    ) -> Sequence[T_co] | torch.Tensor:
         """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
         return list(map(self.sample_of, indices, data))
 
@@ -145,7 +162,11 @@ class RangedDataset(AsyncDataset[T_co]):
     async def read_bytes(self, index: Any) -> memoryview:
         """Fetch the bytes of the sample at `index`."""
         number, start, stop = self.range(index)
-        return await self.read_range(number, start, stop, index=index) if stop > start else memoryview(b"")
+        return (
+            await self.read_range(number, start, stop, index=index)
+            if stop > start
+            else memoryview(b"")
+        )
 
     async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
         """Fetch the samples at `indices`, in order; those near each other by one request."""
@@ -189,8 +210,8 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
 class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     """Samples of one dataset or several, one after the other; made by `headrace.concat`.
 
-    Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte ranges are numbered
-    in turn: the first of each part, then the second of each.
+    Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte
+    ranges are numbered in turn: the first of each part, then the second of each.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
@@ -218,10 +239,14 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             return Blocks(min(blocks.size for blocks in found), at_once)
         lengths = [len(source) for source in self.sources]
         firsts = [blocks.firsts(length) for blocks, length in zip(found, lengths, strict=True)]
-        counts = [np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)]
+        counts = [
+            np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)
+        ]
         content = " ".join(blocks.content for blocks in found)
         joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
-        return joined._replace(at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found))
+        return joined._replace(
+            at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found)
+        )
 
     def locate(self, index: Any) -> tuple[int, Any]:
         """The number of a part, and the index in it; raises if `index` is out of range."""
@@ -287,7 +312,9 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             return Ranges.of([])
         return Ranges(*map(np.concatenate, zip(*several, strict=True))).at(np.argsort(order))
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: object = None) -> memoryview:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: object = None
+    ) -> memoryview:
         number, part = divmod(number, len(self.sources))
         inner = None if index is None else self.locate(index)[1]
         data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
@@ -307,7 +334,9 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         views: list[memoryview | None] = [None] * len(indices)
         for part, slots, inner in self._by_part(indices):
             if capabilities(self.sources[part]).cached_reads:
-                for slot, view in zip(slots, await self.sources[part].cached_reads(inner), strict=True):
+                for slot, view in zip(
+                    slots, await self.sources[part].cached_reads(inner), strict=True
+                ):
                     views[slot] = view
         return views
 

@@ -70,8 +70,14 @@ class Mix(StreamOperation[object]):
         self._inner = [self._start(number) for number in range(count)]
         self._states: list[State | None] = [None] * count
         self._touched = {*range(count)}  # streams whose states are out of date
-        self._block, self._numbers = -1, list[float]()  # random numbers, and the number of their block
-        self._ends, self._last = list[float](), 0  # of the streams' ranges among the numbers; the last range
+        self._block, self._numbers = (
+            -1,
+            list[float](),
+        )  # random numbers, and the number of their block
+        self._ends, self._last = (
+            list[float](),
+            0,
+        )  # of the streams' ranges among the numbers; the last range
         self._weighed_until: float = 0  # draws
 
     def _start(self, number: int) -> ResumableIterator[Any]:
@@ -121,7 +127,9 @@ class Mix(StreamOperation[object]):
         raise StopAsyncIteration
 
     async def _on_end(self, chosen: int) -> None:
-        again = self._gave[chosen] and self._stop != "once"  # one without a sample would be started again for ever
+        again = (
+            self._gave[chosen] and self._stop != "once"
+        )  # one without a sample would be started again for ever
         if again:
             self._passes[chosen] += 1
         else:

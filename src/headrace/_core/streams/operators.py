@@ -119,21 +119,27 @@ class Repeat(Concat):
 class Split(ReplayOperation[T]):
     """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
 
-    A group is one sample for each shard. Samples are returned when their group is complete, so that no shard is ahead
-    of another by more than the time to read a group. An incomplete last group is dropped. Between groups the states of
-    all shards are equal.
+    A group is one sample for each shard. Samples are returned when their group is complete, so that
+    no shard is ahead of another by more than the time to read a group. An incomplete last group is
+    dropped. Between groups the states of all shards are equal.
     """
 
     operation = "split"
     options = ("world_size",)
 
     def __init__(self, source: AsyncIterable[T], shard: ShardOptions) -> None:
-        with child_seeds(spawn_key(), 0):  # all samples, even of a stream that splits itself by rank
-            super().__init__(InContext(bound(undivided, True), source) if shard.count > 1 else source)
+        with child_seeds(
+            spawn_key(), 0
+        ):  # all samples, even of a stream that splits itself by rank
+            super().__init__(
+                InContext(bound(undivided, True), source) if shard.count > 1 else source
+            )
         self._index = shard.index
         self._world_size = shard.count
         self._group: list[T] = []
-        self._origins.append((0, lambda number: self._inner.origin(number * shard.count + shard.index)))
+        self._origins.append(
+            (0, lambda number: self._inner.origin(number * shard.count + shard.index))
+        )
 
     def _put(self, sample: T) -> Any:
         group = self._group
@@ -151,9 +157,9 @@ class ShuffleBuffer(ReplayOperation[T]):
     """Another order: each window of `buffer_size` samples is permuted.
 
     In TensorFlow's `Dataset.shuffle`, each sample that enters the buffer replaces one drawn at
-    random, so that the samples in the buffer can be from anywhere in the stream: its state would be the samples
-    themselves. Here it is the position before the window, from which the window is read again, and the number of
-    samples given of it.
+    random, so that the samples in the buffer can be from anywhere in the stream: its state would be
+    the samples themselves. Here it is the position before the window, from which the window is read
+    again, and the number of samples given of it.
     """
 
     operation = "shuffle"
@@ -168,7 +174,9 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._window = 0  # number of the window that is read
         self._ahead: list[T] = []  # its samples
         self._errors_before = 0  # errors given before them
-        self._ahead_position: State | None = None  # before it; None before the first: that of the mark
+        self._ahead_position: State | None = (
+            None  # before it; None before the first: that of the mark
+        )
         self._read_before = 0  # samples and errors that were read before them
         self._samples: list[T] = []  # left of the window that is given, the next one last
 
@@ -190,9 +198,13 @@ class ShuffleBuffer(ReplayOperation[T]):
     def _begin_window(self) -> None:
         self._mark = self._latest_mark()
         ahead, first = self._ahead, self._read_before
-        order = functools.partial(_order, batch_seed(self._order.key(), 0, self._window), len(ahead))
+        order = functools.partial(
+            _order, batch_seed(self._order.key(), 0, self._window), len(ahead)
+        )
         without_errors = self._read - first == len(ahead)
-        origin = (lambda place: self._inner.origin(first + order()[place])) if without_errors else None
+        origin = (
+            (lambda place: self._inner.origin(first + order()[place])) if without_errors else None
+        )
         self._origins.append((self._given, origin))
         self._read_before = self._read
         self._window += 1
@@ -206,7 +218,9 @@ class ShuffleBuffer(ReplayOperation[T]):
         if self._samples:
             return mark
         errors = self._errors - self._errors_before
-        return Mark(self._given - errors, self._errors - errors, self._ahead_position or mark.position)
+        return Mark(
+            self._given - errors, self._errors - errors, self._ahead_position or mark.position
+        )
 
 
 def _order(seed: int, size: int) -> list[int]:

@@ -18,7 +18,9 @@ _LONGEST_WAIT = 4  # windows of sequences, which an open one waits at most for m
 _IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
-_Piece = tuple[Sequence[AnyArray], int, int]  # the columns of a document, one for each field; start, stop
+_Piece = tuple[
+    Sequence[AnyArray], int, int
+]  # the columns of a document, one for each field; start, stop
 
 
 class _Sequence(NamedTuple):
@@ -29,8 +31,8 @@ class _Sequence(NamedTuple):
 class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     """Sequences of pieces of documents.
 
-    A mark has the numbers of tokens in the open sequences, by which later documents are placed as before. What is in
-    them is unknown after a restore: they are among those that are dropped.
+    A mark has the numbers of tokens in the open sequences, by which later documents are placed as
+    before. What is in them is unknown after a restore: they are among those that are dropped.
     """
 
     operation = "pack"
@@ -56,7 +58,8 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         self._labels = labels
         self._filled = 0  # sequences
         self._queued = 0  # of those, in `_ready`
-        # The open sequences, the oldest first, with their numbers of tokens, and of sequences filled before:
+        # The open sequences, the oldest first, with their numbers of tokens, and of sequences
+        # filled before:
         self._open_ones: list[_Sequence] = []
         self._used: list[int] = []
         self._opened: list[int] = []
@@ -78,7 +81,9 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         else:
             self._drop(1)
         while start < end:
-            count = min(end - start, size - used[0] if self._strategy == "concat" and used else size)
+            count = min(
+                end - start, size - used[0] if self._strategy == "concat" and used else size
+            )
             place = self._place(size - count)
             if place is None:
                 if len(used) >= self._window and count < size:
@@ -122,9 +127,14 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
         columns = [np.asarray(part) for part in parts]
         tokens = columns[0]
-        flat = tokens.ndim == 1 and all(each.shape == tokens.shape and each.dtype.kind in "biuf" for each in columns)
+        flat = tokens.ndim == 1 and all(
+            each.shape == tokens.shape and each.dtype.kind in "biuf" for each in columns
+        )
         if not flat or len(columns) < len(names) or (tokens.dtype.kind not in "iu" and len(tokens)):
-            found = [f"{name!r}: {column.dtype} {column.shape}" for name, column in zip(names, columns, strict=False)]
+            found = [
+                f"{name!r}: {column.dtype} {column.shape}"
+                for name, column in zip(names, columns, strict=False)
+            ]
             raise ValueError(
                 f"a document needs {list(names)} of one length, the first of integers, but has {', '.join(found)}: "
                 f"tokenise before pack(), and set its fields="
@@ -141,8 +151,14 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         size, names = self._seq_len, self._names
         rows = {}
         for number, name in enumerate(names):
-            padding, least = (_IGNORED, np.int64) if name == "labels" else (0, np.bool)  # unsigned labels are widened
-            kind = np.result_type(least, *{columns[number].dtype for columns, _, _ in pieces}) if number else np.int64
+            padding, least = (
+                (_IGNORED, np.int64) if name == "labels" else (0, np.bool)
+            )  # unsigned labels are widened
+            kind = (
+                np.result_type(least, *{columns[number].dtype for columns, _, _ in pieces})
+                if number
+                else np.int64
+            )
             rows[name] = np.full(size, padding, kind)
         segments, positions = np.zeros(size, np.int32), np.empty(size, np.int32)
         labels = np.full(size if self._labels else 0, _IGNORED, np.int64)
@@ -153,7 +169,9 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
                 rows[name][at:end] = column[start:stop]
             segments[at:end] = segment
             positions[at:end] = count[: end - at]
-            if self._labels == "next":  # also after the last token of a piece, if the document goes on
+            if (
+                self._labels == "next"
+            ):  # also after the last token of a piece, if the document goes on
                 following = columns[0][start + 1 : stop + 1]
                 labels[at : at + len(following)] = following
             elif self._labels == "same":
@@ -166,7 +184,9 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         return {name: torch.from_numpy(row) for name, row in rows.items()}
 
     def _oldest(self) -> int:
-        return min((sequence.first for sequence in (*self._ready, *self._open_ones)), default=self._read)
+        return min(
+            (sequence.first for sequence in (*self._ready, *self._open_ones)), default=self._read
+        )
 
     def _exact_state(self) -> dict[str, object]:
         self._queued = len(self._ready)

@@ -55,7 +55,8 @@ def _has_state_without_arguments(kind: type) -> bool:
 class ResumableIterator(AsyncIterator[T_co]):
     """An async iterator whose position can be saved: after the last sample, or error, that `anext` gave.
 
-    Samples read ahead are read again. It can be saved after the end, after `aclose`, and after a cancelled `anext` too.
+    Samples read ahead are read again. It can be saved after the end, after `aclose`, and after a
+    cancelled `anext` too.
     """
 
     @abstractmethod
@@ -77,15 +78,20 @@ class ResumableIterator(AsyncIterator[T_co]):
 def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
     """Start to read a stream, in place of `aiter`: the iterator's position can be saved and restored.
 
-    An iterator of the user's is wrapped. Its state, and its dataset's, are asked for where they are `Stateful`; without
-    one, samples are counted, and a restored stream is read again from its start.
+    An iterator of the user's is wrapped. Its state, and its dataset's, are asked for where they are
+    `Stateful`; without one, samples are counted, and a restored stream is read again from its
+    start.
     """
     if isinstance(dataset, ResumableIterator):
         return dataset
     key = spawn_key()
     with keys_within(key) as seeds:
         iterator = aiter(dataset)
-    return iterator if isinstance(iterator, ResumableIterator) else _UserIterator(dataset, iterator, key, seeds)
+    return (
+        iterator
+        if isinstance(iterator, ResumableIterator)
+        else _UserIterator(dataset, iterator, key, seeds)
+    )
 
 
 def passes_of(stream: Any) -> int:
@@ -120,18 +126,26 @@ def restore_user(dataset: object, state: State, start: Callable[[], T]) -> tuple
     """An iterator made by `start` from such a state, and the number of samples to read again and drop."""
     check_operation(state, None, name_of(dataset))
     restore_dataset(dataset, state)
-    if "iterator" in state and "dataset" not in state and is_stateful(dataset):  # the dataset was its own iterator
-        with contextlib.suppress(Exception):  # `__iter__` may need the state, and the state may need `__iter__`
+    if (
+        "iterator" in state and "dataset" not in state and is_stateful(dataset)
+    ):  # the dataset was its own iterator
+        with contextlib.suppress(
+            Exception
+        ):  # `__iter__` may need the state, and the state may need `__iter__`
             load_copy(dataset, state["iterator"], name_of(dataset))
     iterator = start()
-    if "iterator" in state and not (iterator is dataset and _has_state(iterator, state["iterator"])):
+    if "iterator" in state and not (
+        iterator is dataset and _has_state(iterator, state["iterator"])
+    ):
         load_copy(iterator, state["iterator"], name_of(dataset))
     return iterator, 0 if "iterator" in state or "dataset" in state else state["read"]
 
 
 def _has_state(part: object, state: object) -> bool:
     try:
-        return is_stateful(part) and pickle.dumps(copy.deepcopy(part.state_dict())) == pickle.dumps(state)
+        return is_stateful(part) and pickle.dumps(copy.deepcopy(part.state_dict())) == pickle.dumps(
+            state
+        )
     except Exception:  # of a class that pickle does not know
         return False
 
@@ -166,7 +180,8 @@ def name_of(dataset: object) -> str:
 class Reread:
     """The samples and errors that are read again after a restore, and dropped.
 
-    There are `count` of them, `errors` of which were errors; others would be new ones. The reader counts samples down.
+    There are `count` of them, `errors` of which were errors; others would be new ones. The reader
+    counts samples down.
     """
 
     def __init__(self, count: int = 0, errors: int = 0) -> None:
@@ -199,7 +214,9 @@ class Reread:
 
 
 class _UserIterator(ResumableIterator[T]):
-    def __init__(self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int, seeds: Iterator[int]) -> None:
+    def __init__(
+        self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int, seeds: Iterator[int]
+    ) -> None:
         self._dataset = dataset
         self._iterator = iterator
         self._key, self._seeds = key, seeds
@@ -208,8 +225,8 @@ class _UserIterator(ResumableIterator[T]):
         self._reread = Reread()
 
     async def __anext__(self) -> T:
-        # A generator starts inner streams here. Not reset, which takes as long as reading a sample: streams of ours are
-        # started with seeds of their own.
+        # A generator starts inner streams here. Not reset, which takes as long as reading a sample:
+        # streams of ours are started with seeds of their own.
         if stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
         if self._reread.left:
@@ -252,8 +269,8 @@ class _UserIterator(ResumableIterator[T]):
 def warn_of_rereading(state: object) -> None:
     """Warn of each stream without a state of its own that will be read again from its start.
 
-    Called in the consumer's process, since warnings of other processes do not get there, with a state, or several in
-    dicts and lists.
+    Called in the consumer's process, since warnings of other processes do not get there, with a
+    state, or several in dicts and lists.
     """
     name = None
     if isinstance(state, Mapping):
@@ -270,8 +287,8 @@ def warn_of_rereading(state: object) -> None:
             warn_of_rereading(part)
 
 
-# Checks of whether a state is that of the stream, which raise `StateError`. The checksum of a loader's state excludes
-# any other difference.
+# Checks of whether a state is that of the stream, which raise `StateError`. The checksum of a
+# loader's state excludes any other difference.
 
 
 def check_operation(state: State, expected: str | None, stream: str | None = None) -> None:
@@ -288,7 +305,9 @@ def check_operation(state: State, expected: str | None, stream: str | None = Non
 def expect_same(state: State, name: str, now: object) -> None:
     value = state.get(name)
     if value != now:
-        raise StateError(f"the state was saved with {name}={value!r}, but now there is {name}={now!r}")
+        raise StateError(
+            f"the state was saved with {name}={value!r}, but now there is {name}={now!r}"
+        )
 
 
 # Operations
@@ -297,18 +316,21 @@ def expect_same(state: State, name: str, now: object) -> None:
 class StreamOperation(ResumableIterator[T]):
     """An operation on one stream or several, which it owns and closes.
 
-    A class names its `operation`, the `options` that must be the same where a state is loaded, and the `fields` that
-    change while it reads; they are attributes of the same name after an underscore. `_inner` is the
-    stream that it reads, None if none is read now. Saving, restoring and checking are written here, once.
+    A class names its `operation`, the `options` that must be the same where a state is loaded, and
+    the `fields` that change while it reads; they are attributes of the same name after an
+    underscore. `_inner` is the stream that it reads, None if none is read now. Saving, restoring
+    and checking are written here, once.
 
-    Operations are classes, not generators: an error of one sample is raised by `anext`, and the next call continues
-    after it. A generator would have ended, and with it the rest of the epoch.
+    Operations are classes, not generators: an error of one sample is raised by `anext`, and the
+    next call continues after it. A generator would have ended, and with it the rest of the epoch.
     """
 
     operation: ClassVar[str]  # its name in states
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
-    works_on_parts: ClassVar[bool] = False  # whether each worker may apply it to its own part of the shards
+    works_on_parts: ClassVar[bool] = (
+        False  # whether each worker may apply it to its own part of the shards
+    )
     ranks_differ: ClassVar[bool] = False  # whether equal numbers of samples may become unequal
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
@@ -388,11 +410,11 @@ class Mark(NamedTuple):
 class ReplayOperation(StreamOperation[T]):
     """An operation whose samples depend on some that it holds: not every position of it can be saved as such.
 
-    The state is then an earlier position, a mark, and how many samples and errors have been given since. They are read
-    again, and dropped.
+    The state is then an earlier position, a mark, and how many samples and errors have been given
+    since. They are read again, and dropped.
 
-    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held. Samples in `_ready`
-    are given before the stream is read on.
+    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held.
+    Samples in `_ready` are given before the stream is read on.
     """
 
     # Dropped samples in a row, from which on the passes of a repeated stream are counted.
@@ -511,7 +533,8 @@ class ReplayOperation(StreamOperation[T]):
 class MarkingOperation(ReplayOperation[T]):
     """An operation that holds samples for different times: its mark is the latest before the oldest of them.
 
-    Marks are the positions that were asked for. A sample that is held for long makes more to be read again.
+    Marks are the positions that were asked for. A sample that is held for long makes more to be
+    read again.
     """
 
     def __init__(self, source: AsyncIterable[Any]) -> None:
@@ -544,7 +567,9 @@ class InContext(ResumableIterator[T]):
             self._inner = start_stream(dataset)
 
     async def __anext__(self) -> T:
-        token = self._context.variable.set(self._context.value)  # for each sample: a third of the time of `with`
+        token = self._context.variable.set(
+            self._context.value
+        )  # for each sample: a third of the time of `with`
         try:
             return await anext(self._inner)
         finally:

@@ -1,7 +1,7 @@
 """Functions of `map` and predicates of `filter` that are applied before samples are batched.
 
-With a loader they run in its workers, by chunks of samples, and in order; so `pipe` and `batch_by_tokens` after them
-get finished samples. Without one they run in place.
+With a loader they run in its workers, by chunks of samples, and in order; so `pipe` and
+`batch_by_tokens` after them get finished samples. Without one they run in place.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headrace._core.failure import as_exception, key_in
 from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
 from headrace._core.text import add_note, function_name
 
-# Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a few ms on a busy
-# machine, where 64 take a third of the time of 16.
+# Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a
+# few ms on a busy machine, where 64 take a third of the time of 16.
 CHUNK = 64
 
 
@@ -47,7 +47,9 @@ compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=Non
 
 
 def apply_steps(
-    steps: Sequence[Step], sample: Any, catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    steps: Sequence[Step],
+    sample: Any,
+    catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Any:
     """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`."""
     step, read = steps[0], sample
@@ -63,7 +65,9 @@ def apply_steps(
         key = key_in(read)
         where = f", key {key!r}" if key else ""
         kind = "filter" if step.is_filter else "map"
-        add_note(raised, f"headrace: in {kind}({function_name(step.function)}), before batching{where}")
+        add_note(
+            raised, f"headrace: in {kind}({function_name(step.function)}), before batching{where}"
+        )
         return Raised(raised)
     return sample
 
@@ -80,9 +84,9 @@ class _Chunk:
 class Steps(ReplayOperation[Any]):
     """A stream with steps applied.
 
-    In a loader one task reads ahead, and sends chunks of the samples that arrived while earlier chunks were in
-    progress. The position that is saved is that before a chunk; the outcomes given of it are computed again after a
-    restore, with the same seeds, and dropped.
+    In a loader one task reads ahead, and sends chunks of the samples that arrived while earlier
+    chunks were in progress. The position that is saved is that before a chunk; the outcomes given
+    of it are computed again after a restore, with the same seeds, and dropped.
     """
 
     operation = "map, filter"
@@ -91,17 +95,23 @@ class Steps(ReplayOperation[Any]):
     ranks_differ = True  # a filter
 
     def __init__(self, source: Any, steps: tuple[Step, ...]) -> None:
-        while getattr(source, "_operator", None) is Steps:  # adjacent functions are applied in one request
+        while (
+            getattr(source, "_operator", None) is Steps
+        ):  # adjacent functions are applied in one request
             source, steps = source.dataset, (*source._options["steps"], *steps)
         super().__init__(source)
         self._steps = steps
         prepare = compute.get()
         self._run: RunSteps | None
         self._parallel: Callable[[], int]
-        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)  # chunks that keep it busy
+        self._run, self._parallel = (
+            (None, int) if prepare is None else prepare(steps)
+        )  # chunks that keep it busy
         self._held = 0  # samples read whose outcomes are not received
         self._unsent: _Chunk | None = None
-        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()  # in order, with their outcomes
+        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = (
+            deque()
+        )  # in order, with their outcomes
         self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
         self._reader: asyncio.Task[None] | None = None
@@ -120,7 +130,11 @@ class Steps(ReplayOperation[Any]):
             self._first = self._read
             self._reader = asyncio.get_running_loop().create_task(self._read_ahead())
         while not self._outcomes:
-            if self._closed or self._reader is None or (self._read_all and not (self._sent or self._unsent)):
+            if (
+                self._closed
+                or self._reader is None
+                or (self._read_all and not (self._sent or self._unsent))
+            ):
                 raise StopAsyncIteration
             if self._sent:
                 await asyncio.wait((self._sent[0][1],))  # loses nothing when it is cancelled
@@ -128,7 +142,9 @@ class Steps(ReplayOperation[Any]):
                     self._mark = self._latest_mark()
                     chunk, task = self._sent.popleft()
                     outcomes = task.result()
-                    kept = [place for place, outcome in enumerate(outcomes) if outcome is not NOTHING]
+                    kept = [
+                        place for place, outcome in enumerate(outcomes) if outcome is not NOTHING
+                    ]
                     self._note_origin(chunk.first - self._first, kept)
                     self._outcomes.extend(outcomes[place] for place in kept)
                     self._held -= len(chunk.samples)
@@ -176,7 +192,11 @@ class Steps(ReplayOperation[Any]):
         """Whether the next sample belongs to another chunk, before which the position is saved."""
         if chunk is None:
             return False
-        return len(chunk.samples) >= CHUNK or chunk.position is None or type(chunk.samples[-1]) is Raised
+        return (
+            len(chunk.samples) >= CHUNK
+            or chunk.position is None
+            or type(chunk.samples[-1]) is Raised
+        )
 
     def _send(self, *_done: object) -> None:
         """Send the samples that have arrived, unless there are enough requests."""
@@ -194,7 +214,10 @@ class Steps(ReplayOperation[Any]):
     async def _outcomes_of(self, samples: list[object], first: int) -> list[object]:
         assert self._run is not None
         if type(samples[-1]) is Raised:  # an error of the stream itself
-            return [*(await self._outcomes_of(samples[:-1], first) if samples[1:] else ()), samples[-1]]
+            return [
+                *(await self._outcomes_of(samples[:-1], first) if samples[1:] else ()),
+                samples[-1],
+            ]
         try:
             return await self._run(samples, first)
         except asyncio.CancelledError:
@@ -203,7 +226,11 @@ class Steps(ReplayOperation[Any]):
             if len(samples) == 1:
                 return [Raised(as_exception(error))]
             # One by one, so that no other sample is lost.
-            return [each for at, one in enumerate(samples, first) for each in await self._outcomes_of([one], at)]
+            return [
+                each
+                for at, one in enumerate(samples, first)
+                for each in await self._outcomes_of([one], at)
+            ]
 
     def _latest_mark(self) -> Mark:
         if self._run is None or self._mark is None:

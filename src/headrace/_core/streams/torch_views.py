@@ -1,12 +1,13 @@
 """Torch's compositions of async datasets as compositions of our own, and our datasets for torch's loader.
 
-Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`, which blocks for an async dataset. Here indices are
-translated, and `aget` of the parts is awaited; functions of `map` on a part run in the workers, as for
-`headrace.concat`.
+Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`, which blocks for an async
+dataset. Here indices are translated, and `aget` of the parts is awaited; functions of `map` on a
+part run in the workers, as for `headrace.concat`.
 
-Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some build a plain torch
-loader of it. `loader.dataset` is an adapter for a dataset that torch's own loader cannot read: it has the class that
-they ask for, and yields every sample once in such a loader.
+Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some
+build a plain torch loader of it. `loader.dataset` is an adapter for a dataset that torch's own
+loader cannot read: it has the class that they ask for, and yields every sample once in such a
+loader.
 """
 
 from __future__ import annotations
@@ -17,13 +18,27 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset, get_worker_info
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    get_worker_info,
+)
 
 from headrace._core.ranks.rankinfo import reader_divides, reading_divided
 from headrace._core.streams.blocking import SyncStream
 from headrace._core.streams.composition import Composition, Functions, RowFunctions, plan
 from headrace._core.streams.iterable_style import ConcatenatedStreams
-from headrace._core.streams.kinds import Capabilities, DatasetKind, capabilities, fetch_all, kind_of, sample_key
+from headrace._core.streams.kinds import (
+    Capabilities,
+    DatasetKind,
+    capabilities,
+    fetch_all,
+    kind_of,
+    sample_key,
+)
 from headrace._core.streams.map_style import AsyncDataset, IndexedParts, refuse_mixes
 
 
@@ -41,10 +56,14 @@ def as_async(dataset: Any) -> Any:
     if kind not in (Subset, ConcatDataset, StackDataset, ChainDataset):
         return dataset
     parts = [dataset.dataset] if kind is Subset else dataset.datasets
-    if not parts or not isinstance(parts, Sequence | dict):  # an iterator of a chain may be consumed by torch alone
+    if not parts or not isinstance(
+        parts, Sequence | dict
+    ):  # an iterator of a chain may be consumed by torch alone
         return dataset
     sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
-    if not all(can.aiter if kind is ChainDataset else can.aget for can in map(capabilities, sources)):
+    if not all(
+        can.aiter if kind is ChainDataset else can.aget for can in map(capabilities, sources)
+    ):
         return dataset
     if kind is ChainDataset:
         return ConcatenatedStreams(sources)
@@ -69,7 +88,9 @@ def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
     for kind, dataset in kinds.items():
         if not kind.is_async:
             name = type(dataset).__name__
-            raise TypeError(f"{name} is not an async dataset; torch's own can be combined by torch.utils.data")
+            raise TypeError(
+                f"{name} is not an async dataset; torch's own can be combined by torch.utils.data"
+            )
     if len(kinds) > 1:
         raise TypeError("map-style datasets and streams cannot be combined")
     return found, next(iter(kinds)).is_iterable
@@ -101,7 +122,9 @@ class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
     def __len__(self) -> int:
         return len(self.sources[0])
 
-    def over(self, sources: Sequence[object], functions: Sequence[Functions]) -> tuple[object, Functions]:
+    def over(
+        self, sources: Sequence[object], functions: Sequence[Functions]
+    ) -> tuple[object, Functions]:
         return StackedParts(sources), (RowFunctions(functions),) if any(functions) else ()
 
     def _capabilities(self) -> Capabilities:
@@ -175,13 +198,16 @@ class _MapAdapter(_Adapter, AsyncDataset[object]):
 class _StreamAdapter(_Adapter, IterableDataset[object]):
     """A stream that yields each sample once, for any number of workers of a torch loader.
 
-    Streams of shards, and those made by `split`, divide themselves among the workers. Any other async stream is read by
-    the first worker only, as headrace's loader reads it once: a second iterator need not yield the same samples.
+    Streams of shards, and those made by `split`, divide themselves among the workers. Any other
+    async stream is read by the first worker only, as headrace's loader reads it once: a second
+    iterator need not yield the same samples.
     """
 
     def __init__(self, dataset: object, *, divided: bool = False) -> None:
         super().__init__(dataset)
-        object.__setattr__(self, "_divided", divided)  # in a spawned worker: whether the parent's reader divides it
+        object.__setattr__(
+            self, "_divided", divided
+        )  # in a spawned worker: whether the parent's reader divides it
 
     def __reduce__(self) -> tuple[object, ...]:
         divided = get_spawning_popen() is not None and reader_divides()
@@ -198,7 +224,11 @@ class _StreamAdapter(_Adapter, IterableDataset[object]):
             if _splits_over_workers(stream):
                 return SyncStream(*plan(stream))
             worker = get_worker_info()
-            return SyncStream(*plan(stream), whole=True) if worker is None or worker.id == 0 else iter(())
+            return (
+                SyncStream(*plan(stream), whole=True)
+                if worker is None or worker.id == 0
+                else iter(())
+            )
 
 
 class _SizedStreamAdapter(_StreamAdapter):

@@ -1,7 +1,8 @@
 """A collate function that carries the loader's transform, for libraries that rebuild a torch loader from ours.
 
-accelerate, Ray Train and others make a plain `torch.utils.data.DataLoader` out of the attributes of the loader that
-they are given. Of headrace's own arguments such a loader knows nothing; `loader.collate_fn` brings the transform along.
+accelerate, Ray Train and others make a plain `torch.utils.data.DataLoader` out of the attributes of
+the loader that they are given. Of headrace's own arguments such a loader knows nothing;
+`loader.collate_fn` brings the transform along.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from headrace._core.ranks.rankinfo import bound
 
 Transform = Callable[[object], object]
 
-# Shared with processes that are forked from this one, so that a warning given by a worker is not given again by the
-# workers of the next epoch.
+# Shared with processes that are forked from this one, so that a warning given by a worker is not
+# given again by the workers of the next epoch.
 _warned = mmap.mmap(-1, 1)
 
 
@@ -43,9 +44,10 @@ class _Parts(NamedTuple):
 class PortableCollate:
     """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
 
-    In headrace's own workers samples have been transformed when it is called. Anywhere else it transforms them first,
-    and warns once that the loader was rebuilt, or calls `warn`. Attributes are those of `collate`, to read, set and
-    delete. Where not `batched`, `collate` is given a sample in place of a list of samples.
+    In headrace's own workers samples have been transformed when it is called. Anywhere else it
+    transforms them first, and warns once that the loader was rebuilt, or calls `warn`. Attributes
+    are those of `collate`, to read, set and delete. Where not `batched`, `collate` is given a
+    sample in place of a list of samples.
     """
 
     portable_parts: _Parts
@@ -66,7 +68,9 @@ class PortableCollate:
         applied = _applied.get()
         if applied is None:
             (warn or _warn_once)()
-        if transform is None or (applied is not None and any(done is transform for done in applied)):
+        if transform is None or (
+            applied is not None and any(done is transform for done in applied)
+        ):
             return collate(samples)
         transformed = [transform(sample) for sample in samples] if batched else transform(samples)
         with collating((*(applied or ()), transform)):
@@ -90,7 +94,9 @@ class PortableCollate:
 
 def without_transform(collate_fn: Any) -> Any:
     """The user's collate function, also of a `PortableCollate`."""
-    return collate_fn.portable_parts.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+    return (
+        collate_fn.portable_parts.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+    )
 
 
 def same() -> None:

@@ -1,6 +1,7 @@
 """Every private name of torch that headrace uses, outside of `DataLoader`'s own attributes.
 
-tests/unit/torchcompat/test_private_names.py checks them and names the versions they were checked with.
+tests/unit/torchcompat/test_private_names.py checks them and names the versions they were checked
+with.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
-from torch.autograd import profiler as profiler  # its `_is_profiler_enabled` takes 1 µs where the caches are cold
+from torch.autograd import (
+    profiler as profiler,
+)  # its `_is_profiler_enabled` takes 1 µs where the caches are cold
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -27,7 +30,9 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:
     """Set `torch.utils.data.get_worker_info()` of this process, as in a worker of torch's."""
-    _worker._worker_info = _worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
+    _worker._worker_info = _worker.WorkerInfo(
+        id=number, num_workers=workers, seed=seed, dataset=dataset
+    )
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:

@@ -1,15 +1,17 @@
 """Channels between processes: a Unix socket that carries pickled messages as frames.
 
-Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a batch's tensors for the
-engine. Their descriptors are sent over a second socket, each before the first frame that refers to it.
+Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a
+batch's tensors for the engine. Their descriptors are sent over a second socket, each before the
+first frame that refers to it.
 
-The worker's end blocks (`BlockingChannel`); the engine's is read on its event loop (`EngineChannel`). A frame is a
-header, a table, the pickle, and the region of its buffers (see `pickling`) unless that is in a slab::
+The worker's end blocks (`BlockingChannel`); the engine's is read on its event loop
+(`EngineChannel`). A frame is a header, a table, the pickle, and the region of its buffers (see
+`pickling`) unless that is in a slab::
 
-    ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of returned slabs u32
-    │           · first descriptor u32 · number of descriptors u32
-    ├ table:    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each
-    ├ pickle
+    ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of
+    returned slabs u32 │           · first descriptor u32 · number of descriptors u32 ├ table:
+    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each ├
+    pickle
     └ region:   the buffers, each at its offset; only if slab is 0
 """
 
@@ -38,7 +40,9 @@ _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
 _IOV_MAX = 512  # pieces for one sendmsg; the kernel's limit is 1,024
-_BUFFER_SIZE = 64 * 1024  # bytes; more than a region that goes without a slab, so that most frames come in one read
+_BUFFER_SIZE = (
+    64 * 1024
+)  # bytes; more than a region that goes without a slab, so that most frames come in one read
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,8 @@ class Connection:
     def pair(cls) -> tuple[Connection, Connection]:
         """Two connected ends; the first is this process's, and is closed in its forks.
 
-        The other process sees the end only when no copy of the first one is open: not one in a worker that is forked
-        for it, nor in those that are forked for other loaders or by the user.
+        The other process sees the end only when no copy of the first one is open: not one in a
+        worker that is forked for it, nor in those that are forked for other loaders or by the user.
         """
         frames = socket.socketpair()
         try:
@@ -97,8 +101,8 @@ class Disconnected(EOFError):
 class _Channel:
     """Messages to frames and back, for one end of a channel.
 
-    Small frames are read together, into one buffer. An incomplete one gets memory of its own, so that a large region is
-    read straight into the memory that its views will keep.
+    Small frames are read together, into one buffer. An incomplete one gets memory of its own, so
+    that a large region is read straight into the memory that its views will keep.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -106,7 +110,9 @@ class _Channel:
         self._socket = connection.frames
         self._allocator = Allocator(connection.descriptors)
         self._mapper = Mapper(connection.descriptors)
-        self.arena = Arena(self._allocator)  # memory for the next message, so that sending it need not copy it
+        self.arena = Arena(
+            self._allocator
+        )  # memory for the next message, so that sending it need not copy it
         self._arrived: deque[object] = deque()  # objects, or the errors of unpickling them
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
@@ -117,7 +123,8 @@ class _Channel:
     def _frame(self, message: Message) -> list[memoryview]:
         """The pieces of a frame, in order. Buffers are copied into a slab, except those that the arena has in its own.
 
-        OSError if the descriptors of the object cannot be sent: then nothing of the frame may be sent.
+        OSError if the descriptors of the object cannot be sent: then nothing of the frame may be
+        sent.
         """
         if not message.buffers:
             return self._preamble(message, 0, (), 0)
@@ -139,7 +146,9 @@ class _Channel:
             return self._preamble(message, slab.number, offsets, end)
         return [*self._preamble(message, 0, offsets, end), memory]
 
-    def _preamble(self, message: Message, slab: int, offsets: Sequence[int], size: int) -> list[memoryview]:
+    def _preamble(
+        self, message: Message, slab: int, offsets: Sequence[int], size: int
+    ) -> list[memoryview]:
         """A frame up to its region; all of it if the region is in slab number `slab`. Raises as `_frame` does."""
         count = len(message.descriptors)
         first = self._allocator.send_descriptors(message.descriptors) if count else 0
@@ -178,7 +187,9 @@ class _Channel:
             if (header := self._header) is None:
                 self._header = _HEADER.unpack(part)
                 pickled, buffers, size, slab, returned, _, _ = self._header
-                self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled  # where it begins
+                self._region = (
+                    buffers * _EXTENT.size + returned * _NUMBER.size + pickled
+                )  # where it begins
                 self._size = self._region + (0 if slab else size)
             else:
                 self._header, self._size = None, _HEADER.size
@@ -189,7 +200,9 @@ class _Channel:
                     region, shared = np.empty(len(region), dtype=np.uint8).data, region
                     region[:] = shared
                 self._load(header, part[: self._region], region)
-        if self._memory is self._shared:  # move an incomplete part to memory that has room for the rest of it
+        if (
+            self._memory is self._shared
+        ):  # move an incomplete part to memory that has room for the rest of it
             begun = self._memory[self._start : self._filled]
             if self._header is not None:
                 padding = -self._region % ALIGNMENT
@@ -210,14 +223,19 @@ class _Channel:
         try:
             if slab:
                 region = self._mapper.view(slab, size)
-            views = [region[offset : offset + length] for offset, length in _EXTENT.iter_unpack(body[:table])]
+            views = [
+                region[offset : offset + length]
+                for offset, length in _EXTENT.iter_unpack(body[:table])
+            ]
             descriptors = self._mapper.take_descriptors(first, count) if count else ()
             obj = load_message(body[begin:], views, descriptors)
             if type(obj) is Record:
                 obj.handle()
             else:
                 self._arrived.append(obj)
-        except BaseException as error:  # user code: __setstate__ of a user's class; or no memory for a slab
+        except (
+            BaseException
+        ) as error:  # user code: __setstate__ of a user's class; or no memory for a slab
             self._arrived.append(error)
 
 
@@ -241,9 +259,13 @@ class BlockingChannel(_Channel):
             while pieces:
                 try:
                     self._write(pieces)
-                except BlockingIOError:  # a wait on uvloop's loop has made the descriptor non-blocking
+                except (
+                    BlockingIOError
+                ):  # a wait on uvloop's loop has made the descriptor non-blocking
                     wait_writable(self._socket)
-        except BaseException:  # Ctrl-C, say: the other end must not take later messages for the rest of this one
+        except (
+            BaseException
+        ):  # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with suppress(OSError):  # it has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise
@@ -277,12 +299,15 @@ class BlockingChannel(_Channel):
 class EngineChannel(_Channel):
     """The engine's end, on the running event loop; owns the connection.
 
-    `on_object` is called with each object that arrives, or with the error of unpickling it; `on_lost` once, when the
-    other end closes or by `close`.
+    `on_object` is called with each object that arrives, or with the error of unpickling it;
+    `on_lost` once, when the other end closes or by `close`.
     """
 
     def __init__(
-        self, connection: Connection, on_object: Callable[[object], None], on_lost: Callable[[], None]
+        self,
+        connection: Connection,
+        on_object: Callable[[object], None],
+        on_lost: Callable[[], None],
     ) -> None:
         super().__init__(connection)
         connection.keep_from_forks()
@@ -347,7 +372,8 @@ class EngineChannel(_Channel):
         self._socket.close()
         descriptors = self._connection.descriptors
         if self._allocator.kept:
-            # The other end may still use slabs of a third process. It closes its socket when it no longer does.
+            # The other end may still use slabs of a third process. It closes its socket when it no
+            # longer does.
             self._loop.add_reader(descriptors, self._on_views_collected)
         else:
             descriptors.close()

@@ -1,8 +1,9 @@
 """Exceptions as pickles that restore the same exception.
 
-Python pickles an exception as a call of its class with its `args`. That fails if the constructor takes other arguments
-than it passes to `super().__init__`, and otherwise composes the message a second time. Here the constructor of a user's
-class is not called, unless the class has slots: its builtin base class makes the object, and its attributes are set.
+Python pickles an exception as a call of its class with its `args`. That fails if the constructor
+takes other arguments than it passes to `super().__init__`, and otherwise composes the message a
+second time. Here the constructor of a user's class is not called, unless the class has slots: its
+builtin base class makes the object, and its attributes are set.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
     return _restore, (make, arguments, state[0] if state else None, notes, error.__cause__)
 
 
-def without_unpicklable_parts(error: BaseException, is_picklable: Callable[[object], bool]) -> BaseException:
+def without_unpicklable_parts(
+    error: BaseException, is_picklable: Callable[[object], bool]
+) -> BaseException:
     """A copy of `error` with its class and message, and those attributes that can be pickled."""
     arguments = error.args if is_picklable(error.args) else (str(error),)
     state = {name: value for name, value in vars(error).items() if is_picklable(value)}
@@ -37,7 +40,11 @@ def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
     reduce: object = cls.__reduce__
     own = cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table
     own = own or bool(copyreg._slotnames(cls))  # type: ignore[attr-defined]  # which pickle leaves to the constructor
-    return not own and isinstance(reduce, MethodDescriptorType) and reduce.__objclass__.__module__ == "builtins"
+    return (
+        not own
+        and isinstance(reduce, MethodDescriptorType)
+        and reduce.__objclass__.__module__ == "builtins"
+    )
 
 
 def _restore(
@@ -56,7 +63,9 @@ def _restore(
     return error
 
 
-def _make(cls: type[BaseException], arguments: tuple[object, ...], args: tuple[object, ...]) -> BaseException:
+def _make(
+    cls: type[BaseException], arguments: tuple[object, ...], args: tuple[object, ...]
+) -> BaseException:
     builtin = cls
     while builtin.__module__ != "builtins":
         builtin = builtin.__base__  # type: ignore[assignment]  # the base that lays out the object

@@ -1,8 +1,9 @@
 """Log records of workers and of the loader's process, for the handlers of the training process.
 
-A record is a message of its own, sent before the next message to the process that requested this one. That process
-passes the record on, or handles it if it is the training process. So a record arrives before the batch that is made
-after it; the last records of a process that is killed are lost.
+A record is a message of its own, sent before the next message to the process that requested this
+one. That process passes the record on, or handles it if it is the training process. So a record
+arrives before the batch that is made after it; the last records of a process that is killed are
+lost.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def forward_records(worker: int | None) -> None:
     _forwards = True
     root = logging.getLogger()
     for logger in [root, *logging.root.manager.loggerDict.values()]:
-        if isinstance(logger, logging.Logger):  # the trainer's handlers and filters are for the trainer's process
+        if isinstance(
+            logger, logging.Logger
+        ):  # the trainer's handlers and filters are for the trainer's process
             logger.handlers.clear()
             logger.filters.clear()
             logger.propagate = True
@@ -74,6 +77,10 @@ class _Forwarding(QueueHandler):
             pickled = pickle.dumps(record)
         except Exception:  # values of `extra=`
             for name, value in vars(record).items():
-                setattr(record, name, value if isinstance(value, str | int | float | None) else repr(value))
+                setattr(
+                    record,
+                    name,
+                    value if isinstance(value, str | int | float | None) else repr(value),
+                )
             pickled = pickle.dumps(record)
         _unsent.append(Record(pickled))

@@ -1,10 +1,11 @@
 """Objects to bytes and back: pickle protocol 5 with every large buffer out of band.
 
-A message is a pickle and the buffers it refers to (tensors, arrays, memoryviews), laid out one after the other in a
-*region*, each aligned to 64 bytes. Unpickling makes views into the region; nothing is copied.
+A message is a pickle and the buffers it refers to (tensors, arrays, memoryviews), laid out one
+after the other in a *region*, each aligned to 64 bytes. Unpickling makes views into the region;
+nothing is copied.
 
-Classes and functions are pickled by cloudpickle's rules, so that a batch class of a script or a notebook is the same
-class after the way to a worker and back.
+Classes and functions are pickled by cloudpickle's rules, so that a batch class of a script or a
+notebook is the same class after the way to a worker and back.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def dump_message(obj: object, *, plain: bool = False) -> Message:
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
     """A `PickleBuffer` of the memory of `view`.
 
-    Not `PickleBuffer(view)`: CPython 3.11 crashes if the collector clears a memoryview under a PickleBuffer of it. An
-    array of the same memory in between hides it from the collector.
+    Not `PickleBuffer(view)`: CPython 3.11 crashes if the collector clears a memoryview under a
+    PickleBuffer of it. An array of the same memory in between hides it from the collector.
     """
     dense = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
@@ -73,7 +74,9 @@ def copy_of(buffer: Any) -> memoryview:
 
 
 def load_message(
-    pickled: bytes | memoryview, buffers: Sequence[memoryview], descriptors: Sequence[Descriptor] = ()
+    pickled: bytes | memoryview,
+    buffers: Sequence[memoryview],
+    descriptors: Sequence[Descriptor] = (),
 ) -> object:
     """The object, its tensors and arrays views of `buffers`."""
     if not descriptors:
@@ -85,7 +88,9 @@ def load_message(
 def format_error(error: BaseException) -> str:
     """`error` with its traceback, as Python prints an uncaught one; without headrace's notes, which travel with it."""
     try:
-        return "".join(part for part in traceback.format_exception(error) if not part.startswith("headrace: "))
+        return "".join(
+            part for part in traceback.format_exception(error) if not part.startswith("headrace: ")
+        )
     except BaseException:  # user code: an exception whose notes or class cannot be printed
         return f"{type(error).__name__}: {error_message(error)}\n"
 
@@ -104,7 +109,10 @@ def picklable_error(error: E) -> E | RemoteError:
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:
             return reduced
-    return RemoteError(type_name=f"{type(error).__module__}.{type(error).__qualname__}", message=error_message(error))
+    return RemoteError(
+        type_name=f"{type(error).__module__}.{type(error).__qualname__}",
+        message=error_message(error),
+    )
 
 
 def _text_of(error: BaseException) -> str:
@@ -128,7 +136,9 @@ def _copied(obj: object) -> Any:
     try:
         found: list[pickle.PickleBuffer] = []
         return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
-    except BaseException:  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
+    except (
+        BaseException
+    ):  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return _LOST
 
 
@@ -163,7 +173,9 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     return _code_in_file, ("".join(code.co_filename), make, arguments)
 
 
-def _code_in_file(name: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+def _code_in_file(
+    name: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]
+) -> types.CodeType:
     return make(*arguments).replace(co_filename=name)
 
 
@@ -203,7 +215,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if type(reduced) is not tuple or len(reduced) < 6:  # by reference
                 return reduced
             _, arguments, state, *_ = reduced
-            if isinstance(obj, type) and not issubclass(obj, enum.Enum):  # what cloudpickle leaves out
+            if isinstance(obj, type) and not issubclass(
+                obj, enum.Enum
+            ):  # what cloudpickle leaves out
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
                 state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
@@ -233,23 +247,36 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
     else:
         if values.nbytes and values.flags.c_contiguous:
             # Not `bytearray(values)`, which takes an array of one integer for a length.
-            buffer = bytearray(values.data) if values.nbytes <= SMALL else pickle.PickleBuffer(values)
+            buffer = (
+                bytearray(values.data) if values.nbytes <= SMALL else pickle.PickleBuffer(values)
+            )
             return _restore_array, (buffer, values.dtype, values.shape)
-    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or not tensor.is_cpu:
+    if (
+        tensor.is_quantized
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+        or not tensor.is_cpu
+    ):
         return NotImplemented  # torch's own pickling is used
     if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
-        sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        sizes = [
+            1 if stride == 0 else size
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
         if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once
             return torch.Tensor.expand, (tensor.as_strided(sizes, tensor.stride()), tensor.shape)
     dense = tensor.detach().resolve_conj().resolve_neg()
     strides = None
     if not dense.is_contiguous():
-        # Channels last, transposed: dense bytes in another order, which is kept. Any other layout becomes contiguous.
+        # Channels last, transposed: dense bytes in another order, which is kept. Any other layout
+        # becomes contiguous.
         if dense.stride() == torch.empty_like(dense, device="meta").stride():
             strides = dense.stride()
         else:
             dense = dense.contiguous()
-    flat: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
+    flat: Any = (
+        dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
+    )
     return _restore_tensor, (
         pickle.PickleBuffer(flat),
         tensor.dtype,
@@ -259,7 +286,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
     )
 
 
-def _restore_array(buffer: bytearray | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+def _restore_array(
+    buffer: bytearray | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> torch.Tensor:
     return torch.from_numpy(np.ndarray(shape, dtype, buffer))
 
 
@@ -279,10 +308,16 @@ def _restore_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _restore_memoryview(buffer: bytes | memoryview, item_format: str, shape: tuple[int, ...]) -> memoryview:
+def _restore_memoryview(
+    buffer: bytes | memoryview, item_format: str, shape: tuple[int, ...]
+) -> memoryview:
     if item_format == "B" and len(shape) == 1:
         return memoryview(buffer).toreadonly()
-    values = np.empty(shape, item_format) if 0 in shape else np.frombuffer(buffer, item_format).reshape(shape)
+    values = (
+        np.empty(shape, item_format)
+        if 0 in shape
+        else np.frombuffer(buffer, item_format).reshape(shape)
+    )
     return values.data.toreadonly()
 
 
@@ -338,5 +373,7 @@ class PickledPayload:
         return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
 
     def __reduce__(self) -> tuple[object, ...]:
-        pickled = self.pickled if len(self.pickled) <= SMALL else out_of_band(memoryview(self.pickled))
+        pickled = (
+            self.pickled if len(self.pickled) <= SMALL else out_of_band(memoryview(self.pickled))
+        )
         return PickledPayload, (pickled, *map(out_of_band, self.buffers))

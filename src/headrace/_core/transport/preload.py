@@ -15,11 +15,14 @@ from pathlib import Path
 
 import cloudpickle
 
-# A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in the arguments of
-# cloudpickle's `subimport`, and in the code of a function that is pickled by value and imports a module when called.
+# A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in
+# the arguments of cloudpickle's `subimport`, and in the code of a function that is pickled by value
+# and imports a module when called.
 _NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
 # Modules that the zygote has imported already, or whose import is cheap.
-_LIGHT = frozenset({"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"})
+_LIGHT = frozenset(
+    {"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"}
+)
 
 
 def modules_named_in(pickled: bytes | memoryview) -> tuple[str, ...]:
@@ -51,7 +54,9 @@ def program_sources() -> frozenset[tuple[str, int, int]]:
     They may be edited and reloaded while the program runs (in a notebook, for example).
     """
     paths = sysconfig.get_paths()
-    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = tuple(
+        os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
@@ -65,11 +70,14 @@ def program_sources() -> frozenset[tuple[str, int, int]]:
 def has_threads() -> bool:
     """Whether this process has threads that a fork of it would miss.
 
-    It is forked to find out: a library that survives forks ends its threads then (OpenBLAS does, which starts some as
-    NumPy and SciPy are imported), or restarts them in the child (jemalloc does, which comes with Arrow).
+    It is forked to find out: a library that survives forks ends its threads then (OpenBLAS does,
+    which starts some as NumPy and SciPy are imported), or restarts them in the child (jemalloc
+    does, which comes with Arrow).
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts threads before the fork
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 counts threads before the fork
         if (pid := os.fork()) == 0:
             os._exit(0)
     os.waitpid(pid, 0)

@@ -1,12 +1,13 @@
 """Functions and datasets pickled once for several processes, with large buffers in shared memory.
 
-A `SharedPickle` is a pickle whose large parts are in sealed shared memory (a `memfd`). Sending one to a process sends
-descriptors. The process maps the memory privately: pages that it does not write to are shared, and those that it
-writes to become its own, as after a fork.
+A `SharedPickle` is a pickle whose large parts are in sealed shared memory (a `memfd`). Sending one
+to a process sends descriptors. The process maps the memory privately: pages that it does not write
+to are shared, and those that it writes to become its own, as after a fork.
 
-Shared objects stay shared: `multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`, `Event`, `Pipe`), proxies
-of a manager and tensors in shared memory are pickled as for a child of `multiprocessing`, by name or as file
-descriptors. In samples and batches (see `pickling`) they are copied.
+Shared objects stay shared: `multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`,
+`Event`, `Pipe`), proxies of a manager and tensors in shared memory are pickled as for a child of
+`multiprocessing`, by name or as file descriptors. In samples and batches (see `pickling`) they are
+copied.
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ class SharedPickle:
     pickled: bytes  # without large buffers; empty if it is large itself, and the last of them
     memory: Descriptor | None  # holds the large buffers; None if there are none
     extents: tuple[tuple[int, int], ...]  # offset and size of each in `memory`, in bytes
-    descriptors: tuple[Descriptor, ...]  # further ones that the pickle refers to: shared tensors, pipes
-    tracker: Descriptor | None  # of the resource tracker, which unlinks named shared memory at exit; if there is one
-    modules: tuple[str, ...]  # those that the pickle names and that should be imported beforehand, see `preload`
+    descriptors: tuple[
+        Descriptor, ...
+    ]  # further ones that the pickle refers to: shared tensors, pipes
+    tracker: (
+        Descriptor | None
+    )  # of the resource tracker, which unlinks named shared memory at exit; if there is one
+    modules: tuple[
+        str, ...
+    ]  # those that the pickle names and that should be imported beforehand, see `preload`
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
@@ -77,7 +84,8 @@ class SharedPickle:
 
     def loads(self) -> Any:
         mine = resource_tracker._resource_tracker
-        # A tracker of this process's own would unlink shared memory of the other's when this process ends.
+        # A tracker of this process's own would unlink shared memory of the other's when this
+        # process ends.
         if self.tracker is not None and getattr(mine, "_fd", None) is None:
             mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
         buffers = self._mapped()
@@ -86,7 +94,10 @@ class SharedPickle:
             return load_message(pickled, buffers, self.descriptors)
         except ModuleNotFoundError as error:
             remedy = f"cloudpickle.register_pickle_by_value(sys.modules[{error.name!r}])"
-            add_note(error, f"headrace: if no other process can import it, call {remedy} before the first iter()")
+            add_note(
+                error,
+                f"headrace: if no other process can import it, call {remedy} before the first iter()",
+            )
             raise
 
     def _mapped(self) -> list[memoryview]:
@@ -95,7 +106,9 @@ class SharedPickle:
         mapped = memoryview(mmap.mmap(self.memory.number, 0, flags=mmap.MAP_PRIVATE))
         return [mapped[offset : offset + size] for offset, size in self.extents]
 
-    def _is(self, pickled: bytes, large: list[memoryview], descriptors: Sequence[Descriptor]) -> bool:
+    def _is(
+        self, pickled: bytes, large: list[memoryview], descriptors: Sequence[Descriptor]
+    ) -> bool:
         return (
             pickled == self.pickled
             and len(descriptors) == len(self.descriptors)
@@ -104,12 +117,16 @@ class SharedPickle:
         )
 
 
-def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tuple[tuple[int, int], ...]]:
+def _in_new_memory(
+    views: Sequence[memoryview],
+) -> tuple[Descriptor | None, tuple[tuple[int, int], ...]]:
     """Copy buffers into new shared memory, and seal it against writing; also returns where each lies."""
     if not views:
         return None, ()
     if hasattr(os, "memfd_create"):
-        memory = Descriptor(os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        memory = Descriptor(
+            os.memfd_create("headrace-functions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        )
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             memory = Descriptor.duplicate(file.fileno())
@@ -121,7 +138,11 @@ def _in_new_memory(views: Sequence[memoryview]) -> tuple[Descriptor | None, tupl
             file.write(view)
             end += aligned(view.nbytes)
     if hasattr(os, "memfd_create"):
-        fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(
+            memory.number,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK,
+        )
     return memory, tuple(extents)
 
 
@@ -129,9 +150,12 @@ class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
 
     def reducer_override(self, obj: object) -> object:
-        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage) and _in_shared_memory(obj):
+        if isinstance(
+            obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+        ) and _in_shared_memory(obj):
             if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
-                # Torch's own reducer counts on each pickle being loaded once; here several processes load it, or none.
+                # Torch's own reducer counts on each pickle being loaded once; here several
+                # processes load it, or none.
                 return open_shared_file, share_by_file(obj)
         elif isinstance(obj, _LEFT_TO_CLOUDPICKLE):
             return super().reducer_override(obj)
@@ -156,7 +180,9 @@ def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStor
     return storage.device.type == "cpu" and len(storage) > 0 and storage.is_shared()
 
 
-def dump_shared(obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]) -> bytes:
+def dump_shared(
+    obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]
+) -> bytes:
     """As `dump_parts`, for a process that shares what `multiprocessing` shares."""
     before = context.get_spawning_popen()
     context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]

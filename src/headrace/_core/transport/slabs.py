@@ -1,10 +1,11 @@
 """Slabs: recycled shared memory in which bytes cross from one process to another.
 
-A slab is a `memfd`: memory with a descriptor and no name, so nothing is left in /dev/shm and its size limit does not
-apply. It is preallocated, so a shortage is an error here and not a SIGBUS in the other process. The writing process
-owns it (`Allocator`) and sends its descriptor once, over a Unix socket; the reading process maps it (`Mapper`), and
-reports that it is free again when its last view has been collected. If the reader keeps everything, more slabs are
-allocated, up to a limit; then bytes are sent over the socket, which is slower.
+A slab is a `memfd`: memory with a descriptor and no name, so nothing is left in /dev/shm and its
+size limit does not apply. It is preallocated, so a shortage is an error here and not a SIGBUS in
+the other process. The writing process owns it (`Allocator`) and sends its descriptor once, over a
+Unix socket; the reading process maps it (`Mapper`), and reports that it is free again when its last
+view has been collected. If the reader keeps everything, more slabs are allocated, up to a limit;
+then bytes are sent over the socket, which is slower.
 
 Without memfd (macOS) there are no slabs, and all bytes are sent over the socket.
 """
@@ -26,23 +27,28 @@ import numpy as np
 
 from headrace._core.descriptors import Descriptor, Reserve, shortage
 
-ALIGNMENT = 64  # bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy needs
-# A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the consumer's batches:
-# fewer than ten. More means that the consumer keeps batches; further ones are copied, which takes no more memory.
+# bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy
+# needs
+ALIGNMENT = 64
+# A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the
+# consumer's batches: fewer than ten. More means that the consumer keeps batches; further ones are
+# copied, which takes no more memory.
 SLABS = 32
-# Allocations after which an unused slab returns its memory. With 64, the consumer's memory does not grow over 5,000
-# batches of 4 MB; if memory is never returned, it grows by 6 to 9 %. A new slab costs what a few reuses save.
+# Allocations after which an unused slab returns its memory. With 64, the consumer's memory does not
+# grow over 5,000 batches of 4 MB; if memory is never returned, it grows by 6 to 9 %. A new slab
+# costs what a few reuses save.
 IDLE = 64
 # Below this, a region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-# Up to this, the buffer of a tensor of a batch stays in the pickle, where its bytes are copied a few times. A buffer of
-# its own takes 8 µs on the way from a worker to the consumer (benchmarks/many_tensors.py).
+# Up to this, the buffer of a tensor of a batch stays in the pickle, where its bytes are copied a
+# few times. A buffer of its own takes 8 µs on the way from a worker to the consumer
+# (benchmarks/many_tensors.py).
 SMALL = 4 * 1024
-# A view keeps the memory of its whole region. One of less than this part of its region is copied, so that a program
-# that keeps the view does not keep the region.
+# A view keeps the memory of its whole region. One of less than this part of its region is copied,
+# so that a program that keeps the view does not keep the region.
 SMALL_PART = 1 / 8
-# Sent with the descriptor of a slab: its number, its size, the number it replaces. With other descriptors: the number
-# of the first, 0, how many.
+# Sent with the descriptor of a slab: its number, its size, the number it replaces. With other
+# descriptors: the number of the first, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
 _MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
 _INT = struct.Struct("i")
@@ -70,7 +76,8 @@ def address_of(buffer: memoryview) -> int:
 class Slab:
     """A slab mapped here, readable and writable, until this and the last view of it are collected.
 
-    It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13. Raises OSError if it cannot be mapped.
+    It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13. Raises OSError if it cannot
+    be mapped.
     """
 
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
@@ -86,7 +93,9 @@ class Slab:
         self.address: int = address
         self.number = number  # its name for both ends; from 1
         self.size = size
-        self.descriptor: int | None = None  # owned, if a received slab may be forwarded to a third process
+        self.descriptor: int | None = (
+            None  # owned, if a received slab may be forwarded to a third process
+        )
         self.last_use = 0  # the number of the last allocation that returned it
 
     def punch_hole(self) -> None:
@@ -106,14 +115,19 @@ class Allocator:
         self._last = 0
         self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
-        self.kept: dict[int, list[memoryview]] = {}  # the forwarded buffers that may still be in use
-        self._gone: list[int] = []  # forwarded and no longer mapped here; not yet reported to the mapper
+        self.kept: dict[
+            int, list[memoryview]
+        ] = {}  # the forwarded buffers that may still be in use
+        self._gone: list[
+            int
+        ] = []  # forwarded and no longer mapped here; not yet reported to the mapper
 
     def allocate(self, size: int) -> Slab | None:
         """A slab of at least `size` bytes to write to; None if there is none: `size` bytes go over the socket."""
         if size < SMALLEST or _libc is None:
             return None
-        # Of those of one size, the one freed last: it may still be in a CPU cache, and the others stay idle.
+        # Of those of one size, the one freed last: it may still be in a CPU cache, and the others
+        # stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
         if slab is not None:
@@ -137,7 +151,8 @@ class Allocator:
             replaced = next(iter(self._free))  # too small
             del self._free[replaced]
         self._slabs.pop(replaced, None)
-        # Rounded up to an eighth of a power of two, so that batches of nearly equal size share slabs.
+        # Rounded up to an eighth of a power of two, so that batches of nearly equal size share
+        # slabs.
         step = max(4096, 1 << max(0, size.bit_length() - 4))
         size = -(-size // step) * step
         try:
@@ -170,8 +185,8 @@ class Allocator:
     def forward(self, buffers: list[memoryview]) -> tuple[int, list[int], int] | None:
         """Forward received memory to a third process without a copy: one mapped slab that holds all of `buffers`.
 
-        The buffers are kept alive, and so the slab in use, until it is freed here. Returns the slab's number for the
-        mapper, the offset of each buffer in it, and where the last one ends.
+        The buffers are kept alive, and so the slab in use, until it is freed here. Returns the
+        slab's number for the mapper, the offset of each buffer in it, and where the last one ends.
         """
         slab: Slab | None = None
         offsets, end = [], 0
@@ -181,7 +196,8 @@ class Allocator:
                 address = address_of(buffer)
                 holder = slab_at(address, buffer.nbytes)
                 if holder is None or (slab is not None and holder is not slab):
-                    return None  # at the first buffer that is elsewhere, as those of fetched samples are
+                    # at the first buffer that is elsewhere, as those of fetched samples are
+                    return None
                 slab, offset = holder, address - holder.address
             offsets.append(offset)
             end = max(end, offset + buffer.nbytes)
@@ -190,8 +206,12 @@ class Allocator:
         number = self._forwarded.get(slab)
         if number is None:
             try:
-                number = self._announce(slab.size, self._gone.pop() if self._gone else 0, slab.descriptor)
-            except OSError:  # no descriptors, or the mapper's process has ended: the bytes are copied
+                number = self._announce(
+                    slab.size, self._gone.pop() if self._gone else 0, slab.descriptor
+                )
+            except (
+                OSError
+            ):  # no descriptors, or the mapper's process has ended: the bytes are copied
                 return None
             self._forwarded[slab] = number
             weakref.finalize(slab, self._gone.append, number).atexit = False
@@ -207,7 +227,9 @@ class Allocator:
         return first
 
 
-_received: weakref.WeakSet[Slab] = weakref.WeakSet()  # of all mappers, for an allocator that forwards one
+_received: weakref.WeakSet[Slab] = (
+    weakref.WeakSet()
+)  # of all mappers, for an allocator that forwards one
 _forwards = False
 _reserve: Any = None  # one for the process, for its life
 
@@ -260,16 +282,20 @@ class Mapper:
         except OSError:
             self._returned.append(number)
             raise
-        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive. It is made of a memoryview: if
-        # an array is a view of another, `np.ndarray(..., buffer)` keeps only the latter alive.
+        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive. It is made
+        # of a memoryview: if an array is a view of another, `np.ndarray(..., buffer)` keeps only
+        # the latter alive.
         slab = self._slabs[number]
         exporter = np.frombuffer(slab.memory, dtype=np.uint8, count=size)
         self._in_use.add(number)
-        # Holds the Slab: its finalizers (a page-locked slab is unlocked then) must not run before this one.
+        # Holds the Slab: its finalizers (a page-locked slab is unlocked then) must not run before
+        # this one.
         weakref.finalize(exporter, self._on_view_collected, number, slab).atexit = False
         return exporter.data
 
-    def _on_view_collected(self, number: int, slab: Slab) -> None:  # on the thread that collects the last view
+    def _on_view_collected(
+        self, number: int, slab: Slab
+    ) -> None:  # on the thread that collects the last view
         self._in_use.discard(number)
         self._returned.append(number)
         if self._closed and not self._in_use:
@@ -296,10 +322,13 @@ class Mapper:
 
     def _receive(self) -> None:
         with _reserve.given_up():
-            # The allocator sends a descriptor before the frame that refers to it, so this does not block. The message
-            # is left in the socket until it has been used, so that it can be read again after a shortage.
+            # The allocator sends a descriptor before the frame that refers to it, so this does not
+            # block. The message is left in the socket until it has been used, so that it can be
+            # read again after a shortage.
             space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
-            message, carried, flags, _ = self._descriptors.recvmsg(_ANNOUNCEMENT.size, space, socket.MSG_PEEK)
+            message, carried, flags, _ = self._descriptors.recvmsg(
+                _ANNOUNCEMENT.size, space, socket.MSG_PEEK
+            )
             numbers = [each for _, _, data in carried for (each,) in _INT.iter_unpack(data)]
             try:
                 if flags & socket.MSG_CTRUNC:
@@ -316,7 +345,8 @@ class Mapper:
             if slab is None:
                 self._others.update(enumerate(map(Descriptor, numbers), number))
                 return
-            # Forwarded only while enough descriptors are left for sockets to stores and for processes.
+            # Forwarded only while enough descriptors are left for sockets to stores and for
+            # processes.
             if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
                 slab.descriptor = numbers[0]
                 weakref.finalize(slab, os.close, numbers[0]).atexit = False

@@ -172,9 +172,8 @@ def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
     )
     with hr.DataLoader(Computing(600), batch_size=10, placement="thread") as loader:
         stopping = None
-        while (
-            stopping is None or stopping.poll() is None
-        ):  # user code computes on the loop when it is stopped
+        # user code computes on the loop when it is stopped
+        while stopping is None or stopping.poll() is None:
             for _ in loader:
                 stopping = stopping or subprocess.Popen(["sh", "-c", commands])
     assert (stopping.returncode, messages) == (0, [])

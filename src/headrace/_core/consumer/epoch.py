@@ -100,9 +100,8 @@ class Epoch:
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
-        holds_groups = (
-            vars(loader)["prefetch_factor"] is None
-        )  # a look-ahead that the user gives may be less
+        # a look-ahead that the user gives may be less
+        holds_groups = vars(loader)["prefetch_factor"] is None
         if (
             isinstance(sampler, BlockSampler)
             and capabilities(arguments.source).ranges
@@ -133,19 +132,16 @@ class Epoch:
         self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
-        self._next: Any = (
-            None  # the next step, as of `_take_next`, which the ranks have not agreed on
-        )
-        self._undecided: HostBatch | None = (
-            None  # a batch of which some samples failed, until `on_error` has decided
-        )
+        # the next step, as of `_take_next`, which the ranks have not agreed on
+        self._next: Any = None
+        # a batch of which some samples failed, until `on_error` has decided
+        self._undecided: HostBatch | None = None
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
-        self._called = (
-            0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
-        )
+        # when the running call of next() began to wait for a batch; 0.0 once it was taken
+        self._called = 0.0
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
@@ -155,9 +151,8 @@ class Epoch:
         # As by torch, workers that persist read all that was drawn, also what was not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
-        self._finalizer.atexit = (
-            False  # the placement's own hook closes everything at exit, in order
-        )
+        # the placement's own hook closes everything at exit, in order
+        self._finalizer.atexit = False
         self._traced = False
         if counters.traced:
             self._follow_trace()
@@ -198,10 +193,8 @@ class Epoch:
             if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
-        self._next, self._called = (
-            step,
-            0.0,
-        )  # until it is returned: Ctrl-C in user code must not lose the batch
+        # until it is returned: Ctrl-C in user code must not lose the batch
+        self._next, self._called = (step, 0.0)
         host, taken, refilled = step.host, step.taken, step.refilled
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
@@ -218,9 +211,8 @@ class Epoch:
                 returned = time.perf_counter()
         except Exception as raised:
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                self._stop(
-                    raised
-                )  # the position stays the restored one; later batches would leave out samples
+                # the position stays the restored one; later batches would leave out samples
+                self._stop(raised)
             else:
                 self._progress.on_batch(host, counts, given=True)
                 self._on_returned()
@@ -279,9 +271,8 @@ class Epoch:
                     agreement.propose(SKIP + 1 + self._session.certain())
             try:
                 settled = agreement.settle()
-            except (
-                Exception
-            ):  # the other ranks cannot be reached any more, so that the epoch is over here too
+            except Exception:
+                # the other ranks cannot be reached any more, so that the epoch is over here too
                 if not self.closed:  # otherwise by another thread
                     self._over = True
                     self.close()
@@ -430,9 +421,8 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            check_not_forked(
-                self._pid
-            )  # a wait here would also take the bytes that wake the other process
+            # a wait here would also take the bytes that wake the other process
+            check_not_forked(self._pid)
             if session.is_current:
                 raise DeadlockError(what="next() of a loader")
             session.take_status()  # an answer that arrived after its time-out

@@ -15,12 +15,11 @@ from headrace._core.look_ahead import QUICK, LookAheadSize
 # (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
 CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
-SMALL = (
-    1 << 20
-)  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
-SMALL_IN_WORKERS = (
-    1 << 24
-)  # the same where workers read a torch dataset, each batch in less than `QUICK`
+# bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two
+# wake-ups
+SMALL = 1 << 20
+# the same where workers read a torch dataset, each batch in less than `QUICK`
+SMALL_IN_WORKERS = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
@@ -135,9 +134,8 @@ class Prefetcher:
         if ahead is None:
             return False
         small = SMALL_IN_WORKERS if self.in_workers else SMALL
-        nbytes = (
-            0 if times.load.limit else ahead.batches * nbytes
-        )  # of a stream, or of workers; 0 if unknown
+        # of a stream, or of workers; 0 if unknown
+        nbytes = 0 if times.load.limit else ahead.batches * nbytes
         if nbytes > small:
             ahead.reduce()
         if self.by_size:

@@ -14,9 +14,8 @@ _ANY = 1 << 20  # plans that an engine can be given at once
 
 @dataclass(slots=True)
 class _Share:
-    plans: dict[int, BatchPlan] = field(
-        default_factory=dict
-    )  # those that it was given and has not made
+    # those that it was given and has not made
+    plans: dict[int, BatchPlan] = field(default_factory=dict)
     # How many these may be. An engine that has died begins again with one, and doubles them with
     # each batch, so that a batch that ends engines is found.
     room: int = _ANY
@@ -34,9 +33,8 @@ class Dealer:
     def __init__(
         self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False
     ) -> None:
-        self.waiting: deque[BatchPlan] = (
-            deque()
-        )  # that wait for an engine, ascending; new ones are appended
+        # that wait for an engine, ascending; new ones are appended
+        self.waiting: deque[BatchPlan] = deque()
         self.shares = [_Share() for _ in range(engines)]
         self._in_order = in_order
         self._chunked = chunked

@@ -29,9 +29,8 @@ from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
 from headrace.errors import EngineDiedError, EngineStartError
 
-CHECK_EVERY = (
-    5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
-)
+# seconds after which engines elsewhere are looked at, if nothing arrives from them
+CHECK_EVERY = 5.0
 DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 
@@ -52,9 +51,8 @@ class EngineGroup(Link):
         first: int,  # number of a batch
         cluster: RayPlacement
         | None = None,  # where they may take long to start, and are lost with their nodes
-        later: Sequence[
-            int
-        ] = (),  # engines that are linked when another has begun: the first batch needs a core
+        # engines that are linked when another has begun: the first batch needs a core
+        later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -68,23 +66,19 @@ class EngineGroup(Link):
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
-        self._least = (
-            1 if cluster is None else min(cluster.least, engines)
-        )  # engines without which no plan is dealt
+        # engines without which no plan is dealt
+        self._least = 1 if cluster is None else min(cluster.least, engines)
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
-        self._running = (
-            set(range(engines)) if cluster is None else set[int]()
-        )  # or will run within a moment
+        # or will run within a moment
+        self._running = set(range(engines)) if cluster is None else set[int]()
         self._later = later
         self._lost: dict[int, str] = {}  # engines that have died, and how
         self._ends: dict[int, str] = {}  # how the last process of each engine has ended
-        self._times: dict[
-            Link, StageTimes
-        ] = {}  # of the last batch of each link, also of a former one
-        self._standing: dict[
-            type, Request
-        ] = {}  # the last request of each kind that is for all engines
+        # of the last batch of each link, also of a former one
+        self._times: dict[Link, StageTimes] = {}
+        # the last request of each kind that is for all engines
+        self._standing: dict[type, Request] = {}
         self._over = False
         self._selector = selectors.DefaultSelector()
         self.source = self._selector.fileno()
@@ -138,9 +132,8 @@ class EngineGroup(Link):
             except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
                 self._end(error)
         while self._lost and not self._over:
-            self._take_in(
-                [*self._links]
-            )  # all that have died by now: none gets the batches of another
+            # all that have died by now: none gets the batches of another
+            self._take_in([*self._links])
             if not self._over:
                 self._replace_lost()
         self._deal()

@@ -189,9 +189,8 @@ class ProcessLink(Link):
                     return
         except Disconnected:
             if not self._over:
-                self.messages.append(
-                    SessionEnd(*_end_of(self._process))
-                )  # after Ctrl-C it is called again
+                # after Ctrl-C it is called again
+                self.messages.append(SessionEnd(*_end_of(self._process)))
                 self._over = True
         except OSError:
             check_not_forked(self._pid)  # a fork, in which the connection is closed

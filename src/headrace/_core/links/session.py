@@ -115,9 +115,8 @@ class Session:
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
-        if (
-            self._pid == os.getpid()
-        ):  # in a fork, the engines are the parent's, and its locks may be held
+        # in a fork, the engines are the parent's, and its locks may be held
+        if self._pid == os.getpid():
             if not self.ended:
                 self.error, self.ended = LoaderClosedError(), True
             self._ready.clear()

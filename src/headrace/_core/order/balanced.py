@@ -77,7 +77,8 @@ def of_rank(
 ) -> Iterator[tuple[list[int], Cursor]]:
     """Yield the batches of a rank.
 
-    Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting at batch r. So any number of ranks can continue.
+    Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting
+    at batch r. So any number of ranks can continue.
     """
     while step := list(itertools.islice(batches, shard.count)):
         # The last step may have fewer batches than ranks. Then several ranks divide a batch. If a

@@ -82,7 +82,8 @@ class OrderWithout:
     def left(self, position: int) -> int:
         """Return how many samples are left before a position.
 
-        The position is a position in the whole order."""
+        The position is a position in the whole order.
+        """
         return position - int(np.searchsorted(self._left_out, position))
 
 

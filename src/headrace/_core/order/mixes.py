@@ -61,7 +61,8 @@ class Piece:
     def drawn(self, rows: IntArray, lane: IntArray) -> IntArray:
         """Return how often each source was drawn before rows of lanes.
 
-        The shape is [sources, lanes]."""
+        The shape is [sources, lanes].
+        """
         counts = self._offset[:, lane]
         total = sum(share for share, _ in self._shares)
         cycles, left = np.divmod(rows + self._first[lane], total)

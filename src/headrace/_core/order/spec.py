@@ -103,10 +103,10 @@ class LoaderSpec(NamedTuple):
         return loader.persistent_workers and not self.kind.is_async
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
-        """Return how many batches are planned before the delivered batch: least, most."""
+        """Return the least and the most batches planned ahead."""
         options, fetches = self.options, most_fetches(self.options)
-        # A hedged fetch takes a bit more than twice the usual time. Meanwhile the other fetches must not
-        # run dry.
+        # A hedged fetch takes a bit more than twice the usual time. Meanwhile the other fetches
+        # must not run dry.
         concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
         batch_size: int | None = loader.batch_size or getattr(
             loader.batch_sampler, "batch_size", None

@@ -106,7 +106,7 @@ class LoaderState(NamedTuple):
     rank: int | None = None  # rank of the state; None if all ranks have the same state
     ranks: int = 1  # number of ranks
     base_seed: int | None = None  # source of the batches' seeds, if drawn; None with `seed=`
-    # Seed that persistent workers began with, in a state before an epoch. None without such workers.
+    # First seed of persistent workers, in a state before an epoch. None without persistent workers.
     kept_seed: int | None = None
     # Epoch of a sampler with `set_epoch` that derives the order from the epoch. None without.
     sampler_epoch: int | None = None
@@ -131,7 +131,7 @@ class LoaderState(NamedTuple):
         return all(getattr(self, name) == self._field_defaults[name] for name in _WITHIN)
 
     def noted(self, ranks: int, batch_size: int) -> LoaderState:
-        """Return the state with the present ranks, batch size and exclusions noted.
+        """Return the state with ranks, batch size and exclusions noted.
 
         A new run begins if a value differs from the last run's value.
         """
@@ -184,7 +184,7 @@ class LoaderState(NamedTuple):
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> LoaderState:
-        """Return the saved state of a single rank, or shared by all ranks."""
+        """Return the saved state of a rank, or of all ranks."""
         states = states_from_dict(state)
         if len(states) > 1:
             raise StateError(
@@ -218,7 +218,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:
-    """Return a dict of a shared state, or of the states of all ranks in order.
+    """Return a dict of a shared state or of all ranks' states.
 
     The states are in a tuple. torch.distributed.checkpoint saves a tuple as a single value. In
     dicts and lists, torch.distributed.checkpoint saves each value separately. Where ranks have
@@ -251,7 +251,8 @@ def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
 def _checksum(state: Mapping[str, object]) -> str:
     """Return a checksum that survives JSON.
 
-    A value of a user's state may have no form in JSON. Then only the type of the value counts.
+    Arrays, tensors and bytes count by value. If another value of a user's state has no form in
+    JSON, only the type of the value counts.
     """
     as_saved = json.loads(json.dumps(state, default=_plain, skipkeys=True))
     text = json.dumps(as_saved, sort_keys=True)
@@ -259,7 +260,7 @@ def _checksum(state: Mapping[str, object]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a JSON value in place of a value without a form in JSON."""
+    """Return a JSON value for a value without a form in JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):

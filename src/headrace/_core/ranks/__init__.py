@@ -1,1 +1,1 @@
-"""Rank of a process and its part of a stream."""
+"""Rank of a process, and part of a stream for each rank."""

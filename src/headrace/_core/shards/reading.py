@@ -111,7 +111,7 @@ class Decoder(ABC):
     Attributes:
         pages: whether a web page may be a shard. Otherwise a web page is taken for an error page in
             place of a shard.
-        format: kind of the samples, as "tar". Set by decoders whose samples can be indexed. Such
+        format: kind of the samples, as "tar". Set by decoders whose samples can be indexed. These
             decoders also set `complete`.
         complete: the byte after the last sample that was yielded.
         ending: the bytes that end a shard after the last sample.
@@ -119,7 +119,6 @@ class Decoder(ABC):
 
     pages: bool = False
     format: str = ""
-
     complete: int = 0
 
     @abstractmethod
@@ -153,7 +152,7 @@ class Decoder(ABC):
     ending: bytes = b""
 
     def whole_sample(self, data: Buffer, offset: int) -> Any:
-        """Return the sample that bytes from an offset on encode.
+        """Return the sample encoded by bytes from an offset on.
 
         Only for a format that can be indexed. The decoder is new. Without an `ending`, the decoder
         may also have made a sample by `whole_sample` before.
@@ -267,7 +266,10 @@ class ShardReader:
 
     @property
     def fully_requested(self) -> bool:
-        """Whether all bytes have been requested, so that the next shard may be opened."""
+        """Whether all bytes have been requested.
+
+        Then the next shard may be opened.
+        """
         return self._chunks.fully_requested
 
     async def fill(self) -> None:
@@ -291,9 +293,9 @@ class ShardReader:
         return self._following.to_state(0, self._chunks.head)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
-        """Return the byte at which an error ended the shard, and the shard's size.
+        """Return the byte at which an error ended the shard, and the size.
 
-        0 if unknown.
+        Each number is 0 if unknown.
         """
         offset = None if self.codec.compressed else getattr(error, "offset", None)
         head = self._chunks.head

@@ -21,8 +21,8 @@ _DATATROVE_TYPES = {2: "uint16", 4: "uint32"}  # by bytes of a token
 _METADATA = 4096  # maximum bytes of a name, two numbers and a comment
 
 
-# The dtype of the tokens, the number of tokens, and, if asked for, the bounds of documents in bytes.
-# The bounds are the first byte of each document, and the end of the last document.
+# The dtype of the tokens, the number of tokens, and, if asked for, the bounds of documents: the
+# first byte of each document, and the end of the last document.
 TokenIndex = tuple[AnyDType, int, IntArray | None]
 
 

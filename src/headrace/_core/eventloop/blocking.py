@@ -3,8 +3,8 @@
 A short call reads a small file, for example. A trip to a thread and back takes two wake-ups, each
 with a system call and a switch of threads. The trip takes longer than the call. With 64 calls in
 flight, a `loop.run_in_executor` for each call takes 23 µs of CPU, and 70 µs with a file of 56 KB.
-This module takes 2 µs and 33 µs; see docs/design/0004. So a thread makes calls while
-calls wait, and returns results in batches.
+This module takes 2 µs and 33 µs; see docs/design/0004. So a thread makes calls while calls wait,
+and returns results in batches.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ async def end_tasks(deadline: float) -> str:
     generator's `finally` runs there. Cancelled tasks close the loop's resources.
 
     Returns:
-        Where tasks wait that have not ended after `deadline` seconds, as text. Empty if all tasks
-        have ended.
+        Text about the tasks that have not ended after `deadline` seconds. Empty if all tasks have
+        ended.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline

@@ -33,10 +33,10 @@ _owners: dict[asyncio.AbstractEventLoop, list[Owner]] = {}
 class Owner:
     """Task that opens a resource, holds the resource, and closes the resource.
 
-    The task runs on the running loop. Opening and closing in the same task is required by task
-    groups and cancel scopes. The task closes the resource after `start_closing`, and when the task
-    is cancelled. `asyncio.run` and headrace's own loops cancel all tasks at their end. Then
-    resources are closed in the reverse order of opening.
+    The task runs on the running loop. Task groups and cancel scopes require opening and closing in
+    the same task. The task closes the resource after `start_closing`, and when the task is
+    cancelled. `asyncio.run` and headrace's own loops cancel all tasks at their end. Then resources
+    are closed in the reverse order of opening.
 
     `what` names the resource in warnings. `on_end` is called when the resource is closed, or could
     not be opened.
@@ -174,7 +174,7 @@ def _close_soon(opened: dict[asyncio.AbstractEventLoop, Owner], pid: int) -> Non
 def _is_lock(resource: object) -> bool:
     """Whether user code enters `resource` for moments.
 
-    So are locks, semaphores and limiters used. A pool can be closed.
+    Examples are locks, semaphores and limiters. In contrast, a pool has a method to close the pool.
     """
     named = functools.partial(hasattr, resource)
     return any(map(named, ("acquire", "wait"))) and not any(map(named, ("aclose", "close")))
@@ -195,7 +195,7 @@ def per_loop(make: Callable[[], T], close: Callable[[T], object] | None = None) 
 def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = None) -> PerLoop[T]:
     """Return a resource that is opened once on each event loop.
 
-    For a session or a pool of connections, for example. Connections work only on the loop that
+    A typical resource is a session or a pool of connections. Connections work only on the loop that
     opened the connections. A dataset is read on several loops: on the loop of each loader, and on
     the loop of ``dataset[i]``. Await the result to get the running loop's resource.
 

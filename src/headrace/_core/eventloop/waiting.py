@@ -1,4 +1,4 @@
-"""Interruptible waits for descriptors, and closing of awaited descriptors."""
+"""Interruptible waits for descriptors, and closing of descriptors with waiters."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _wake_main_thread(_: object) -> None:
 
 
 class CloseGuard:
-    """Closes awaited descriptors at once, or after the last waiter.
+    """Closes descriptors at once, or after the last waiter.
 
     Closing a descriptor under a waiter does not wake the waiter. By then, the descriptor's number
     may belong to another file. So `close` wakes waiters first.

@@ -71,7 +71,7 @@ class LoopWatch:
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
-        # False ends the thread. A SimpleQueue: a fork may copy the locks of a Queue while held.
+        # False ends the thread. Not a Queue: a fork may copy the locks of a Queue while held.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._late: dict[types.CodeType, float] = {}  # seconds of the late beat, by function
 
@@ -170,8 +170,8 @@ class LoopWatch:
 def find_user_code(top: types.FrameType) -> types.FrameType | None:
     """Return the frame of user code in a stack, or None.
 
-    The innermost frame of user code. Without user code, the outermost frame of an installed
-    package. None if there is neither.
+    The result is the innermost frame of user code. Without user code, the result is the outermost
+    frame of an installed package. None if there is neither.
     """
     user: types.FrameType | None = None
     installed: types.FrameType | None = None

@@ -19,15 +19,15 @@ from headrace._core.seeding import batch_seed
 class BlockOrder:
     """Order of samples, computed at any position.
 
-    The memory is bounded by a group of blocks. The blocks are permuted, and divided into groups of
-    `lanes` blocks. The lanes of a group are read side by side: position p of the group belongs to
-    lane p mod `lanes`. In a full group, a lane is a block, and the samples of a lane are shuffled.
-    So a rank that reads each W-th position has ``lanes / W`` blocks for itself, if W divides
-    `lanes`.
+    The order takes the memory of a group of blocks. The blocks are permuted, and divided into
+    groups of `lanes` blocks. The lanes of a group are read side by side: position p of the group
+    belongs to lane p mod `lanes`. In a full group, a lane is a block, and the samples of a lane are
+    shuffled. So a rank that reads each W-th position has ``lanes / W`` blocks for itself, if W
+    divides `lanes`.
 
-    The last group may have fewer blocks. This group has as many lanes: each lane is a range of
-    neighbouring places. This group comes at a random position of the epoch. Otherwise a training
-    that ends its epochs early would never see the samples at the end.
+    The last group may have fewer samples. This group is divided into `lanes` lanes too, each of
+    neighbouring samples, and comes at a random position of the epoch. Otherwise a training that
+    ends its epochs early would never see the samples of the last group.
 
     Blocks may have different sizes: `borders` holds the index of the first sample of each block.
     Then a lane is a part of a group, and may begin and end within a block.

@@ -63,24 +63,24 @@ class OrderWithout:
 
     def __init__(self, order: BaseOrder, left_out: IntArray) -> None:
         self._order, self._left_out = order, left_out
-        # Number of samples left before each excluded position.
+        # Number of samples that remain before each excluded position.
         self._before = left_out - np.arange(len(left_out))
 
     def __len__(self) -> int:
         return len(self._order) - len(self._left_out)
 
     def at(self, positions: IntArray) -> Iterator[IntArray]:
-        """Yield the indices at ascending positions among the samples left."""
+        """Yield the indices at ascending positions of remaining samples."""
         return taken(
             self._order, positions + np.searchsorted(self._before, positions, side="right")
         )
 
     def whole(self, position: int) -> int:
-        """Return the position in the whole order of a sample left."""
+        """Return a remaining sample's position in the whole order."""
         return position + int(np.searchsorted(self._before, position, side="right"))
 
     def left(self, position: int) -> int:
-        """Return how many samples are left before a position.
+        """Return how many samples remain before a position.
 
         The position is a position in the whole order.
         """

@@ -59,7 +59,7 @@ class Piece:
         self._offset = before - self.drawn(np.full(lanes, row), np.arange(lanes))
 
     def drawn(self, rows: IntArray, lane: IntArray) -> IntArray:
-        """Return how often each source was drawn before rows of lanes.
+        """Return how often each source was drawn before some rows of some lanes.
 
         The shape is [sources, lanes].
         """
@@ -139,7 +139,7 @@ class MixPlan:
         self.length = rows * self.lanes
 
     def drawn(self, rows: IntArray, lane: IntArray) -> IntArray:
-        """Return how often each source was drawn before rows of lanes.
+        """Return how often each source was drawn before some rows of some lanes.
 
         Each row has to begin or end a window.
         """

@@ -42,8 +42,8 @@ from headrace.errors import StateError
 class _Watched(Iterator[object]):
     """Draws of a sampler without a generator.
 
-    At the first draw, the order notes the state of torch's default generator. This is a class since
-    a generator function would end with a Ctrl-C in a draw.
+    At the first draw, the order notes the state of torch's default generator. A generator function
+    would end with a Ctrl-C in a draw, so this is a class.
     """
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
@@ -177,7 +177,7 @@ class EpochOrder:
     def is_of_one_rank(self) -> bool:
         """Whether another process would draw another order.
 
-        Each process has a default generator of torch.
+        The order is then drawn from torch's default generator, another generator in each process.
         """
         return self.generator is not None and self._generator is None
 
@@ -334,7 +334,7 @@ class EpochOrder:
         """Draw and drop the first `count` draws.
 
         Raises:
-            StateError: the last of these draws differ from the draws when the state was saved.
+            StateError: there are fewer draws, or other draws, than when the state was saved.
         """
         draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None

@@ -239,7 +239,7 @@ class EpochProgress(Iterator[BatchPlan]):
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """Return the state before the next epoch.
 
-        `fresh`, with the lost batches and the states of a user's dataset.
+        The state is `fresh` with the lost batches and the states of a user's dataset.
         """
         kept: dict[int | None, Mapping[str, object]] = {}
         if self.over and self._keeps_dataset:

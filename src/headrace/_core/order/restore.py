@@ -43,7 +43,7 @@ def check_fit(saved: LoaderState, now: Fingerprint) -> None:
 def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     """Raise `StateError` if this rank cannot continue the state.
 
-    A state of another rank, or of another number of ranks, is accepted where the order is the same.
+    A state of another rank, or of another number of ranks, is accepted if ranks do not matter.
     """
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):

@@ -137,12 +137,12 @@ class CursorSampler(ABC):
         return self._left[1]
 
     def whole(self, epoch: int, position: int) -> int:
-        """Return the position in the whole order of a sample left."""
+        """Return a remaining sample's position in the whole order."""
         order = self.order_in(epoch)
         return order.whole(position) if isinstance(order, OrderWithout) else position
 
     def left(self, epoch: int, position: int) -> int:
-        """Return how many samples are left before a position.
+        """Return how many samples remain before a position.
 
         The position is a position in the whole order.
         """
@@ -426,7 +426,8 @@ def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> Ran
 def check_mixed(source: object, *given: Any) -> None:
     """Warn if a given sampler or generator replaces the order of a mix.
 
-    Trainers replace samplers so. Only samplers and generators of torch and headrace are checked.
+    Trainers replace samplers in this way. Only samplers and generators of torch and headrace are
+    checked.
     """
     for each in given:
         kind = type(getattr(each, "sampler", each))

@@ -114,7 +114,7 @@ class LoaderSpec(NamedTuple):
         given = vars(loader)["prefetch_factor"]  # without torch's default
         concurrency = concurrency if self.kind.is_async else 0
         free = drawn_freely(loader)
-        # Then no draw may depend on the number of workers found.
+        # If draws are limited, no draw may depend on the number of workers found.
         searched = is_automatic(loader) and math.isfinite(free)
         workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(

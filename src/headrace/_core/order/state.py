@@ -60,7 +60,7 @@ class Fingerprint(NamedTuple):
     readers: int | None
 
     def differences(self, saved: Fingerprint) -> list[str]:
-        """List each property that differs, with the saved and the present value."""
+        """List each differing property with the saved and the present value."""
         names = "dataset", "len(dataset)", "sampler", "seed", "num_workers"
         compared = zip(names, saved, self, strict=True)
         return [f"{name} was {old}, and is {new}" for name, old, new in compared if old != new]
@@ -102,7 +102,7 @@ class LoaderState(NamedTuple):
     cursor: int = 0
     samples: int = 0  # number of samples given out on this rank
     batches: int = 0  # number of batches given out on this rank
-    over: bool = False  # whether the sampler has nothing more
+    over: bool = False  # whether the sampler has ended
     rank: int | None = None  # rank of the state; None if all ranks have the same state
     ranks: int = 1  # number of ranks
     base_seed: int | None = None  # source of the batches' seeds, if drawn; None with `seed=`
@@ -168,9 +168,10 @@ class LoaderState(NamedTuple):
         return number
 
     def _to_values(self) -> State:
-        """Return the state as a dict with the same keys for every state.
+        """Return the state as a dict.
 
-        The values are lists and tuples of JSON values, and users' own states.
+        Every state has the same keys. The values are lists and tuples of JSON values, and users'
+        own states.
         """
         streams = sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
         values: State = {
@@ -260,7 +261,7 @@ def _checksum(state: Mapping[str, object]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a JSON value for a value without a form in JSON."""
+    """Return a JSON value for a value unknown to JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):

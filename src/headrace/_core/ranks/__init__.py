@@ -1,1 +1,1 @@
-"""Rank of a process, and part of a stream for each rank."""
+"""Ranks of processes, and parts of streams."""

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
-"""Whether all ranks and workers read streams that start now as a whole.
+"""Whether streams that start now are read whole by all ranks and workers.
 
 An outer `split` then divides the samples.
 """

@@ -222,7 +222,7 @@ def _local_names(pattern: Shard) -> list[str]:
 async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
     """Return the shards of a glob or a directory.
 
-    If the key does not end as a shard, the object itself may be the shard.
+    If a directory has no shards, the key may be the key of a shard with another suffix.
     """
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
@@ -397,7 +397,7 @@ def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
 def _name_expression(name: str, visible: str) -> str:
     """Return a glob of a single name as a regular expression.
 
-    The characters of `fnmatch` may be slashes. The characters of this expression may not.
+    In contrast to `fnmatch`, wildcards do not match slashes.
     """
 
     def within_name(part: re.Match[str]) -> str:

@@ -66,7 +66,7 @@ class Footer(TableFile):
 
         source = pyarrow.BufferReader(_MAGIC + self._data)
         file = pyarrow.parquet.ParquetFile(source, metadata=self.metadata)
-        # For "a.b", pyarrow reads "a" if there is no "a.b". "a" may be another column.
+        # For "a", pyarrow also reads "a.b". "a.b" may be another column.
         read = file.read_row_groups([], columns=[*columns]).schema
         given = [
             field

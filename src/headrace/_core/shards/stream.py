@@ -136,7 +136,7 @@ class ShardIterator(StreamOperation[Any]):
     async def _fill(self, reader: ShardReader) -> None:
         """Wait for the next block of an open shard.
 
-        Opens a shard ahead.
+        May open the next shard ahead.
         """
         await reader.fill()
         if reader.fully_requested and not reader.has_successor:

@@ -108,8 +108,8 @@ def as_expression(filters: Any) -> Any:
 def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
     """Return filters as lists of conditions.
 
-    A row passes if all conditions of a list are true. `filters` may also be a single condition or a
-    single list.
+    A row passes if the row fulfils all conditions of some list. `filters` may also be a single
+    condition or a single list.
     """
     lists = filters
     try:
@@ -285,7 +285,8 @@ def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
 def _unify(one: Any, other: Any) -> Any:
     """Return a common schema of two schemas.
 
-    Of a dictionary and plain values, the result has the plain values.
+    If a column has a dictionary in one schema and plain values in the other, the result has plain
+    values.
     """
     import pyarrow
     from pyarrow.types import is_dictionary, is_null
@@ -305,8 +306,8 @@ def _unify(one: Any, other: Any) -> Any:
 def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the values of the directories ``column=value`` for each key.
 
-    Hive and Spark write partitions as named directories. The values of a column are integers, if all
-    values are integers.
+    Hive and Spark write partitions in this way. The values of a column are integers if all values
+    are integers.
     """
     import pyarrow
 

@@ -94,7 +94,7 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
         raise file.error(what)
     kind = _MEGATRON_TYPES[code]
     width = np.dtype(kind).itemsize
-    if not documents:  # reading only the last sequence saves reading a large index
+    if not documents:  # only the last sequence of a large index is read
         if not sequences:
             return file, kind, 0, None
         (pointer,) = np.frombuffer(await file.read(orders - 8, orders), "<i8").tolist()

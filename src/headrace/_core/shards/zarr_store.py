@@ -74,9 +74,8 @@ class ReadStore(ObjectStore[Any]):
     The requests have headrace's retries, time-outs, errors and counts.
 
     With `must_exist`, a missing chunk is an error. `reads` keeps the indexes of shards, each with
-    the object's version. Reads of the shard are conditional on the version. `packed` has an entry
-    for each array without shards: the beginning of the chunks' keys, the codec, and the unpacked
-    bytes of a chunk.
+    the object's version. Reads of the shard are conditional on the version. `packed` maps the
+    beginning of an array's keys to the codec of the chunks, and the unpacked bytes of a chunk.
     """
 
     def __init__(
@@ -113,7 +112,8 @@ class ReadStore(ObjectStore[Any]):
     async def check_inner(self, array: AsyncArray[Any], axis: int, block: int) -> None:
         """Raise `ShardError` if a shard lacks a chunk of a block.
 
-        `block` is the number of a block along `axis`. For a missing chunk, zarr would give fill values.
+        `block` is the number of a block along `axis`. For a missing chunk, zarr would give fill
+        values.
         """
         assert array.shards is not None
         codec = array.metadata.codecs[0]

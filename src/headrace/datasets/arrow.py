@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrowDataset", "unpacked_size"]
 
-_MARK = 0xFFFFFFFF  # first bytes of a message
-_DICTIONARY, _BATCH = 2, 3  # kinds of messages
-_MAGIC = b"ARROW1"
-_PIECE = 16 << 10  # bytes of one request for the header of a message
+# First bytes of a message, and kinds of messages.
+_MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3
+_MAGIC, _PIECE = b"ARROW1", 16 << 10  # `_PIECE`: bytes of a request for the header of a message
 _SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # names given by `save_to_disk`
 
 

@@ -107,6 +107,7 @@ def mix(
             with the last stream that has a weight.
         unit: the unit of the weights. ``"samples"``, or ``"lengths"`` such as tokens. Lengths need
             map-style datasets with `lengths` (`TokenDataset`, or an index made with ``--length``).
+
     Raises:
         ValueError: a weight is not positive, there is not one weight for each dataset, steps do not
             ascend from 0, a dataset has no lengths, or another argument is unknown or only for

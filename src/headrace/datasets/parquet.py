@@ -282,6 +282,7 @@ class ParquetDataset(TableDataset):
         store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in the
             store, or URLs under the store's URL. By default each URL's own store is opened with
             default options.
+
     Raises:
         MissingExtraError: pyarrow is not installed.
         ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first.

@@ -36,16 +36,15 @@ class CocoDataset(ObjectDataset):
     """Images of a COCO annotations file, each with its annotations.
 
     The file has instances, keypoints or captions. A sample is ``ObjectSample(key, data, label)``.
-    The label is a dict about the N annotations of the image. N may be 0. The keys of the dict:
+    The label is a dict for the N annotations of the image. N may be 0. The dict has the keys:
 
     - `image_id`: id of the image.
     - `size`: [height, width] in pixels, each None where unknown.
     - `ids`: int64 [N], or a list of text.
-    - `boxes`, only of annotations with boxes: float32 [N, 4], the left, top, right and bottom in
-      pixels.
-    - `labels`, with boxes: int64 [N], positions in `classes`.
-    - `area`, with boxes: float32 [N]. The area of the box where the file has none.
-    - `iscrowd`, with boxes: bool [N].
+    - `boxes`, if the file has boxes: float32 [N, 4], the left, top, right and bottom in pixels.
+    - `labels`, if the file has boxes: int64 [N], positions in `classes`.
+    - `area`, if the file has boxes: float32 [N]. The area of the box where the file has no area.
+    - `iscrowd`, if the file has boxes: bool [N].
     - each other field, such as `segmentation`, `keypoints` or `caption`: a list of N values, with
       None where the field is missing.
 
@@ -63,8 +62,8 @@ class CocoDataset(ObjectDataset):
 
     Args:
         store: store of the images. Each `file_name` is a key in the store.
-        annotations: path or URL of the file, shard of `headrace.hub`, or dict. `store` reads a URL
-            below its own URL.
+        annotations: path or URL of the file, shard of `headrace.hub`, or dict. If the
+            file is below the URL of `store`, `store` reads the file.
 
     Attributes:
         classes: names of the categories, in the order of the category ids.

@@ -72,8 +72,8 @@ def mix(
     """Mix several datasets: each sample is drawn by weight.
 
     All datasets are streams, or all are map-style. Each rank draws for itself, so the batches of a
-    step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw the same
-    samples. A dataset given twice is shuffled differently the second time.
+    training step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw
+    the same samples. A dataset given twice is shuffled differently the second time.
 
     **Streams** are drawn from at random. Ranks may get different numbers of samples, unless the
     streams are endless (`repeat`). Below `split`, all ranks draw alike.
@@ -97,7 +97,7 @@ def mix(
         temperature: draw by ``weight ** (1 / temperature)``. With sizes as weights, 1 draws by size
             and larger values draw more evenly.
         seed: seed of the order, combined with the epoch. None takes the seed of the loader, else 0.
-        stop: ``"first"`` ends the mix when a dataset with a weight has ended.
+        stop: ``"first"`` ends the mix when a drawn dataset has ended.
             ``"all"`` starts an ended dataset again, in another order if the dataset is shuffled,
             until every dataset with a weight, now or later, has ended once.
             For each block read side by side, ``"first"`` may end 2 samples earlier and ``"all"`` 2

@@ -40,9 +40,9 @@ def hub(
     reads the files.
 
     A branch or tag is resolved to its commit when the function is called. Later pushes change
-    nothing, and files are checked by size only. Between ranks and restarts a branch may move on:
-    name a commit, or list on one rank and broadcast the result. The result includes the token. A
-    state of another commit is a `StateError`.
+    nothing, and files are checked by size only. A branch may move between the listings of
+    two ranks, or between two starts: name a commit, or list on one rank and broadcast the result.
+    The result includes the token. A state of another commit is a `StateError`.
 
     Each read makes two requests. The first goes to the hub and counts in the hub's rate limits. The
     second goes to the host of the redirect and never carries the token.

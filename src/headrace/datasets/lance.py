@@ -30,8 +30,8 @@ class LanceDataset(AsyncDataset[Any]):
     """The rows of a Lance dataset, map-style. Needs ``headrace[lance]``.
 
     A sample is a dict of Python objects. A loader takes the rows of a batch by one call of lance.
-    Lance requests only the bytes of the rows in the columns. A list of indices as one index gives a
-    `pyarrow.Table`. Samplers of batches with ``batch_size=None`` give tables too.
+    Lance requests only the bytes of the rows in the columns. An index that is a list of indices
+    gives a `pyarrow.Table`. So does a sampler of batches with ``batch_size=None``.
 
     All processes read the same version. Rows appended, deleted or overwritten later are not seen.
     If the version is cleaned up meanwhile, reads raise an error. Give a `version` for a job to be

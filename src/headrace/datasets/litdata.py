@@ -47,10 +47,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
     A sample is as returned by the function of `optimize`. Media (``jpeg``, ``image``, ``video``, …)
     are bytes, for `map`. Raw PIL images are arrays. Nothing is unpickled.
 
-    Chunks are read by ranges. Compressed chunks are read as a whole, as by `headrace.MDSDataset`.
-    Chunks of Arrow tables are read as a whole too. LitData keeps dicts in Arrow tables if the dicts
-    have only text, numbers and bytes. All rows of a chunk then have all keys of the chunk, with
-    None for missing values. Encrypted chunks, and chunks compressed sample by sample, are refused.
+    Chunks are read by ranges. If chunks are compressed, or have Arrow tables, all chunks are read
+    as a whole, as by `headrace.MDSDataset`. LitData keeps dicts in Arrow tables if the dicts have
+    only text, numbers and bytes. All rows of a chunk then have all keys of the chunk, with None for
+    missing values. Encrypted chunks, and chunks compressed sample by sample, are refused.
 
     The constructor requests the index and the beginning of each chunk. In an async program, call
     the constructor in a thread.

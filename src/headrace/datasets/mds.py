@@ -52,10 +52,10 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     NumPy's types. Images differ: ``jpeg`` and ``png`` stay bytes, for `headrace.decode.fields`, and
     ``pil`` is an array. Nothing is unpickled.
 
-    Uncompressed shards are read by ranges. A compressed shard is fetched and unpacked as a whole. A
-    loader with ``shuffle=True`` and no sampler reads compressed shards side by side, as many as fit
-    in `unpacked_bytes`. An order that is random over all shards unpacks a shard for almost each
-    sample.
+    Uncompressed shards are read by ranges. If a shard is compressed, all shards are fetched as a
+    whole, and compressed shards are unpacked as a whole. A loader with ``shuffle=True`` and no
+    sampler reads compressed shards side by side, as many as fit in `unpacked_bytes`. An order that
+    is random over all shards unpacks a shard for almost each sample.
 
     The constructor requests the index and the beginning of each shard. In an async program, call
     the constructor in a thread.

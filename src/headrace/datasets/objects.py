@@ -83,7 +83,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             ``http(s)://``, ``file:///directory``), a directory's path, or a `headrace.Store` with
             options, time-out and retries.
         keys: keys of the objects, relative to the store's URL, in this order. With `keys` nothing
-            is listed. Needed for most HTTP servers.
+            is listed. Most HTTP servers cannot list objects and need `keys`.
         suffix: list only keys with this ending, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: the label of each key. ``"folder"`` gives the number, in `classes`, of the first
             folder of the key. Or a function of the key, a mapping from the key, or a sequence in

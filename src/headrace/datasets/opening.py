@@ -73,7 +73,7 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
     some requests for each shard, on each rank and at each start. The first call keeps the responses
     in the file. Later calls request only the file.
 
-    Each response has the version of the object. Reading a shard replaced since raises
+    Each response has the version of the object. Reading a shard that was replaced since then raises
     `ObjectChangedError`. New shards are not noticed: delete the file, and the next call makes a new
     file. Requests of other libraries (Lance, the listing of `headrace.hub`) are made each time.
 

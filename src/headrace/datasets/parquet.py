@@ -246,7 +246,7 @@ class ParquetDataset(TableDataset):
     for almost each row. `stream` gives the rows as a stream.
 
     The constructor reads the footers, one request for each file. The footers are pickled with the
-    dataset, so other processes need not read the footers again. In an async program use ``await
+    dataset, so other processes do not read the footers again. In an async program use ``await
     asyncio.to_thread(ParquetDataset, ...)``.
 
     A row is a dict of Python objects, as made by `pyarrow.Table.to_pylist`: nulls are None, lists

@@ -42,9 +42,9 @@ __all__ = ["ShardedStream", "StreamOptions"]
 _READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
 # Size of a block that is freed untouched. After freeing a block of this size, the largest size that
 # counts, glibc keeps up to twice as many freed bytes. Otherwise glibc returns the memory of chunks
-# and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a loader
-# 0.86
-# of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and similar settings take precedence.
+# and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a
+# loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and similar settings take
+# precedence.
 _KEPT_BYTES = (32 << 20) - (64 << 10)
 
 

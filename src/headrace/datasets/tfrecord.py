@@ -26,7 +26,7 @@ class TFRecordDataset(ShardedStream[bytes]):
     Decode a record by ``Example.FromString`` of protobuf. TensorFlow is not needed.
 
     Checksums are verified: a damaged record is a `ShardError`. The stream then continues with the
-        next record, or with the next file if the record's length is damaged.
+    next record, or with the next file if the record's length is damaged.
 
     Args:
         shards: URLs or paths, as for `TarDataset`. In a directory, files ending in ``.tfrecord``,

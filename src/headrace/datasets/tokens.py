@@ -191,7 +191,8 @@ async def _open_file(
 ) -> tuple[Shard, int, *TokenIndex]:
     """Find the type, number and first byte of a shard's tokens.
 
-    The shard's header tells, else the index beside the shard. Without both the tokens are raw.
+    The source is the shard's header, or the index beside the shard. Without both, the tokens are
+    raw.
     """
     shard, data = await shard.read_version(_BEGINNING)
     first, size, key, begin, bounds = (

@@ -166,7 +166,7 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
     lowest = np.minimum.reduceat(np.append(shown, len(pts)), slices)[::2]
     clips["last"] = last = np.maximum.reduceat(np.append(shown, -1), slices)[::2] + 1
     # In an open group, some frames are decoded after a key frame, but shown before the key frame.
-    # The frames need the frames before the key frame.
+    # Such frames need frames before the key frame.
     syncs = np.union1d(0, np.flatnonzero(frames["sync"]))
     by_time = np.searchsorted(np.maximum.accumulate(pts[syncs]), times[low], side="right")
     clips["first"] = first = syncs[

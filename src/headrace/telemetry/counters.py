@@ -113,7 +113,7 @@ class Counters:
         self._counted: RequestCounts | None = None
         self._began: float | None = None
         self._ended = 0.0  # time when the last batch was returned
-        # `records` returns all but the oldest.
+        # One record more than `records` returns.
         self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
 
     @property

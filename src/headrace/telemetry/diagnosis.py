@@ -32,8 +32,7 @@ BLOCKED_LOOP = 0.1  # share of the time
 # Share of all waiting, including the first batch. The watchdog sees a part of the blocking calls.
 BLOCKED_WAITING = 0.25
 # Ratio of a quick fetch to a quick fetch among the first. With a larger ratio, more fetches in
-# flight
-# only wait longer.
+# flight only wait longer.
 QUEUEING = 2.0
 TURNS = 10  # consecutive fetches; then concurrency="auto" has tried more fetches in flight
 # With more cores, several engines have a core each, beside the training loop and the workers.

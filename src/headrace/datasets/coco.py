@@ -1,4 +1,4 @@
-"""Images with their objects, by an annotations file of COCO."""
+"""Images and annotations of COCO."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class CocoDataset(ObjectDataset):
         return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
 
     def target(self, index: int) -> dict[str, Any]:
-        """Return the label of the sample at `index`, without reading the image."""
+        """Return the label at `index`, without reading the image."""
         index = range(len(self))[index]
         target: dict[str, Any] = json.loads(self._fields[index])
         for name in _TENSORS.keys() & target.keys():
@@ -159,7 +159,7 @@ class CocoDataset(ObjectDataset):
 
 
 def _defect(each: Any, seen: set[Any], images: Any, labels: Mapping[Any, int] | None) -> str:
-    """Return why an annotation is left out, or an empty string.
+    """Return the reason to leave out an annotation, or "".
 
     `labels` is None if the file has no boxes.
     """

@@ -1,4 +1,4 @@
-"""Diagnosis of a loader: the limit, and the change that helps.
+"""Diagnosis of a loader: the limit, and a change.
 
 The limit is the step with the longest wait of the loop. For the fetch stage, and for transforms and
 collation, the load of the stage tells the reason. The wait after the change is predicted.
@@ -97,9 +97,10 @@ class _Model:
         self.ahead = setup.look_ahead * figures.samples / figures.batches
 
     def needed(self, *, floor: float | None = None) -> float:
-        """Return the speed-up after which the stage is no longer the limit.
+        """Return the speed-up that the limiting stage needs.
 
-        The speed-up includes `HEADROOM`, and is at most `MOST`.
+        With the speed-up, the stage is no longer the limit. The speed-up includes `HEADROOM`, and
+        is at most `MOST`.
         """
         figures = self.figures
         target = max(
@@ -327,7 +328,7 @@ def _fetching(model: _Model) -> Diagnosis:
 
 
 def _busy_loop(model: _Model) -> Diagnosis | None:
-    """Diagnose an event loop whose thread has no time left, or return None."""
+    """Diagnose an event loop's thread without spare time, or return None."""
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + figures.engine_queued > BUSY_LOOP:
@@ -357,7 +358,7 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
 
 
 def _order(model: _Model) -> Diagnosis:
-    """Diagnose slow samples that hold up the batches after them."""
+    """Diagnose slow samples that hold up later batches."""
     figures = model.figures
     evidence = (
         f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample "

@@ -150,8 +150,10 @@ def mix(
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
     seed = checked_seed(seed)
-    inside = ", ".join(map(dataset_repr, parts))
-    shown = f"mix([{inside}], {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
+    shown = (
+        f"mix([{', '.join(map(dataset_repr, parts))}], {shorten(repr(weights))}, "
+        f"seed={seed}, stop={stop!r})"
+    )
     names = [*map(str, names)]
     if not are_streams:
         if stop == "once":

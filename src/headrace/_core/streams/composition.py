@@ -56,7 +56,10 @@ class MapComposition(Composition):
 
 
 class ConcatComposition(Composition):
-    """A composition of the samples of several sources, uncombined."""
+    """A composition that concatenates or mixes sources.
+
+    Each sample comes from a single source.
+    """
 
     numbered = False
     """True if samples are pairs: the number of the source, and the sample.

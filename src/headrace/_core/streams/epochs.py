@@ -16,7 +16,7 @@ session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=Non
 """Epoch of the loader for which the running code reads."""
 
 session_seed: ContextVar[int | None] = ContextVar("headrace_seed", default=None)
-"""Seed of the same loader. Streams without an own seed use this seed."""
+"""Seed of the same loader, used by streams without a seed."""
 
 current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
 """A different number for each repetition of a stream within an epoch; 0 for the first."""

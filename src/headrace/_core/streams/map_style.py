@@ -102,8 +102,8 @@ async def _aget(dataset: Any, index: Any) -> Any:
 class RangedDataset(AsyncDataset[T_co]):
     """A map-style dataset of byte ranges.
 
-    Subclasses define `ranges`, `read_range`, `sample_of` and `__len__`. `aget` is derived. A
-    subclass with an own `aget` is read only with `aget`.
+    Subclasses define `ranges`, `read_range`, `sample_of` and `__len__`. `aget` is derived. If a
+    subclass defines `aget`, loaders use only `aget`.
 
     A loader takes the ranges of all planned batches, reads neighbouring ranges with a single
     request, and passes the bytes of each sample to `sample_of`. If a joined request fails, or

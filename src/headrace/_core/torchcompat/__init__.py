@@ -1,1 +1,1 @@
-"""Everything that depends on details of torch, so that a new release of torch concerns this package only."""
+"""Access to details of torch that may change with a new release."""

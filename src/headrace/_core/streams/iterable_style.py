@@ -49,7 +49,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
         The result is the same as with the loader's `transform`. As the last operation, `fn` runs
         together with `transform`, a batch at a time. If other operations follow (`filter`,
-        `shuffle`, `pipe`, …), small groups of samples go to a worker and return in order, before
+        `shuffle`, `pack`, …), small groups of samples go to a worker and return in order, before
         batching.
         """
         return MappedStream(self, fn)

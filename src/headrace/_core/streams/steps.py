@@ -1,8 +1,8 @@
 """`map` and `filter` functions applied before samples are batched.
 
-In a loader the functions run in the workers, by chunks of samples, and in order. Later operations
-such as `pipe` and `batch_by_tokens` get finished samples. Without a loader the functions run in
-place.
+In a loader the functions run in the workers, by chunks of samples, and in order. Later operations,
+for example `pack` and `batch_by_tokens`, get finished samples. Without a loader the functions run
+in place.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def apply_steps(
 
 @dataclass
 class _Chunk:
-    """Samples of a request. An error of the stream can only be the last."""
+    """Samples of a request. Only the last can be an error of the stream."""
 
     first: int  # number of the first sample
     position: State | None  # position before the first sample, if known

@@ -1,1 +1,4 @@
-"""Access to details of torch that may change with a new release."""
+"""Code that depends on internals of torch.
+
+A new release of torch concerns only this package.
+"""

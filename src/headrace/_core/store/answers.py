@@ -1,4 +1,4 @@
-"""Recorded answers to requests, given instead of new requests."""
+"""Recorded answers of stores, in place of new requests."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Answers:
         self.new: dict[str, Any] = {}
 
     async def get(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
-        """Return the recorded answer, or make and record the request.
+        """Return the recorded answer, or make the request.
 
-        A recorded `ObjectNotFoundError` is raised again.
+        The answer of a new request is recorded. A recorded `ObjectNotFoundError` is raised again.
         """
         if name in self._known:
             answer = self._decoded(self._known[name])

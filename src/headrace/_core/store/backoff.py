@@ -72,7 +72,7 @@ class RetryGate:
         self._seen = 0
 
     def take_retry(self, policy: RetryPolicy) -> float:
-        """Take a retry from the budget, or return the wait.
+        """Take a retry from the budget, or return the waiting time.
 
         Returns:
             0 if a retry was taken. Otherwise the seconds until a retry is available without further

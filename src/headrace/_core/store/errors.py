@@ -195,9 +195,9 @@ def failure_of(error: BaseException) -> RequestFailure:
 def classify_error(error: BaseException) -> RequestFailure:
     """Classify an obstore error by class, HTTP status or text.
 
-    A class in `_CLASSES` decides. Otherwise the HTTP status decides, and then the text.
-    obstore gives the status, the body and the kind of a broken connection as text only, and no
-    headers. `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
+    A class in `_CLASSES` decides. Otherwise the HTTP status decides, and then the text. obstore
+    gives the status, the body and the kind of a broken connection as text only, and no headers.
+    `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
     """
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)

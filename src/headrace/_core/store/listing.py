@@ -398,7 +398,7 @@ async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[H
 
 
 class _UnorderedError(Exception):
-    """The store does not list keys in order, so not in parts."""
+    """The keys do not come in order, so parts cannot be listed."""
 
 
 async def _list_in_parts(
@@ -442,17 +442,19 @@ async def _list_in_parts(
 
 
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
-    """Return the keys where the parts of a listing start.
+    """Return the keys after which the parts of a listing start.
 
-    A part starts after each key. The list is empty if a single part would remain. The keys are
-    borders of directories: every directory that holds the whole first page is listed a level deep.
-    A directory is not listed if the page lies directly in the directory: all objects of the
-    directory would be requested a second time.
+    The keys are borders of directories. To find borders, the subdirectories of each directory that
+    holds the whole first page are listed. If a directory holds the objects of the page directly,
+    the directory is left out: the store would list all these objects a second time.
 
     Args:
         store: the store to list.
         prefix: key of the listed directory.
         page: the first page of the listing.
+
+    Returns:
+        Sorted keys. Empty if there would be only a single part.
     """
     keys = [entry["path"] for entry in page]
     if len(keys) < PAGE or keys != sorted(keys):  # the last page, or a store of another order

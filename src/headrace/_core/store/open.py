@@ -48,7 +48,7 @@ _CONNECTION_OPTIONS = {
     ALLOW_REDIRECTS,
     PROFILE,
 }
-# Headers that the client never sends to another host or port.
+# Headers that the client itself never sends to another host or port.
 _KEPT_TO_ORIGIN = {"authorization", "cookie"}
 # Environment variables for places, after the prefix of the store's kind.
 _PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
@@ -305,11 +305,11 @@ def _profile_provider(profile: str) -> object:
 
 
 def store_id(url: str, options: Options, store: ObjectStore | None) -> str | None:
-    """Return a text to identify the store in every process.
+    """Return the identity of a store, equal in every process.
 
-    The text has the URL, without secrets, and a hash. The hash covers options, default headers, and
-    environment variables that name a place: a bucket at two endpoints is two stores. Secrets and
-    options of connections are left out.
+    The identity is a text of the URL, without secrets, and a hash. The hash covers options, default
+    headers, and environment variables that name a place: a bucket at two endpoints is two stores.
+    Secrets and options of connections are left out.
 
     Args:
         url: URL of the store.
@@ -317,7 +317,7 @@ def store_id(url: str, options: Options, store: ObjectStore | None) -> str | Non
         store: a ready store, in place of `options`; or None.
 
     Returns:
-        The text, or None for a store in the memory of this process.
+        The identity, or None for a store in the memory of this process.
     """
     traits = traits_of(url, store)
     if not traits.shared:

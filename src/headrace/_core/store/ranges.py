@@ -55,8 +55,8 @@ class Ranges(NamedTuple):
         """Check the number of ranges and the bounds of each range.
 
         Raises:
-            ValueError: if there are not `count` ranges, or a range starts before 0 or ends before
-                the start.
+            ValueError: there are not `count` ranges, or a range starts before 0 or ends before the
+                start.
         """
         objects, starts, stops = self
         if not len(objects) == len(starts) == len(stops) == count:
@@ -156,7 +156,7 @@ async def map_all(
 ) -> list[T]:
     """Call `function` with all items, at most `limit` at a time.
 
-    The first error cancels the other calls and is raised, not in an `ExceptionGroup`.
+    The first error cancels the other calls, and is raised without an `ExceptionGroup`.
     """
     gate = asyncio.Semaphore(limit)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# Up to white space or the quotes of a URL in a text.
+# A URL in a text ends before white space or a quote.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s\"'<>`]*")
 _SECRET_NAME = re.compile(
     r"key|token|secret|passw|credential|sas|\bsig\b|signature|auth|cookie|header"
@@ -20,7 +20,7 @@ _NAME = (
     r"(?:[\w-]*(?:signature|credential|token|secret|passw|authorization|cookie"
     r"|(?:api|access)[-_]?key)[\w-]*|sig)"
 )
-# A name with a credential: in a header, in JSON, and elsewhere.
+# A credential follows a name: in a header, in JSON, and elsewhere.
 _CREDENTIALS = (
     r"(?i)((?<![\w-])(?:[\w-]*(?:authorization|cookie)|x-[\w-]*(?:key|token|secret|signature)"
     r"[\w-]*)\s*:\s*)[^\r\n\"'<>]+",

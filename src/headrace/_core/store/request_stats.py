@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     _Body = asyncio.Future[Bytes | None]
 
-# Bytes. A longer body would keep the thread, and the second call is a small part of the work.
+# Bytes. A longer body would occupy the thread, and the second call is a small part of its work.
 SMALL = 256 << 10
 PATIENCE = 0.02  # seconds between two checks of the thread
 # Bodies that a thread reads within `PATIENCE`, unless a body stalls or the thread waits for
@@ -55,7 +55,7 @@ session_stats: ContextVar[RequestStats] = ContextVar("headrace-session-stats")
 
 
 def report_throttled() -> None:
-    """Report, inside `aget`, a throttled request.
+    """Report a throttled request from inside `aget`.
 
     Call this function if the source refused a request because there are too many requests (HTTP 429
     or 503). With ``concurrency="auto"`` the loader then keeps fewer requests in flight.
@@ -111,7 +111,7 @@ class BodyReader:
         """End the thread.
 
         If a body stalls, the thread ends when the request times out. User code may outlast the
-        session: requests that are open then read bodies without the thread.
+        session. Later, the requests of such code read bodies without the thread.
         """
         self.late = True
         if self._timer is not None:

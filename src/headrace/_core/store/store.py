@@ -115,8 +115,8 @@ class Store:
             `retry_config`. Two options are headrace's own: ``"allow_redirects"``, whether the store
             may redirect clients to another host, and ``"profile"``, an AWS profile
             (docs/stores.md).
-        backend: a ready obstore store, with time-outs and retries of its own. `url` is then only a
-            name for messages. ``memory://`` needs a `backend`.
+        backend: a ready obstore store. `url` is then only a name for messages. The time-outs and
+            retries of the backend stay unchanged. ``memory://`` needs a `backend`.
         timeout: seconds without a byte after which a request fails. The whole request may take
             longer. Time-outs in `options` take precedence.
         retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts.
@@ -269,7 +269,7 @@ class Store:
 
     @cached_property
     def store_id(self) -> str | None:
-        """Text to identify the store in every process.
+        """Identity of the store, equal in every process.
 
         See `headrace._core.store.open.store_id`.
         """
@@ -419,10 +419,10 @@ class Store:
     ) -> tuple[memoryview, Any]:
         """Read a range by a single request, and return the object's metadata.
 
-        The metadata is None if no version was compared. An `initial` read does not know the size:
-        from a shorter object all bytes come, and likewise from a store that ignores ranges. If
-        `start` is negative, the last bytes come. The checksum of an initial read is of the whole
-        object.
+        The metadata is None if no version was compared. An `initial` read does not know the size of
+        the object. An initial read returns all bytes of a shorter object, and all bytes if the
+        store ignores ranges. A negative `start` means the last bytes. The checksum of an initial
+        read is of the whole object.
         """
         key, start, stop, _, size, etag, modified, checksum = wanted
         if initial and not key.strip("/"):  # a web server would answer with a page
@@ -441,7 +441,7 @@ class Store:
         options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}
-            # Remote stores: the tag of the answer is compared.
+            # For remote stores, the tag of the answer is compared instead.
             if tag is not None and not self.traits.remote:
                 options["if_match"] = tag
         try:
@@ -514,7 +514,7 @@ class Store:
         key, start, stop, index, size, etag, modified, checksum = wanted
         tries = self._tries(f"reading object {key!r}", key, index)
         unknown = size is None or (etag or modified) is None
-        # All parts must have the same size and version, so unknown metadata is requested.
+        # All parts must come from the same version, so unknown metadata is requested first.
         if first is None and unknown and not self.traits.commit:
             found = await self.head(key, index=index)
             size, etag, modified = (
@@ -561,8 +561,8 @@ class Store:
         """Read an object of unknown size.
 
         The first request reads up to 16 MiB. The rest of a larger object is read in parallel parts.
-        All parts have the same version, also without `etag`. Arguments and errors are as in `read`;
-        `checksum` is of the whole object.
+        All parts come from the same version of the object, also without `etag`. Arguments and
+        errors are as in `read`; `checksum` is of the whole object.
         """
         first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
         found = first.head
@@ -584,7 +584,7 @@ class Store:
     ) -> InitialRead:
         """Read bytes up to `stop` of an object of unknown size.
 
-        If the store ignores ranges, all bytes come. `checksum` is of the whole object. Other
+        Returns all bytes if the store ignores ranges. `checksum` is of the whole object. Other
         arguments and the errors are as in `read`.
         """
         wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
@@ -593,10 +593,9 @@ class Store:
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last `length` bytes of an object.
 
-        From a shorter object all bytes come. `head` is the metadata of the object, if known.
-        Without `head`, all bytes come from a store that ignores ranges, and a second request is
-        needed if the object is empty or the store cannot read from the end. The errors are as in
-        `read`.
+        Returns all bytes of a shorter object. `head` is the metadata of the object, if known.
+        Without `head`, a store that ignores ranges gives all bytes, and a second request is needed
+        if the object is empty or the store cannot read from the end. The errors are as in `read`.
         """
         if head is None and not self.traits.suffix_ranges:
             head = await self.head(key)

@@ -195,8 +195,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
                 sequence is padded. ``"first_fit"``, ``"best_fit"``: a document is placed whole, in
                 the oldest or the fullest open sequence with room.
             window: number of open sequences of ``"first_fit"`` and ``"best_fit"``. If no open
-                sequence has room, the fullest is given out. Each is given out after at most 4 ×
-                `window` others.
+                sequence has room, the fullest is given out. Every sequence is given out after at
+                most 4 × `window` other sequences.
             fields: keys of the per-token values of a dict, first the key of the tokens. A dict may
                 have no other keys: remove other keys by `map` before.
             labels: ``"next"`` adds ``"labels"``: the following token of the document. ``"same"``:

@@ -238,7 +238,9 @@ def sample_key(dataset: Any, index: Any) -> str | None:
     try:
         key = dataset.sample_key(index)
         return None if key is None else str(key)
-    except BaseException:  # an error is being reported, often for a wrong `index`
+    except BaseException:
+        # Called while an error is reported, often of a wrong `index`. Only the reported error
+        # matters.
         return None
 
 

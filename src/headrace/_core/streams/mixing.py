@@ -60,7 +60,7 @@ class Mix(StreamOperation[object]):
         self._stop = stop
         self._order = order
         self._rank = ranks.shard().in_worker().index  # 0 if the mix is divided after reading
-        self._drawn = 0  # random numbers
+        self._drawn = 0  # random numbers used so far
         self._over = False
         self._gave = [False] * count  # for each stream: the current pass has given a sample
         self._left_out = [False] * count  # for each stream: no longer drawn from
@@ -183,7 +183,8 @@ class Mix(StreamOperation[object]):
 def _occurrences(datasets: Sequence[object]) -> Iterator[int]:
     """Yield for each dataset the number of earlier occurrences.
 
-    The number is how often a part of the dataset occurs in earlier datasets, at most.
+    For each part of the dataset, the earlier datasets with the same part are counted. The largest
+    count is the number of occurrences.
     """
     seen = Counter[int]()
     for dataset in datasets:

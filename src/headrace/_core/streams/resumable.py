@@ -42,8 +42,8 @@ class Stateful(Protocol):
 def is_stateful(part: object) -> TypeGuard[Stateful]:
     """Return whether a part has both methods of `Stateful`.
 
-    `isinstance` with `Stateful` takes 2 µs. A `state_dict` that needs arguments, as in litdata,
-    does not count.
+    `isinstance` with `Stateful` would take 2 µs. A `state_dict` with required arguments, as in
+    litdata, does not count.
     """
     named = has_method(part, "state_dict") and has_method(part, "load_state_dict")
     # mypy checks the `__hash__` of instances, not of the type.
@@ -434,7 +434,7 @@ class StreamOperation(ResumableIterator[T]):
 
 
 class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
-    """Sources of an iterator's latest outcomes.
+    """Origins of an iterator's latest outcomes.
 
     An entry has the number of the first outcome, and a function from the offset of an outcome to
     the origin. The function is None if the origin is unknown.

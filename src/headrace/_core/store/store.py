@@ -63,7 +63,7 @@ PART = 8 * 2**20  # bytes
 AT_ONCE = 8  # parts of an object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
 # Bytes. Largest object to receive whole for a part, from a store that ignores ranges.
 LARGEST_WHOLE = 64 * 2**20
-RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
+RENEWAL_INTERVAL = 5.0  # seconds; requests with the old credentials fail a few seconds later
 
 forked_from: int | None = None
 """Process ID of the ancestor that used a store before forking, or None.

@@ -1,4 +1,4 @@
-"""URLs: made from paths, and redacted before messages are shown."""
+"""URLs: made from paths, and redacted in messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 
 
 def url_of(place: str | os.PathLike[str]) -> str:
-    """Return a URL unchanged, and a local path as absolute ``file://`` URL."""
+    """Return the URL of a place.
+
+    A URL is returned unchanged, and a local path as an absolute ``file://`` URL.
+    """
     named = os.fspath(place)
     if "://" in named:
         return named

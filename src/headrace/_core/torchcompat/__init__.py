@@ -1,4 +1,4 @@
-"""Code that depends on internals of torch.
+"""Code for internals of torch.
 
 A new release of torch concerns only this package.
 """

@@ -84,7 +84,9 @@ class FailureHandler:
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch of this number."""
-        self._lost_batches = (*self._lost_batches, (self._epoch_number, number))[-LOST_KEPT:]
+        lost = self._epoch_number, number
+        if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
+            self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:

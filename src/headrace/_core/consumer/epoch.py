@@ -134,8 +134,10 @@ class Epoch:
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
         # the next step, as of `_take_next`, which the ranks have not agreed on
         self._next: Any = None
-        # a batch of which some samples failed, until `on_error` has decided
-        self._undecided: HostBatch | None = None
+        # number of the last batch that was taken from the session
+        self._taken: int | None = None
+        # the step of the running call of `next()`, once counted and not yet returned
+        self._counted: _Step | None = None
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._tune = tune
@@ -215,7 +217,8 @@ class Epoch:
                 self._stop(raised)
             else:
                 self._progress.on_batch(host, counts, given=True)
-                self._on_returned()
+                self._on_counted()
+                self._counted = None
             del step, host  # the traceback holds this frame, and these hold the error
             raise
         self._progress.on_batch(host, counts, given=True)
@@ -240,13 +243,20 @@ class Epoch:
                 host.fetches,
             )
         )
-        self._on_returned()
+        self._on_counted()
         return batch
 
-    def _on_returned(self) -> None:
+    def _on_counted(self) -> None:
         if self._agreement is not None:
             self._agreement.granted -= 1
-        self._next = None
+        self._counted, self._next = self._next, None
+
+    def _keep_counted(self) -> None:
+        """Return the batch of an interrupted call of `next()` at the next call."""
+        if self._counted is not None:
+            if self._agreement is not None:
+                self._agreement.granted += 1
+            self._next, self._counted = self._counted, None
 
     def _agree(self, agreement: StepGroup) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
@@ -306,7 +316,7 @@ class Epoch:
         while True:
             if not ahead.under_way:
                 self._fill()
-            host = self._undecided or session.take()
+            host = session.take()
             if host is None:
                 if not ahead.under_way:
                     return None
@@ -315,15 +325,18 @@ class Epoch:
                 host = session.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
+            number = host.plan.number
+            if number == self._taken or number not in ahead.under_way:
+                ahead.under_way.pop(number, None)  # Ctrl-C came before
+                session.release()
+                continue
             called, taken, self._called = self._called, time.perf_counter(), 0.0
             delivers, error, times = True, None, host.times
             if failures.skips or host.failures or host.empty:
-                self._undecided = host  # Ctrl-C in a function of `on_error` must not lose the batch
                 with provided_rank(self._rank):
                     # The error is raised at this batch's turn, when the ranks have agreed on the
                     # step.
                     delivers, error = failures.judge(host)
-                self._undecided = None
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
@@ -334,17 +347,18 @@ class Epoch:
                 self._record_skip(host)
             elif not delivers:
                 progress.on_batch(host, failures.counts, given=False)
+            nbytes = times.nbytes
+            if self._in_workers and type(host.data) is PickledPayload:
+                nbytes = host.data.nbytes
+            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+            self._next = step if delivers else None
+            self._taken = number
             progress.taken += 1
-            nbytes = (
-                host.data.nbytes
-                if self._in_workers and type(host.data) is PickledPayload
-                else times.nbytes
-            )
-            if ahead.on_batch(host.plan.number, host.end, times, ready, nbytes):
-                if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
-                    self._next = step
+            due = ahead.on_batch(number, host.end, times, ready, nbytes)
+            session.release()
+            if due:
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                step = _Step(host, error, called, taken, time.perf_counter(), ready)
+                step = step._replace(refilled=time.perf_counter())
             if times.load.held_plans:
                 self._report_consumed()
             if delivers:
@@ -409,7 +423,7 @@ class Epoch:
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self.closed = True
-        self._next = self._undecided = None
+        self._next = self._counted = None
         self._finalizer()
 
     # The wait for a batch, or for the other ranks.
@@ -482,7 +496,11 @@ class BatchIterator(Epoch, Iterator[T_co]):
                 while (batch := self._poll()) is WAIT:
                     for source, seconds in self._waits():
                         wait_readable(source, timeout=seconds)
-                return batch  # type: ignore[no-any-return]
+            self._counted = None
+            return batch  # type: ignore[no-any-return]
+        except BaseException:  # Ctrl-C
+            self._keep_counted()
+            raise
         finally:
             if record is not None:
                 record.__exit__(None, None, None)
@@ -505,12 +523,16 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
                 for source, seconds in self._waits():
                     with anyio.move_on_after(seconds):
                         await anyio.wait_readable(source)
+            self._counted = None
+            return batch  # type: ignore[no-any-return]
         except StopIteration:
             raise StopAsyncIteration from None
+        except BaseException:  # Ctrl-C
+            self._keep_counted()
+            raise
         finally:
             if record is not None:
                 record.__exit__(None, None, None)
-        return batch  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage
 from headrace._core.look_ahead import QUICK, LookAheadSize
+from headrace._core.order.progress import interrupted
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine
 # costs 8 µs where it is a thread and 20 to 90 µs where it is a process
@@ -77,15 +79,40 @@ class Prefetcher:
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send those that are due."""
         try:
-            while self.outstanding < self._most() and (plan := self._draw()) is not None:
-                self.held.append(plan)
-                self.planned += 1
-        finally:  # plans drawn before a Ctrl-C in the sampler are not lost
+            while not self.exhausted and self.outstanding < self._most():
+                self._draw()
+        finally:
             if self.held and (self._due or not self.under_way) and (count := self._complete()):
-                drawn = self.held[:count]
-                del self.held[:count]
-                self.under_way.update((plan.number, plan) for plan in drawn)
-                self.admit(drawn)
+                self._send(count)
+
+    def _draw(self) -> None:
+        drawn = len(self.held)
+        try:
+            # No Python code runs between the draw and the list: Ctrl-C loses no plan.
+            self.held.extend(itertools.islice(self.plans, 1))
+        except Exception as error:  # user code: the sampler
+            self._fail(error)
+        if len(self.held) > drawn:
+            self.planned += 1
+        else:
+            self.exhausted = True
+
+    def _send(self, count: int) -> None:
+        drawn = self.held[:count]
+        del self.held[:count]
+        try:
+            self.admit(drawn)
+            self.under_way.update((plan.number, plan) for plan in drawn)
+        except Exception as error:  # an index that cannot be pickled
+            self._fail(error)
+        except BaseException as error:
+            self._fail(interrupted(error))
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        """Plan nothing more; the error is raised after the batches under way."""
+        self.exhausted = True
+        self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
 
     def _complete(self) -> int:
         """The number of plans that were held and begin in groups of blocks of which all plans were drawn."""
@@ -105,17 +132,6 @@ class Prefetcher:
     def outstanding(self) -> int:
         """The number of plans whose batches have not arrived."""
         return len(self.under_way) + len(self.held)
-
-    def _draw(self) -> BatchPlan | None:
-        if not self.exhausted:
-            try:
-                return next(self.plans)
-            except StopIteration:
-                self.exhausted = True
-            except Exception as error:  # user code: the sampler
-                self.exhausted = True
-                self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
-        return None
 
     @property
     def oldest(self) -> BatchPlan:

@@ -30,7 +30,6 @@ class DeviceStage:
     depth: int
     unpickled: Callable[[HostBatch], object]
     _copying: deque[HostBatch] = field(default_factory=deque)
-    _next: HostBatch | None = None
     # A loader may be closed by another thread than its consumer.
     _lock: Any = field(default_factory=threading.RLock)
     _closed: bool = False
@@ -43,17 +42,16 @@ class DeviceStage:
         return found
 
     def certain(self) -> int:
-        begun = (*self._copying, *(() if self._next is None else (self._next,)))
-        for number, host in enumerate(begun):
+        for number, host in enumerate(self._copying):
             if host.empty:
                 return number
-        found: int = len(begun) + self.session.certain()
+        found: int = len(self._copying) + self.session.certain()
         return found
 
     def take(self) -> HostBatch | None:
         """Enqueue copies of arrived batches, and return the oldest batch.
 
-        At most `depth` copied batches remain. Returns None if no batch has arrived, or the stage is
+        The batch stays here until `release`. At most `depth` copied batches remain. Returns None if no batch has arrived, or the stage is
         closed.
 
         Raises:
@@ -65,13 +63,12 @@ class DeviceStage:
             self.copier.streams.check()
             # One batch more than the depth, because the oldest batch leaves.
             while len(self._copying) <= self.depth:
-                if self._next is None:
-                    self._next = self.session.take()
-                if self._next is None:
+                host = self.session.take()
+                if host is None:
                     break
-                # After Ctrl-C here, the batch is still in `_next`: the copy is enqueued again.
-                self._copying.append(self._start_copy(self._next))
-                self._next = None
+                # After Ctrl-C here, the session still has the batch: the copy is enqueued again.
+                self._copying.append(self._start_copy(host))
+                self.session.release()
             if not self._copying:
                 # If the device has failed, the next batch raises the error.
                 with suppress(RuntimeError):
@@ -81,7 +78,12 @@ class DeviceStage:
                 self.copier.reap()
             except Exception as error:  # the device has failed
                 self._copying[0] = self._copying[0].replaced_by(error, Stage.COPY)
-            return self._copying.popleft()
+            return self._copying[0]
+
+    def release(self) -> None:
+        """Remove the batch that `take` has returned."""
+        with suppress(IndexError):  # another thread has closed the stage
+            self._copying.popleft()
 
     def _start_copy(self, host: HostBatch) -> HostBatch:
         if host.empty:
@@ -110,5 +112,4 @@ class DeviceStage:
             with self._lock:
                 self._closed = True
                 self._copying.clear()
-                self._next = None
                 self.copier.close()

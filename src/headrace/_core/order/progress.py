@@ -47,6 +47,14 @@ class _Point(NamedTuple):
         return {reader: load_state(state) for reader, state in self.streams.items()}
 
 
+def interrupted(by: BaseException) -> RuntimeError:
+    """Return the error for an epoch that may lack batches, since Ctrl-C came at a bad moment."""
+    return RuntimeError(
+        f"{by!r} came while the next batches were planned, and some may be missing. To go on, "
+        f"call loader.load_state_dict(loader.state_dict()) and begin a new iteration"
+    )
+
+
 class EpochProgress(Iterator[BatchPlan]):
     """Draws the plans of an epoch, and follows the plans to the consumer.
 
@@ -121,7 +129,8 @@ class EpochProgress(Iterator[BatchPlan]):
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # number of the next plan
         # Draw of the plan after the next plan, if the order is computed.
-        self._drawn_ahead = deque[Any]()
+        self._drawn_ahead: list[Any] = []
+        self._interruption: BaseException | None = None  # of the last draw, as by Ctrl-C
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         # State of the sampler at the sampler's end. May differ from the state after the last plan.
         self._sampler_at_end: object = None
@@ -132,22 +141,27 @@ class EpochProgress(Iterator[BatchPlan]):
         return self._points[-1]
 
     def __next__(self) -> BatchPlan:
-        order, number = self._order, self._number
-        try:
-            if order.is_stream and self.begun.over:
+        order, number, ahead = self._order, self._number, self._drawn_ahead
+        # In a computed order, the following draw is drawn too, so that the end is known in time.
+        wanted = 2 if order.is_by_arithmetic else 1
+        while True:
+            missing = wanted - len(ahead)
+            if missing and not (order.is_stream and self.begun.over):
+                self._draw(missing)
+            if not ahead:
+                self._on_exhausted()
                 raise StopIteration
-            drawn = self._next_drawn()
-            while count := self._given.get(self._samples):
-                self._samples += count
-                drawn = self._next_drawn()
-        except StopIteration:
-            self._on_exhausted()
-            raise
+            given = self._given.get(self._samples)
+            if not given:
+                break
+            self._samples += given
+            del ahead[0]
+        drawn = ahead[0]
         indices: Sequence[object] = (drawn,)
         if self._batched:
             indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
         before = self._samples
-        self._samples += order.samples_at_most or len(indices)
+        samples = before + (order.samples_at_most or len(indices))
         # Only the reader of a stream knows how many samples are in a batch.
         count = _SAMPLES_AT_MOST if order.is_stream else len(indices)
         plan = BatchPlan(
@@ -160,31 +174,37 @@ class EpochProgress(Iterator[BatchPlan]):
             planned=time.perf_counter(),
             taken=self.taken,
         )
-        self._number = number + 1
         state = order.sampler_state()
-        self._drawn[number] = _Drawn(plan, before, self._samples, state)
+        planned = _Drawn(plan, before, samples, state)
+        # Python handles a signal only at a call. So Ctrl-C finds all four, or none.
+        self._number = number + 1
+        self._samples = samples
+        self._drawn[number] = planned
+        del ahead[0]
         # A short batch is the last batch: the sampler's state is the state at the end already.
         ended = (
             state is not None
             and order.sampler is not None
             and len(indices) < (order.batch_size or 1)
         )
-        if ended or (order.is_by_arithmetic and not self._drawn_ahead):
+        if ended or (order.is_by_arithmetic and not ahead):
             self._on_exhausted()
         return plan
 
-    def _next_drawn(self) -> Any:
-        """Return the next draw.
-
-        In a computed order, the following draw is drawn too, so that the end is known in time.
-        """
-        draws, ahead = self.draws, self._drawn_ahead
-        if not self._order.is_by_arithmetic:
-            return next(draws)
-        if not ahead:
-            ahead.append(next(draws))
-        ahead.extend(itertools.islice(draws, 1))
-        return ahead.popleft()
+    def _draw(self, missing: int) -> None:
+        ahead, before = self._drawn_ahead, len(self._drawn_ahead)
+        try:
+            # No Python code runs between the draw and the list: Ctrl-C loses no draw.
+            ahead.extend(itertools.islice(self.draws, missing))
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interruption = error
+            raise
+        if self._interruption is not None:
+            if len(ahead) == before:  # Ctrl-C ends a generator, as if nothing were left
+                raise interrupted(self._interruption)
+            self._interruption = None
 
     def _position(self, number: int) -> int:
         """Return the position of this rank's sample among the samples of all ranks."""
@@ -211,30 +231,23 @@ class EpochProgress(Iterator[BatchPlan]):
         self.before_first = None
         number = host.plan.number
         drawn = self._drawn.get(number)
-        if drawn is None:  # recorded by a call of `next()` that Ctrl-C interrupted
-            return
-        self._last = self._after(host, drawn, skipped)
-        del self._drawn[number]
-        if given:
+        if drawn is not None:  # otherwise a call of `next()` that Ctrl-C interrupted recorded it
+            batches, last, streams, last_worker, *_ = self._last
+            if host.worker is not None:
+                last_worker = host.worker
+            if host.stream_state is not None:  # batches of a reader come in order
+                streams = {**streams, host.worker: host.stream_state}
+            beyond = {**self._beyond, number: drawn}
+            while batches in beyond:
+                last, batches = beyond.pop(batches), batches + 1
+            delivered = tuple(beyond[each] for each in sorted(beyond)) if beyond else ()
+            point = _Point(batches, last, streams, last_worker, delivered, skipped)
+            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+            self._last = point
+            self._beyond = beyond
+            del self._drawn[number]
+        if given and self._points[-1] is not self._last:
             self._points.append(self._last)
-
-    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> _Point:
-        batches, last, streams, last_worker, *_ = self._last
-        number, state = host.plan.number, host.stream_state
-        if host.worker is not None:
-            last_worker = host.worker
-        if state is not None:  # batches of a reader come in order
-            streams = {**streams, host.worker: state}
-        if number == batches:
-            last, batches = drawn, batches + 1
-            while batches in self._beyond:
-                last, batches = self._beyond.pop(batches), batches + 1
-        else:
-            self._beyond[number] = drawn
-        delivered = (
-            tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        )
-        return _Point(batches, last, streams, last_worker, delivered, skipped)
 
     def next_state(self, fresh: LoaderState) -> LoaderState:
         """Return the state before the next epoch.

@@ -454,9 +454,9 @@ class TruncatedShardError(ShardError, EOFError):
 
 
 class UnsafeMemberError(ShardError):
-    """A tar has a member with an unsafe path, a link or a device.
+    """A tar has an unsafe member.
 
-    An unsafe path leads out of the folder of the archive.
+    An unsafe member is a link, a device, or has a path out of the folder of the archive.
 
     Likely causes: an archive of a file system, or a malicious archive.
 

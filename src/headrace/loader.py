@@ -44,10 +44,10 @@ __all__ = ["DataLoader"]
 class DataLoader(TorchDataLoader[T_co]):
     """Load batches from async datasets and from torch datasets.
 
-    A drop-in superset of `torch.utils.data.DataLoader`, for `for` and for `async for`. Torch's
-    arguments come first, with torch's meaning and errors. The loader reads an async dataset on an
-    event loop of its own, and a torch dataset where torch would read the dataset.
-    docs/reference/options.md explains each argument.
+    `DataLoader` is a drop-in superset of `torch.utils.data.DataLoader`, for `for` and `async for`.
+    Torch's arguments come first, with torch's meaning and errors. The loader reads an async dataset
+    on its own event loop. A torch dataset is read where torch would read it: in the caller's thread
+    or in workers. docs/reference/options.md explains each argument.
 
     Args:
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or a torch dataset.
@@ -56,11 +56,10 @@ class DataLoader(TorchDataLoader[T_co]):
             is random by blocks (docs/ranks.md).
         sampler: yields single indices.
         batch_sampler: yields the list of indices of each batch.
-        num_workers: number of CPU processes for `transform` and `collate_fn`. 0: both functions
-            run in the caller's thread, inside `next()`. ``"auto"``: the loader begins with a
-            single worker and finds the best number while running.
-        collate_fn: combines a list of samples into a batch; by default
-            `headrace.default_collate`.
+        num_workers: number of CPU processes for `transform` and `collate_fn`, and for a torch
+            dataset. 0: the caller's thread does the work, inside `next()`. ``"auto"``: the loader
+            begins with a single worker and finds the best number while running.
+        collate_fn: combines a list of samples into a batch; by default `headrace.default_collate`.
         pin_memory: whether the thread that calls `next()` copies batches to pinned memory.
         drop_last: whether to leave out an incomplete last batch.
         timeout: seconds to wait for a batch; 0 for no limit.
@@ -354,9 +353,9 @@ class DataLoader(TorchDataLoader[T_co]):
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
         """Return the position after the last batch of `next()`.
 
-        The position is in the iteration begun last. Batches fetched ahead do not count. Before the
-        first iteration, and after the end of an epoch, the position is the beginning of the next
-        epoch. `state_dict` starts no process or thread, and does not communicate. See
+        The position belongs to the iteration begun last. Batches fetched ahead do not count. Before
+        the first iteration, and after the end of an epoch, the position is the beginning of the
+        next epoch. `state_dict` starts no process or thread, and does not communicate. See
         docs/resuming.md.
 
         Args:
@@ -408,7 +407,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 the present number for steps after the state.
 
         Returns:
-            The batch, as `next()` delivers the batch at this step.
+            The batch that `next()` returned, or will return, at this step.
 
         Raises:
             IndexError: the epoch ends before this step.
@@ -462,8 +461,7 @@ class DataLoader(TorchDataLoader[T_co]):
         Args:
             steps: for each epoch, numbers of batches to leave out on all ranks, counted as for
                 `batch_at`.
-            keys: keys of samples, as `samples_at` returns keys, or indices, to leave out of all
-                epochs.
+            keys: keys from `samples_at`, or indices, of samples to leave out of all epochs.
 
         Raises:
             IndexError: a step or an index does not exist.
@@ -500,8 +498,8 @@ class DataLoader(TorchDataLoader[T_co]):
     def close(self) -> None:
         """End every iteration, the workers and the engine.
 
-        `close` blocks until all have ended. Leaving a `with` block, and dropping the last reference
-        to the loader, close the loader too. A closed loader can be iterated again.
+        `close` blocks until all have ended. Leaving a `with` block closes the loader, and so does
+        dropping the last reference. A closed loader can be iterated again.
         """
         self._control.close_epochs()
         self._control.close_engine()

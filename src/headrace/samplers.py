@@ -23,12 +23,12 @@ class ElasticSampler(RankSampler):
     """Distribute samples to ranks, for any number of ranks.
 
     Position p of the order belongs to rank p mod `world_size`. So 6 ranks can continue an epoch
-    begun by 4 ranks. `ElasticSampler` is a subclass of torch's `DistributedSampler`, and trainers
-    that wrap other samplers leave an `ElasticSampler` unchanged. Two differences from
-    `DistributedSampler`: the order is a `Permutation`, which takes no memory and no time to skip,
-    and the rank may become known only at `iter()`.
+    that 4 ranks began. `ElasticSampler` is a subclass of torch's `DistributedSampler`: trainers
+    that wrap other samplers leave it unchanged. Unlike the order of `DistributedSampler`, the order
+    is a `Permutation`, which takes no memory and no time to skip. The rank need not be known before
+    `iter()`.
 
-    The sampler has no state. The position is in the state of the `headrace.DataLoader`.
+    The sampler itself has no position. The state of the `headrace.DataLoader` holds the position.
 
     Args:
         dataset: the dataset to sample, or the length of the dataset.
@@ -36,7 +36,7 @@ class ElasticSampler(RankSampler):
         seed: seed of the order, together with the epoch; equal on all ranks.
         rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
             `iter()`.
-        world_size: number of ranks.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
         drop_last: whether to drop the last samples if the ranks cannot divide the samples evenly.
             False: the order wraps around, and a few samples come twice.
         exact: whether each sample comes exactly once, for evaluation. The first ranks may then get
@@ -78,7 +78,7 @@ class BlockShuffleSampler(BlockSampler):
         seed: seed of the order, together with the epoch; equal on all ranks.
         rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
             `iter()`.
-        world_size: number of ranks.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
 
     Raises:
         ValueError: a number is out of range.
@@ -121,7 +121,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
             batches.
         rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
             `iter()`.
-        world_size: number of ranks.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
 
     Attributes:
         batch_size: estimate of the mean number of samples in a batch.

@@ -55,8 +55,8 @@ def default_collate(batch: Sequence[object]) -> Any:
 def is_default(collate_fn: CollateFn) -> bool:
     """Whether `collate_fn` is a default collate function.
 
-    Default are torch's, the function of this module, and both variants of `destined`. Functions are
-    compared by identity.
+    The default functions are torch's function, the function of this module, and the variants of
+    both from `destined`. Functions are compared by identity.
     """
     return any(collate_fn is default for pair in _DESTINED for default in pair)
 

@@ -54,7 +54,7 @@ class DatasetTypeError(HeadraceError, TypeError):
     Likely causes: a class in place of an instance (`Data` for `Data()`), a misspelt method, a
     function or a path.
 
-    What to do: define a method of a dataset (the message lists all), or wrap an async generator
+    What to do: define `aget`, `__getitem__`, `__aiter__` or `__iter__`, or wrap an async generator
     with `headrace.from_async_iterable`. Open clients with `headrace.per_loop` in place of
     `__aenter__`.
     """
@@ -73,8 +73,8 @@ class NotPicklableError(HeadraceError, TypeError):
     Likely causes: the object holds a lock, an open file, a client or a database connection. The
     message has the attribute path to the resource.
 
-    What to do: open the resource in the process of its use (by `headrace.per_loop`, or at the first
-    call), or use ``num_workers=0``.
+    What to do: open the resource where it is used (with `headrace.per_loop`, or in the first call),
+    or use ``num_workers=0``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.
@@ -144,8 +144,8 @@ class RemoteError(HeadraceError, RuntimeError):
 
     Likely causes: the exception's class, or an attribute's value, exists only in the worker.
 
-    What to do: look for the cause of the named exception. To catch the exception by type, define
-    the class in a module.
+    What to do: treat the error as the exception that the message names. To catch the exception by
+    type, define the class in a module.
 
     Attributes:
         type_name: qualified name of the exception's class in the worker.
@@ -231,8 +231,8 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 
     Likely causes: a store does not answer, or a transform takes longer than `timeout`.
 
-    What to do: print ``loader.report()``; the report names the slowest stage. Raise `timeout`, or
-    lower the time-out of the store.
+    What to do: print ``loader.report()``; the report names the limit of the loader. Raise
+    `timeout`, or lower the time-out of the store.
 
     Attributes:
         batch: number of the awaited batch. With `in_order=False`, number of the first batch in
@@ -335,7 +335,8 @@ class LostBatchError(HeadraceError, RuntimeError):
 class TooManySkippedError(HeadraceError, RuntimeError):
     """More samples failed than `on_error` allows.
 
-    The `__cause__` is the last skipped error.
+    The error is also raised if so many samples failed that nothing could be delivered. The
+    `__cause__` is the last skipped error.
 
     Likely causes: a fault of all samples (credentials, a transform), not of single samples.
 

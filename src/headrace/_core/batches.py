@@ -51,7 +51,7 @@ class BatchPlan(NamedTuple):
         seed: seed of `random`, NumPy and torch for the transforms of the batch.
         epoch: number of the epoch, from 0.
         positions: for each slot, position of the sample among the samples of all ranks in the
-            epoch. For a stream before reading, the positions of all samples of the stream.
+            epoch. For a stream before reading, positions of all samples of the rank.
         random_key: key of the epoch's `randomized` functions, a number of 128 bits.
         planned: time of sampling, in seconds of `time.perf_counter`, as in `StageTimes`.
         taken: number of the last batch taken by the consumer at the time of sampling. With
@@ -179,7 +179,7 @@ class SessionStart(NamedTuple):
             of an epoch.
         next_worker: the worker that gets the first plan, if each worker reads a stream.
         epoch: number of the epoch.
-        set_epoch: whether to call `set_epoch` on a copy of the dataset in any case.
+        set_epoch: whether to call `set_epoch` also on datasets without ``wants_epoch``.
         seed: seed of a stream's functions before batching. The seed does not depend on the starting
             position.
     """

@@ -58,9 +58,9 @@ def check_free(count: int) -> None:
 
 
 class Reserve:
-    """Open descriptors, held to be closed before receiving others.
+    """Descriptors held in reserve for receiving other descriptors.
 
-    With a reserve, receiving works even if no descriptor is free.
+    The reserve is closed before receiving. So receiving works even if no descriptor is free.
     """
 
     def __init__(self, count: int) -> None:
@@ -144,5 +144,8 @@ def received(descriptors: Sequence[Descriptor]) -> Iterator[None]:
 
 
 def received_descriptor(position: int) -> Descriptor:
-    """Return a descriptor received with the object being unpickled."""
+    """Return the received descriptor at a position.
+
+    The descriptors arrived with the object being unpickled.
+    """
     return _received.get()[position]

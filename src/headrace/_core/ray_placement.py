@@ -19,9 +19,9 @@ class RayPlacement:
     """Place a loader's engines on a Ray cluster.
 
     Each engine is a Ray actor, and fetches, transforms and collates whole batches on a node of the
-    cluster. Finished batches come through Ray's object store, an object for each batch. The engines
-    share `concurrency`, `memory_budget` and `num_workers`. The batches are the same as without Ray.
-    Connect to the cluster first, with ``ray.init()``.
+    cluster. Finished batches come through Ray's object store, an object for each batch.
+    `concurrency`, `memory_budget` and `num_workers` are totals, divided among the engines. The
+    batches are the same as without Ray. Connect to the cluster first, with ``ray.init()``.
 
     Attributes:
         engines: number of engines.

@@ -144,9 +144,8 @@ def run(arguments: argparse.Namespace) -> bool:
     for check in CHECKS:
         try:
             found = [*check()]
-        except (
-            Exception
-        ) as error:  # unknown format of a system file, or failing import of a package
+        except Exception as error:
+            # A system file may have an unknown format, and an import may fail.
             name = check.__name__.removeprefix("_check_").replace("_", " ")
             found = [
                 Finding(

@@ -235,7 +235,7 @@ class _Positions:
             if counted or (ended and trainer.max_steps == -1):
                 list(control.begin(BatchIterator, loader, rank, late_epoch=True))
         # With several loaders, an epoch ends after each loader has ended once. Lightning does not
-        # save the names of ended loaders.
+        # save which loaders have ended.
         return left != 0 and any(
             state.steps < trained and not state.over for state in control.resumed
         )

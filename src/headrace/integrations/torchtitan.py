@@ -19,8 +19,8 @@ class HeadraceDataLoader:
     """A headrace loader as a torchtitan `BaseDataLoader`.
 
     Write a subclass of `HeadraceDataLoader` and `BaseDataLoader`, in this order. A single iterator
-    goes through all epochs of the loader. A batch is a dict of inputs, and labels, as torchtitan's
-    trainer expects; your `collate_fn` makes the batch.
+    goes through all epochs of the loader. Your `collate_fn` makes a batch as torchtitan's trainer
+    expects: a dict of inputs, and the labels.
 
     Any number of data-parallel ranks can continue a map-style dataset, if the position is equal on
     all ranks (`ElasticSampler`, `BlockShuffleSampler`, or in order). Otherwise, the number of

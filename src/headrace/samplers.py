@@ -203,6 +203,9 @@ class BalancedBatchSampler(DistributedSampler[Any]):
 
         Loaders call this method. After `load_state_dict`, the call has no effect until the restored
         epoch begins.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
         """
         if self._restored is None:
             self.epoch, self._position = operator.index(epoch), None
@@ -234,6 +237,9 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         """Return the position after the batches drawn so far.
 
         After the last batch, the state is the beginning of the next epoch.
+
+        Returns:
+            A state for `load_state_dict`.
         """
         epoch, cursor = self._position or (self.epoch, self._restored or Cursor())
         return {"epoch": epoch, **cursor._asdict()}

@@ -267,6 +267,14 @@ def key_in(sample: object) -> str | None:
     return None
 
 
+def interrupted(by: BaseException) -> RuntimeError:
+    """Return the error for an epoch that may lack batches, since Ctrl-C came at a bad moment."""
+    return RuntimeError(
+        f"{by!r} came at a moment at which batches can get lost. To go on, "
+        f"call loader.load_state_dict(loader.state_dict()) and begin a new iteration"
+    )
+
+
 def as_exception(error: BaseException) -> Exception:
     """Return an exception that cannot end a loop, task or process.
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, StageTimes
-from headrace._core.failure import Failure, Stage
+from headrace._core.failure import Failure, Stage, interrupted
 from headrace._core.look_ahead import QUICK, LookAheadSize
-from headrace._core.order.progress import interrupted
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine
 # costs 8 µs where it is a thread and 20 to 90 µs where it is a process

@@ -105,7 +105,7 @@ class EngineActor:
             if self._placement is not None:
                 self._placement.close()
             self._placement = ProcessPlacement(self._config, self._work)
-        return self._placement.connect(self._work, start, 0)
+        return self._placement.connect(self._work, start, 0, start.batch)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""

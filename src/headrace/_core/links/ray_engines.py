@@ -92,13 +92,14 @@ class RayEngines(Placement):
         self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
     ) -> Session:
         functions = ray.put(_packed(config, config.work()))
-        opening = next(self._numbers), start, self._config, functions
 
-        def connect(engine: int) -> RayLink:
+        def connect(engine: int, first: int) -> RayLink:
             actor = self._actors[engine]
             if any(actor is lost for lost in self._lost):
                 _kill(actor)
                 actor = self._actors[engine] = self._start(engine)
+            begin = start._replace(batch=first)
+            opening = next(self._numbers), begin, self._config, functions
             return RayLink(engine, actor, opening, self._lost.append)
 
         return Session(

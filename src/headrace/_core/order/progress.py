@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
+from headrace._core.failure import interrupted
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.state import LoaderState, checksum, encoded
 from headrace._core.ranks.rankinfo import RankInfo
@@ -45,14 +46,6 @@ class _Point(NamedTuple):
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
-
-
-def interrupted(by: BaseException) -> RuntimeError:
-    """Return the error for an epoch that may lack batches, since Ctrl-C came at a bad moment."""
-    return RuntimeError(
-        f"{by!r} came while the next batches were planned, and some may be missing. To go on, "
-        f"call loader.load_state_dict(loader.state_dict()) and begin a new iteration"
-    )
 
 
 class EpochProgress(Iterator[BatchPlan]):

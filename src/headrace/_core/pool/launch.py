@@ -378,6 +378,6 @@ def _end_zygote(*, inherited: bool = False) -> None:
             zygote.close(inherited=inherited)
 
 
-# Registered at import, before the exit hooks of loaders, and therefore run after the loaders' hooks.
+# Registered at import, before the exit hooks of loaders, and therefore run after the hooks.
 atexit.register(_end_zygote)
 os.register_at_fork(after_in_child=functools.partial(_end_zygote, inherited=True))

@@ -80,7 +80,8 @@ class Assembler:
         if raw.whole and self.transforms:
             got = type(samples).__name__
             error = TypeError(
-                f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them"
+                f"__getitems__ returned a {got}; a transform takes samples, and needs "
+                "a list of them"
             )
             return HostBatch.failed(plan, error, Stage.TRANSFORM)
         if not raw.whole:

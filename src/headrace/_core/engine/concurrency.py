@@ -1,7 +1,8 @@
 """Search for the best number of fetches in flight.
 
-As in congestion control, the search begins with slow start. Trials of more and of fewer fetches follow. After throttling, the
-limit decreases by the share of throttled requests. The code is pure: time is an argument.
+As in congestion control, the search begins with slow start. Trials of more and of fewer fetches
+follow. After throttling, the limit decreases by the share of throttled requests. The code is pure:
+time is an argument.
 
 Several engines may share a store and do not see each other. If the store is fully used, an engine
 wins a larger share by any increase. A trial therefore has to win more. The reasons are in
@@ -172,13 +173,12 @@ class AdaptiveLimit:
         self._settle_on(window, now, wait=True)
 
     def _keep_early(self, now: float, before: float) -> None:
-        """Keep a doubling early, after a clear gain.
+        """Keep a doubling early, if the gain is already clear.
 
-        Call within a latency after the doubling.
-
-        Fetches from before the doubling may end all at once, and are half of all fetches. Added
-        fetches end after a whole latency, or later if a connection is made first. The rate since
-        the change is therefore rather too low, so no doubling is given up by this rate.
+        The gain may be clear within a latency, while fetches from before the doubling end. Half of
+        the fetches are from before the doubling, and may end all at once. Added fetches end after a
+        whole latency, or later if a connection is made first. The rate since the doubling is
+        therefore rather too low, so a doubling is never given up because of this rate.
         """
         ended = self.limit - self._settling
         rate = ended / (now - self._changed)

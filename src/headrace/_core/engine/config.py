@@ -37,7 +37,7 @@ class EngineConfig(NamedTuple):
     engines: int = 1
 
     def part(self, engine: int, engines: int) -> EngineConfig:
-        """Return the configuration of one of several engines.
+        """Return the configuration of an engine among several engines.
 
         The engines divide workers, fetches and memory. Each engine delivers batches out of order;
         the receiver of all engines' batches restores the order.
@@ -69,7 +69,7 @@ class EngineConfig(NamedTuple):
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
 
     def worker_task(self) -> AssembleTask:
-        """Return the task of a worker process: the CPU work of a batch.
+        """Return the task of a worker: the CPU work of a batch.
 
         A worker also reads a torch dataset.
         """
@@ -110,7 +110,7 @@ class EngineConfig(NamedTuple):
         task = self.worker_task()
         if self.has_processes:
             return task
-        # A thread does not wait until a batch is sent, so the batch needs memory of its own.
+        # A thread does not wait until a batch is sent, so a user's collate_fn may reuse memory.
         return replace(task, copies=not is_default(self.assembler.collate))
 
     def without_functions(self) -> EngineConfig:

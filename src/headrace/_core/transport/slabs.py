@@ -31,7 +31,7 @@ from headrace._core.descriptors import Descriptor, Reserve, shortage
 
 # In bytes. Buffers begin at multiples of a cache line, as vectorised code of torch and NumPy needs.
 ALIGNMENT = 64
-# Maximum number of slabs. A worker uses a slab for each prefetched batch of the worker, and up to two
+# Maximum number of slabs. A worker uses a slab for each prefetched batch of the worker, and up to 2
 # slabs for the batches of the consumer: fewer than ten. With more slabs in use, the consumer keeps
 # batches. Further batches are copied, which takes no more memory.
 SLABS = 32

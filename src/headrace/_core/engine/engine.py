@@ -67,9 +67,8 @@ from headrace._core.transport.shared_pickle import SharedPickle
 class Engine:
     """Runs sessions on an event loop.
 
-    The placement owns the engine: the placement makes the engine, opens the engine on the loop, and
-    closes the engine. The constructor starts the worker processes, before any loop or thread of the
-    engine exists.
+    The placement owns the engine: it makes the engine, opens it on the loop, and closes it. The
+    constructor starts the worker processes, before any loop or thread of the engine exists.
 
     Args:
         config: The configuration.
@@ -136,7 +135,7 @@ class Engine:
             )
 
     async def close(self, deadline: float) -> None:
-        """Cancel the sessions, wait for the sessions, and close the executor.
+        """Cancel the sessions, wait for them, and close the executor.
 
         Each step may take `deadline` seconds.
         """
@@ -145,7 +144,7 @@ class Engine:
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        # For an unused engine: the executor has to connect launched workers to end the workers.
+        # For an unused engine: the executor can only end launched workers after connecting them.
         if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
@@ -197,7 +196,7 @@ class Session:
     epoch is left.
 
     Args:
-        engine: The engine. The engine starts and ends the session.
+        engine: The engine, which starts and ends the session.
         send: Sends an answer to the consumer.
         work: The assembly of batches.
         start: The beginning of the epoch.
@@ -310,7 +309,7 @@ class Session:
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            # Streams have to be prepared in any case: persistent workers keep the streams' states
+            # Restored states are sent even if the session is ending: persistent workers keep them
             # for the next epoch.
             if not self._context.stopping or self.start.streams:
                 await self._engine.prepare(self.start)

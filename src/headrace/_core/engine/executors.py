@@ -89,7 +89,7 @@ class ThreadExecutor:
             return
         end = self._loop.create_future()
         self._requests.put((None, end))
-        # After the deadline, user code still holds the thread.
+        # Without an answer in time, user code still holds the thread.
         if (await asyncio.wait([end], timeout=deadline))[0]:
             self._thread.join()
 

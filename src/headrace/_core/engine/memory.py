@@ -38,8 +38,8 @@ class SampleSizes:
         self.fetched: float | None = None
         # Mean size in a batch: a decoded image can take fifty times the bytes.
         self.assembled: float | None = None
-        # Number of batches so far. The numbers of the batches would not do: on an engine, all
-        # numbers may have the same remainder.
+        # Number of batches so far. Counted here, because the numbers of an engine's batches may all
+        # have the same remainder.
         self._counts = {"fetched": 0, "assembled": 0}
 
     @property

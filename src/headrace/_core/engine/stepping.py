@@ -91,7 +91,7 @@ class StepsTask:
         return self._pickled
 
     def start(self, worker: int, workers: int) -> None:
-        pass  # the task of the assembly has started the worker before
+        pass  # nothing to do: the task of the assembly has started the worker
 
     def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
         """Return the outcomes of a `Chunk` in a worker, with picklable errors."""

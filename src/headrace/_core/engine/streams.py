@@ -1,6 +1,6 @@
 """Streams: plans filled with the next samples.
 
-A fetch stage on the loop reads the stream, or the workers read the stream.
+Either a fetch stage on the loop or the workers read the stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Progress:
 
     @classmethod
     def at(cls, state: Mapping[str, Any] | None) -> Progress:
-        """Return the progress in a state; None is the beginning."""
+        """Return the progress saved in a state; None is the beginning."""
         return cls() if state is None else cls(state["position"], ended="ended" in state)
 
     def state_dict(self, stream: State) -> State:
@@ -50,7 +50,7 @@ class Progress:
 class StreamBatch:
     """A batch being filled from a stream, sync or async.
 
-    If failures are tolerated, the batch is filled further after a failure. Otherwise the next batch
+    If failures are tolerated, reading goes on after a failure. Otherwise the next batch
     begins after the failure, as in torch. All batches of a stream share `progress`.
     """
 
@@ -81,7 +81,8 @@ class StreamBatch:
     def fail(self, error: BaseException) -> None:
         """Add an error in place of the next sample.
 
-        The stream ends after too many errors in a row.
+        The stream ends if the error cannot be skipped: after too many errors in a row, or if the
+        error has ended the generator of the stream.
         """
         if isinstance(error, StateError):
             self.fail_restoring(error)

@@ -168,7 +168,7 @@ class _Sidecar:
         if self._reserve.error is not None:
             raise shortage("open a session in the loader's process")
         config = self._config
-        if self._over.is_set():  # nobody would close a session started now
+        if self._over.is_set():  # a session started now would not be closed
             raise LoaderClosedError
         if isinstance(config, BaseException):
             raise config

@@ -40,8 +40,8 @@ class WorkerProcess(ABC):
     """
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        # A descriptor. Polling reports the descriptor as readable once the process has ended; for a
-        # fork of the zygote also once the process has started.
+        # A descriptor, readable once the process has ended. For a fork of the zygote, the descriptor
+        # is also readable once the process has started.
         self.sentinel = sentinel
         self.pid = pid  # None until the process has started
         # Negative: the number of a signal. None: the process runs, or the exit code is unknown.
@@ -135,7 +135,7 @@ class _ContextProcess(WorkerProcess):
 
     def ended(self) -> bool:
         if self.exit_code is None and connection.wait([self.sentinel], 0):
-            # None if the program has reaped the process, or the kernel has done so for the program
+            # None if the program, or the kernel for the program, has reaped the process
             self.exit_code = self._process.exitcode
             return True
         return self.exit_code is not None
@@ -146,12 +146,12 @@ class _ContextProcess(WorkerProcess):
         if self._descriptor is not None:
             os.close(self._descriptor)
             self.sentinel, self._descriptor = self._process.sentinel, None
-        with suppress(ValueError):  # still running: the exit hook of multiprocessing joins
+        with suppress(ValueError):  # still running; multiprocessing joins it at exit
             self._process.close()
 
 
-# Modules for the zygote to import once. Unpickling in a worker or in a loader's process needs no
-# other module of headrace.
+# All modules of headrace needed for unpickling in a worker or in a loader's process. The zygote
+# imports them once.
 IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
@@ -198,7 +198,7 @@ class _ZygoteProcess(WorkerProcess):
                 record = os.read(self.sentinel, EXIT_STATUS.size)
             except BlockingIOError:  # no new record: the child runs
                 break
-            # The zygote was killed. Nobody watches this worker any longer, so kill the worker too.
+            # The zygote was killed. A worker without supervision must end too.
             if not record:
                 self._ended = True
                 if self.pid is not None:
@@ -339,7 +339,7 @@ def adopt_control(control: socket.socket) -> None:
 
 
 def start_early() -> None:
-    """Start the zygote early, unless the zygote runs.
+    """Start the zygote before its first use.
 
     The zygote imports torch while the program goes on. An error is ignored here: the first use
     starts the zygote again and raises.

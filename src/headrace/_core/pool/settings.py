@@ -62,7 +62,11 @@ def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
 
 
 def _logging() -> tuple[Any, ...]:
-    """Return levels and disabled loggers, `disable`, level names, and `captureWarnings`."""
+    """Return the logging configuration.
+
+    The items are: the level of the root logger, levels and disabled flags of other loggers, the
+    argument of `logging.disable`, the names of levels, and whether warnings are captured.
+    """
     loggers = {
         name: (logger.level, logger.disabled)
         for name, logger in logging.root.manager.loggerDict.items()

@@ -44,7 +44,8 @@ ATTEMPTS = 2
 # A worker may hold this many pinned requests, so the worker need not wait for the next request.
 # Other requests only go to free workers, so no request waits behind a slow request.
 PINNED_AHEAD = 2
-# The same limit while batches are quick. If an epoch is left early, the requests were for nothing.
+# The same limit while batches are quick. The limit is not higher, because workers still answer these
+# requests after the consumer has left an epoch.
 PINNED_QUICK = 16
 # Seconds in which workers may finish the current request when the pool is closed, as in torch.
 WORK_DEADLINE = 5.0
@@ -321,7 +322,7 @@ class Pool:
             return
         for worker in self._workers.values():
             job = Job(request(worker.number), self._latest)
-            # Retrieve the exception, because nobody else does.
+            # Retrieve the exception, because no other code does.
             job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
             worker.pinned.append(job)
             self._next_job(worker)

@@ -58,7 +58,7 @@ def main(control_descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGCHLD
     # Per engine, the import takes a third of the CPU time of the start (benchmarks/engines.py).
     import_event_loop()
-    # Most engines and workers use these modules. A program without these modules does not wait.
+    # Most engines and workers use these modules. Other programs do not wait for the import.
     import numpy.random  # noqa: F401
     import obstore  # noqa: F401
 

@@ -31,7 +31,7 @@ GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 # After a failed wait: time for other waiting ranks to report in the store.
 ROLL_CALL = timedelta(seconds=1)
 # Proposals of a rank: the rank has ended, or all samples of the next batch were lost. A larger
-# proposal is `SKIP` and a number of steps.
+# proposal is `SKIP` plus a number of steps.
 END, SKIP = (0, 1)
 _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by their ranks
 
@@ -81,7 +81,7 @@ class StepGroup:
     """The agreement of all ranks on the steps of an epoch.
 
     The loader has a separate process group of gloo. A step is a call of `next()` with a batch or an
-    error of a batch. Each rank proposes `SKIP` and the number of steps the rank can make without
+    error of a batch. Each rank proposes `SKIP` plus the number of steps it can make without
     waiting. The least proposal decides for all ranks, and afterwards the ranks agree again. The
     first proposal of `END` ends the epoch on all ranks. If a rank has lost all samples of a batch,
     all ranks skip the step, so the positions of the ranks stay equal. Collectives begin on the
@@ -141,7 +141,7 @@ class StepGroup:
     def propose(self, proposal: int) -> None:
         """Begin the search for the least proposal of all ranks.
 
-        Propose `END`, `SKIP`, or `SKIP` and a number of steps.
+        Propose `END`, `SKIP`, or `SKIP` plus a number of steps.
         """
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MIN
@@ -244,7 +244,7 @@ class StepGroup:
         """Close the connections to the other ranks.
 
         Thread-safe. Further calls do nothing. The destructor of gloo's group waits for a running
-        collective. Because other ranks may hold up the collective for long, another thread runs the
+        collective, and other ranks may hold it up for long. In this case another thread runs the
         destructor.
         """
         with suppress(IndexError):

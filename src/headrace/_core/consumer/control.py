@@ -629,7 +629,8 @@ class LoaderControl:
         # As in torch, workers that do not persist have a copy of the dataset as of now, and end
         # with the epoch.
         with explained("start the loader"):
-            # Persistent workers have another state of the dataset and of random generators.
+            # After a restore, running workers have another state of the dataset and of random
+            # generators.
             anew = resumed and spec.reads_in_persistent_workers(loader)
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew

@@ -206,8 +206,8 @@ Finish = Callable[[Any, int], Any]
 def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Finish:
     """Return `finish`, with torch's warning about the length of a stream.
 
-    The warning is given if a stream yields more batches than `len(dataset)`. torch takes the number
-    of batches for a number of samples.
+    The warning is given if a stream yields more batches than `len(dataset)`. As in torch, a number
+    of batches is compared with a length in samples.
 
     Args:
         finish: The last step of a delivery, or None.

@@ -40,8 +40,8 @@ class WorkerProcess(ABC):
     """
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        # A descriptor, readable once the process has ended. For a fork of the zygote, the descriptor
-        # is also readable once the process has started.
+        # A descriptor, readable once the process has ended. For a fork of the zygote, it is also
+        # readable once the process has started.
         self.sentinel = sentinel
         self.pid = pid  # None until the process has started
         # Negative: the number of a signal. None: the process runs, or the exit code is unknown.

@@ -44,7 +44,7 @@ ATTEMPTS = 2
 # A worker may hold this many pinned requests, so the worker need not wait for the next request.
 # Other requests only go to free workers, so no request waits behind a slow request.
 PINNED_AHEAD = 2
-# The same limit while batches are quick. The limit is not higher, because workers still answer these
+# The same limit while batches are quick. The limit is not higher, because workers still answer the
 # requests after the consumer has left an epoch.
 PINNED_QUICK = 16
 # Seconds in which workers may finish the current request when the pool is closed, as in torch.

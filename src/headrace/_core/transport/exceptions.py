@@ -3,8 +3,8 @@
 Python pickles an exception as a call of the class with `args`. The call fails if the constructor
 takes other arguments than the arguments of `super().__init__`. Otherwise the constructor would
 compose the message a second time. Therefore this module does not call the constructor of a user's
-class, except for a class with slots: the builtin base class makes the object, and the attributes
-are set afterwards.
+class: the builtin base class makes the object, and the attributes are set afterwards. A class with
+slots is an exception: its constructor is called.
 """
 
 from __future__ import annotations

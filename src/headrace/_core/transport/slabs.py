@@ -163,7 +163,8 @@ class Allocator:
             replaced = next(iter(self._free))  # a slab that is too small
             del self._free[replaced]
         self._slabs.pop(replaced, None)
-        # Rounded up to an eighth of a power of two, so that batches of nearly equal size share slabs.
+        # Rounded up to an eighth of a power of two, so that batches of nearly
+        # equal size share slabs.
         step = max(4096, 1 << max(0, size.bit_length() - 4))
         size = -(-size // step) * step
         try:

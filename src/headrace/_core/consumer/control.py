@@ -216,7 +216,7 @@ class LoaderControl:
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
         """Set the number of the next epoch.
 
-        Samplers and the dataset get the number too. While a restored epoch is pending, nothing is
+        Samplers and the dataset get the number too. While a restored epoch is pending, no number is
         set.
         """
         self._epoch_set = True

@@ -22,11 +22,11 @@ from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, ShardError, WorkerDiedError
 from headrace.telemetry.counters import Counters
 
-# Maximum of skipped batches in a row after the death of the batch's worker. After more deaths, the
-# cause is not the samples.
+# Maximum number of batches in a row to skip after the death of the batch's worker. After more
+# deaths, the cause is not the samples.
 DEATHS_IN_A_ROW = 3
-# Maximum of lost batches in a row. Batches of a row group count once. A stream is given up after
-# the same number of failures.
+# Maximum number of lost batches in a row. Batches of a row group count once. A stream is given up
+# after the same number of failures.
 LOST_IN_A_ROW = 100
 
 

@@ -102,7 +102,7 @@ class Prefetcher:
         return sum(group_of(plan.positions[0]) != last for plan in held)
 
     def _most(self) -> int:
-        """Return the maximum of outstanding plans before another draw."""
+        """Return the maximum number of outstanding plans before another draw."""
         if self.ahead is None:
             return 1
         return self.ahead.batches if self.planned < self.free else self.ahead.least

@@ -42,7 +42,7 @@ HOLD, LONGEST_HOLD = (1.0, 30.0)
 # Seconds after a decrease: throttling in this time concerns earlier requests.
 GRACE = 0.5
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
-MOST_PEERS = 8  # maximum of counted engines; with more engines, a share is lost in noise
+MOST_PEERS = 8  # maximum number of counted engines; with more engines, a share is lost in noise
 CLIMB_INTERVAL = 0.5  # seconds between two increases after throttling
 CLIMB_STEP = 0.25  # an increase after throttling, as a multiple of the square root of the limit
 TRIAL_TIMEOUT = 5.0  # seconds until a trial is given up, if a slow consumer prevents the trial

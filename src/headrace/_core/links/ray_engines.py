@@ -47,7 +47,7 @@ from headrace.errors import EngineDiedError
 # Seconds for the actors to end the engines, before the actors are killed.
 CLOSE_DEADLINE = 5.0 + WORK_DEADLINE
 CALL = 0.001  # cost of a call in seconds; 0.7 ms of CPU time at either end
-_CALLS = 10_000  # maximum of calls to an actor at once: a call for each plan of the look-ahead
+_CALLS = 10_000  # maximum number of calls to an actor at once; a call for each plan
 
 # After one of these errors, the engine's process, the node or a result is lost. Other engines can
 # make the batches.

@@ -101,7 +101,7 @@ class LoaderControl:
         counters: Counts of the loader.
         search: The search for the number of workers, with ``num_workers="auto"``. A copy begins a
             new search.
-        placements: The engines. The control owns the engines.
+        placements: The engines, owned by the control.
         resumed: States to continue at the next `iter()`: a single state of all ranks, or a state of
             each rank. Empty if the next `iter()` begins an epoch.
         past: Facts about steps before the last begun epoch, and the exclusions of this epoch.

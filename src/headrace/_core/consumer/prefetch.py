@@ -27,7 +27,7 @@ SMALL_IN_WORKERS = 1 << 24
 
 @dataclass(slots=True, eq=False)
 class Prefetcher:
-    """Draws plans from the sampler, and sends plans ahead.
+    """Draws plans from the sampler, and sends them ahead.
 
     The look-ahead is the number of batches under way or ready. While a third of the look-ahead (and
     at least two batches) is ready, plans are held back, and later sent as a group.

@@ -72,10 +72,9 @@ class MemoryBudget:
     The consumer also reports a taken batch before waiting, and after each batch sent while plans
     were waiting here. The next batch for the consumer is always admitted, whatever the size.
 
-    Until the first batch is fetched, the size of a sample is unknown. Until then only the first
-    batch is admitted, or a few samples in smaller batches. Until the first batch is assembled, the
-    size of a transformed sample is unknown. Until then no more samples are admitted than are
-    fetched at once.
+    Before the first batch is fetched, the size of a sample is unknown. Only this batch is admitted,
+    or a few samples in smaller batches. Before the first batch is assembled, the size of a
+    transformed sample is unknown. No more samples are admitted than are fetched at once.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:

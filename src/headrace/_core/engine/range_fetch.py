@@ -253,9 +253,9 @@ class RangeFetch(SampleFetch):
             await asyncio.sleep(0)  # give other tasks a turn
 
     def _make(self, batch: RangedBatch) -> None:
-        """Make samples from the bytes of a batch, and deliver the batch.
+        """Make samples from the bytes of a batch, and deliver it.
 
-        If samples cannot be made from the bytes, the samples are first fetched singly.
+        If samples cannot be made from the bytes, they are first fetched singly.
         """
         samples: Sequence[Any] = batch.samples
         if batch.read_plan is not None:

@@ -191,9 +191,9 @@ class StreamFetch(FetchStage):
     async def _read(self) -> None:
         task: Any = asyncio.current_task()
         try:
-            # User code may have swallowed the cancellation. `stopping` is set before the
-            # cancellation, so a check of `stopping` would end this loop before the cancellation
-            # arrives, and the cancellation would interrupt `_close`.
+            # User code may have swallowed the cancellation, so check for it here. `stopping` is set
+            # earlier: a check of `stopping` would end this loop before the cancellation arrives and
+            # interrupts `_close`.
             while not task.cancelling():
                 while not self._plans:
                     self._admitted.clear()

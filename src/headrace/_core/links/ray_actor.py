@@ -184,7 +184,7 @@ class _Served:
         self._last: list[Packed] | None = None  # the end of the session, which stays in the queue
 
     def begin(self, link: ProcessLink) -> None:
-        """Run an open session, or close the session if already left."""
+        """Run an open session, or close it if already left."""
         if self._last is not None:
             link.close()
             return

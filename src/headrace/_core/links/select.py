@@ -87,7 +87,7 @@ class PlacementSelector:
     ) -> Session:
         """Start a session.
 
-        The session runs in the current engine, if the current engine fits `config`.
+        The session runs in the current engine, if it fits `config`.
 
         Args:
             config: The configuration.

@@ -1,11 +1,11 @@
 """The zygote: a small process with torch imported, which forks workers.
 
 The name is Android's. The zygote starts with a fresh interpreter, and so inherits no thread, lock
-or event loop of the trainer. The zygote runs neither user code nor the main module. The reasons are
-in docs/design/0004.
+or event loop of the trainer. It runs neither user code nor the main module. The reasons are in
+docs/design/0004.
 
 Modules for user functions are imported once too, in a *template*. A template is a fork of the
-zygote: the template imports the modules and then serves requests like the zygote. If a module has
+zygote: it imports the modules and then serves requests like the zygote. If a module has
 started threads, or if the template dies, the parent answers the template's requests, and workers
 import modules themselves.
 

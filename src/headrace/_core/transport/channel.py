@@ -338,7 +338,7 @@ class EngineChannel(_Channel):
 
     Args:
         connection: The connection.
-        on_object: Called with each received object, or with the error of unpickling the object.
+        on_object: Called with each received object, or with the error of unpickling it.
         on_lost: Called once, after the other end or `close` has closed the channel.
     """
 

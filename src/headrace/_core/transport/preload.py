@@ -19,8 +19,8 @@ from pathlib import Path
 import cloudpickle
 
 # A short string, followed by the opcode MEMOIZE. Pickles name modules in this form: before the
-# opcode STACK_GLOBAL, in the arguments of cloudpickle's `subimport`, and in the code of a function with an
-# import inside, if the function is pickled by value.
+# opcode STACK_GLOBAL, in the arguments of cloudpickle's `subimport`, and in the code of a function
+# with an import inside, if the function is pickled by value.
 _NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
 # Modules imported by the zygote already, or with a cheap import.
 _LIGHT = frozenset(

@@ -138,8 +138,8 @@ class Allocator:
         """
         if size < SMALLEST or _libc is None:
             return None
-        # Among slabs of the same size, take the slab freed last: the slab may still be in a CPU
-        # cache, and other slabs stay idle.
+        # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache,
+        # and other slabs stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
         if slab is not None:

@@ -1,1 +1,1 @@
-"""The consumer's side of an epoch: its beginning, prefetching, delivery."""
+"""The consumer's side of an epoch: begin, prefetch and deliver."""

@@ -1,4 +1,7 @@
-"""Agreement of the ranks on the number of steps of an epoch; docs/design/0012 has the reasons."""
+"""Agreement of the ranks on the steps of an epoch.
+
+The reasons are in docs/design/0012.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
-# after a failed wait: until the other ranks that have waited have said so
+# After a failed wait: time for other waiting ranks to report in the store.
 ROLL_CALL = timedelta(seconds=1)
-# proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
+# Proposals of a rank: the rank has ended, or all samples of the next batch were lost. A larger
+# proposal is `SKIP` plus a number of steps.
 END, SKIP = (0, 1)
 _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by their ranks
 
@@ -35,18 +39,24 @@ _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by the
 def begin_agreement(
     groups: list[StepGroup], rank: RankInfo, given: ProcessGroup | None, timeout: float | None
 ) -> StepGroup:
-    """The agreement of an epoch that begins: by the group of the epoch before, in `groups`, or by a new one there.
+    """Return the agreement for a new epoch.
 
-    A `given` group of None is that of all ranks. `timeout` is in seconds; None for the group's own.
+    Args:
+        groups: The group of the epoch before, or an empty list. A new group replaces the old group
+            in this list.
+        rank: The rank of this process.
+        given: The process group of the ranks; None for all ranks.
+        timeout: Seconds to wait for other ranks; None for the timeout of the group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise CoordinationError(
-            f"coordinated=True: {rank.source} names {rank.world_size} ranks, but torch.distributed is not "
-            f"initialized: call torch.distributed.init_process_group() before iterating over the loader"
+            f"coordinated=True: {rank.source} names {rank.world_size} ranks, but "
+            "torch.distributed is not initialized: call "
+            "torch.distributed.init_process_group() before iterating over the loader"
         )
     parent: Any = given or torch.distributed.group.WORLD
-    # One whose answer was not waited for is not used again: the other ranks are at another step, or
-    # did the same.
+    # Do not reuse a group with a pending answer: other ranks are at another step, or have left an
+    # answer pending too.
     if not groups or not groups[0].gloo or groups[0].pending or groups[0].parent is not parent:
         close_all(groups)
         groups.append(StepGroup(parent))  # waits for all ranks
@@ -59,30 +69,35 @@ def begin_agreement(
 
 
 def close_all(groups: list[StepGroup]) -> None:
-    """Close a loader's group, if it has one; the next epoch makes another one."""
+    """Close the group of a loader, if any.
+
+    The next epoch makes a new group.
+    """
     while groups:
         groups.pop().close()
 
 
 class StepGroup:
-    """The agreement of all ranks on the steps of an epoch, by a process group of gloo of the loader's own.
+    """The agreement of all ranks on the steps of an epoch.
 
-    A step is a call of `next()` that returns a batch or raises its error. Each rank proposes how
-    many steps it can make without waiting, plus `SKIP`; the least proposal decides for all ranks,
-    which then agree again. The first rank that proposes `END` ends the epoch of all ranks. If a
-    rank lost all samples of a batch, all ranks skip that step, so that their positions stay equal.
-    Collectives are begun on the consumer's thread only.
+    The loader has a separate process group of gloo. A step is a call of `next()` with a batch or an
+    error of a batch. Each rank proposes `SKIP` plus the number of steps it can make without
+    waiting. The least proposal decides for all ranks, and afterwards the ranks agree again. The
+    first proposal of `END` ends the epoch on all ranks. If a rank has lost all samples of a batch,
+    all ranks skip the step, so the positions of the ranks stay equal. Collectives begin on the
+    consumer's thread only.
 
-    The group is not in torch's list, where a name depends on how many groups each process has made.
+    The group is not in torch's list of groups: a name there depends on the number of groups made by
+    each process.
 
     Attributes:
-        parent: the group of these ranks.
-        gloo: it, while it is open, and no collective has failed.
-        epoch: the number of epochs begun with it.
-        before: steps that this rank has made in earlier ones.
-        made: steps of this epoch, `granted` ones among them.
-        granted: steps that all ranks make before they agree again.
-        timeout: seconds to wait for the other ranks; None for 30 minutes.
+        parent: The process group of the ranks.
+        gloo: A list with the loader's process group. Empty after `close` or a failed collective.
+        epoch: Number of epochs begun with this group.
+        before: Number of steps of this rank in earlier epochs of this group.
+        made: Number of steps in this epoch, including granted steps.
+        granted: Number of steps for all ranks before the next agreement.
+        timeout: Seconds to wait for other ranks; None for 30 minutes.
     """
 
     def __init__(self, parent: ProcessGroup) -> None:
@@ -115,7 +130,7 @@ class StepGroup:
 
     @property
     def pending(self) -> bool:
-        """Whether a collective was begun whose result was not taken."""
+        """Whether the result of a collective has not been taken yet."""
         return self._work is not None
 
     @property
@@ -124,7 +139,10 @@ class StepGroup:
         return [self.epoch, -self.epoch, steps, -steps]
 
     def propose(self, proposal: int) -> None:
-        """Propose `END`, `SKIP`, or `SKIP` and a number of steps: begin to find the least value of all ranks."""
+        """Begin the search for the least proposal of all ranks.
+
+        Propose `END`, `SKIP`, or `SKIP` plus a number of steps.
+        """
         options: Any = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MIN
         if self.timeout is not None:
@@ -134,12 +152,14 @@ class StepGroup:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
             raise LoaderClosedError from None
-        self._work.get_future().add_done_callback(
-            lambda _: self._waker.wake()
-        )  # on a thread of gloo's
+        # The callback runs on a thread of gloo.
+        self._work.get_future().add_done_callback(lambda _: self._waker.wake())
 
     def settle(self) -> int | None:
-        """Take the answer, the least proposal, and set `granted`; None while there is no answer."""
+        """Take the answer (the least proposal), and set `granted`.
+
+        Return None while there is no answer.
+        """
         future = self._work.get_future()
         if not future.done():
             return None
@@ -152,16 +172,20 @@ class StepGroup:
         if least != self._position:
             self.close()
             raise CoordinationError(
-                f"coordinated=True: the ranks are not at the same step: this one is in iteration {self.epoch} of its "
-                f"loader after {self.before + self.made} steps in all, others are in iterations {least[0]} to "
-                f"{-least[1]}, after {least[2]} to {-least[3]} steps. Let all ranks leave an epoch at the same step."
+                "coordinated=True: the ranks are not at the same step: this one is in iteration "
+                f"{self.epoch} of its loader after {self.before + self.made} steps in all, others "
+                f"are in iterations {least[0]} to {-least[1]}, after {least[2]} to {-least[3]} "
+                "steps. Let all ranks leave an epoch at the same step."
             )
         self.granted = max(0, settled - SKIP)
         self.made += self.granted
         return int(settled)
 
     def waits(self) -> Iterator[tuple[Readable, None]]:
-        """As `Session.waits`, until there is an answer, or another thread has closed the group."""
+        """Yield objects to wait for, like `Session.waits`.
+
+        The wait ends with the answer, or when another thread has closed the group.
+        """
         with self._guard as entered:
             if entered:
                 self._waker.drain()
@@ -169,13 +193,19 @@ class StepGroup:
                     yield self._waker.source, None
 
     def leave(self, error: BaseException) -> None:
-        """Close the group, and give the other ranks the error that ended this rank's epoch."""
+        """Close the group after an error.
+
+        The other ranks receive the error.
+        """
         with suppress(RuntimeError):  # the store's process has ended
             self._store.set("failed", f"{self._rank} {shorten(f'{type(error).__name__}: {error}')}")
         self.close()
 
     def _explained(self, error: Exception) -> Exception:
-        """The error for the consumer in place of one of gloo's; the group is closed then."""
+        """Return the consumer's error for an error of gloo.
+
+        The group is closed.
+        """
         self.close()
         key, absent = f"waited/{self.epoch}/{self.made}", cast(tuple[int, ...], ())
         try:
@@ -194,35 +224,40 @@ class StepGroup:
             waiting_for = f"coordinated=True: step {self.made}, {_named(absent)} do not answer"
             return LoaderTimeoutError(seconds=self.timeout, waiting_for=waiting_for)
         message = (
-            f"coordinated=True: {_named(absent)} did not answer at step {self.made}. Have all ranks iterate over the "
-            f"loader to the same step, or to the end of the epoch ({shorten(str(error))})"
+            f"coordinated=True: {_named(absent)} did not answer at step {self.made}. Have all "
+            "ranks iterate over the loader to the same step, or to the end of the epoch "
+            f"({shorten(str(error))})"
         )
         return CoordinationError(message, ranks=absent or None)
 
     def _absent(self, key: str) -> tuple[int, ...]:
-        """The ranks that have not set a key of theirs, after a moment for those that are late."""
+        """Return the ranks without a key in the store.
+
+        Late ranks have a short time to set the key.
+        """
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         with suppress(RuntimeError):  # timed out
             self._store.wait(keys, ROLL_CALL)
         return tuple(rank for rank, each in enumerate(keys) if not self._store.check([each]))
 
     def close(self) -> None:
-        """Close the connections to the other ranks; thread-safe, idempotent.
+        """Close the connections to the other ranks.
 
-        The destructor of gloo's group waits for a collective that is under way, which may be for
-        other ranks for long.
+        Thread-safe. Further calls do nothing. The destructor of gloo's group waits for a running
+        collective, and other ranks may hold it up for long. In this case another thread runs the
+        destructor.
         """
         with suppress(IndexError):
             held = [self.gloo.pop()]
             if self._pid != os.getpid():
-                # never destroyed: its threads do not exist here
+                # Never destroy the group in a fork: the threads of the group do not exist here.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
             elif self.pending:
                 try:
                     threading.Thread(
                         target=held.clear, name="headrace-release-group", daemon=True
                     ).start()
-                except RuntimeError:  # the interpreter is being shut down, and starts no threads
+                except RuntimeError:  # the interpreter shuts down, and starts no threads
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
         self._guard.close()
 

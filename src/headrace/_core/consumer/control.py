@@ -1,9 +1,9 @@
-"""The control of a loader: it begins the epochs, and has their number, their position, and the engine.
+"""The control of a loader: epochs, position and engine.
 
-`DataLoader` and the integrations of trainers use a loader by it. Its public methods are this
-interface: the position (`states`, `restore`, `pending`, `last_point`), the next epoch
-(`next_epoch`, `set_epoch`, `skip`, `skip_rest`), what is left of it (`batches_left`), and its start
-(`ranked`, `begin`).
+The control begins the epochs. `DataLoader` and the integrations of trainers use a loader through
+the public methods of the control: the position (`states`, `restore`, `pending`, `last_point`), the
+next epoch (`next_epoch`, `set_epoch`, `skip`, `skip_rest`), the rest of the epoch (`batches_left`),
+and the start of the epoch (`ranked`, `begin`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _log = logging.getLogger("headrace")
 
 
 def copied(loader: Any) -> Any:
-    """A copy of a loader, with samplers of its own."""
+    """Return a copy of a loader, with separate samplers."""
     clone = copy.copy(loader)
     batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
     if getattr(batches, "sampler", None) is not None:
@@ -84,27 +84,28 @@ def copied(loader: Any) -> Any:
 
 
 trainers: list[Any] = []
-"""The trainers that run in this process, and cannot call the loader themselves.
+"""Trainers in this process which cannot call the loader.
 
-Their `begins(loader)` sets the position of a loader whose iteration begins; it returns whether that has to be empty.
-"""
+`begins(loader)` of a trainer runs at the beginning of an iteration. `begins` sets the position of
+the loader, and returns True if the iteration must be empty."""
 
 
 class LoaderControl:
-    """The epochs of one loader, and its engine. A copy, as a copy of the loader has, has begun no iteration.
+    """The epochs of a loader, and the engine.
 
-    Reads the attributes of torch's loader at each epoch, since they may be set between epochs.
+    The attributes of torch's loader are read at each epoch, because a program may set the
+    attributes between epochs. A copy of a control (in a copy of the loader) has begun no iteration.
 
     Attributes:
-        spec: the loader's dataset and options.
-        counters: the loader's counts.
-        search: of the number of workers, with ``num_workers="auto"``. A copy begins the search
-            anew.
-        placements: the engines, which this owns.
-        resumed: states that the next `iter()` continues, one of all ranks or one of each; empty if
-            it begins an epoch.
-        past: what is known of the steps before the epoch begun last, and what is left out of it.
-        progress: of the epoch begun last; None before the first.
+        spec: Dataset and options of the loader.
+        counters: Counts of the loader.
+        search: The search for the number of workers, with ``num_workers="auto"``. A copy begins a
+            new search.
+        placements: The engines, owned by the control.
+        resumed: States to continue at the next `iter()`: a single state of all ranks, or a state of
+            each rank. Empty if the next `iter()` begins an epoch.
+        past: Facts about steps before the last begun epoch, and the exclusions of this epoch.
+        progress: Progress of the last begun epoch; None before the first epoch.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -114,27 +115,27 @@ class LoaderControl:
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
         self.past = Past()
-        # whether the number of the epoch begun last was set by `set_epoch`
+        # Whether `set_epoch` set the number of the last begun epoch.
         self.epoch_was_set = False
-        # of each epoch begun, `EpochOrder.sampler_epoch`
+        # For each begun epoch: `EpochOrder.sampler_epoch`.
         self.sampler_epochs: dict[int, int | None] = {}
         self._seeds = EpochSeeds(spec)
-        self._checked: set[str] = set()  # of the warnings that are given once
+        self._checked: set[str] = set()  # warnings already given
         self._reset(workers=0)
 
     def _reset(self, workers: int) -> None:
         engines = self.spec.engines
         self.search = WorkerSearch(engines, max(engines, workers))  # engines divide the workers
-        self._ahead = LookAheadSize(0, 0)  # before the first epoch
+        self._ahead = LookAheadSize(0, 0)  # empty before the first epoch
         self.placements = PlacementSelector(self.spec.placement, engines)
-        # At exit, the placements' own hook closes everything, in order.
+        # At exit, the exit hook of the placements closes everything in order.
         weakref.finalize(self, self.placements.drop).atexit = False
-        # and their numbers
+        # Open iterations, with the numbers of the epochs.
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
         self._closings = 0  # number of calls of `close_epochs`
-        self._agreements: list[StepGroup] = []  # one at most
+        self._agreements: list[StepGroup] = []  # empty, or a single group
         weakref.finalize(self, close_all, self._agreements)
-        # whether the next epoch's number was set since the last session was opened
+        # Whether `set_epoch` was called since the last session was opened.
         self._epoch_set = False
 
     def __getstate__(self) -> dict[str, object]:
@@ -148,7 +149,7 @@ class LoaderControl:
         self._reset(self.search.number)
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
-        """A copy with another `spec` of the same dataset."""
+        """Return a copy with another `spec` for the same dataset."""
         clone = copy.copy(self)
         clone.spec = spec
         clone._reset(self.search.number)
@@ -158,42 +159,66 @@ class LoaderControl:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the epoch that the next `iter()` begins, or continues."""
+        """The number of the next epoch.
+
+        The next `iter()` begins or continues this epoch.
+        """
         return self.resumed[0].epoch if self.resumed else self._next_epoch
 
     @property
     def pending(self) -> LoaderState | None:
-        """A state that the next `iter()` continues from; None if it begins an epoch."""
+        """The state to continue at the next `iter()`.
+
+        None if the next `iter()` begins an epoch.
+        """
         return self.resumed[0] if self.resumed else None
 
     @property
     def last_point(self) -> object:
-        """The position after the last batch of the iteration begun last: another object after each."""
+        """The position after the last batch of the last iteration.
+
+        The object is new after each batch.
+        """
         return None if self.progress is None else self.progress.last_point
 
     def states(self, loader: TorchLoader, lag: int) -> tuple[LoaderState, ...]:
-        """The states of the iteration begun last, `lag` batches before the last, or before the next one.
+        """Return the states of the last iteration, or before the next epoch.
 
-        One of all ranks, or this rank's; or those of each, where these were restored.
+        Args:
+            loader: The loader.
+            lag: Number of batches to go back from the last batch.
+
+        Returns:
+            A single state, of all ranks or of this rank. Or the states of each rank, if restored.
         """
         if self.resumed:
             return self.resumed
         return (self._state_of(self.progress, loader, lag),)
 
     def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
-        """Continue from a state of all ranks, or this rank's among those of each, at the next `iter()`."""
+        """Continue from states at the next `iter()`.
+
+        Args:
+            loader: The loader.
+            states: A single state of all ranks, or the states of each rank. In the second case,
+                this rank continues from the state of this rank.
+        """
         now = self.fingerprint(loader, self.order(loader))
         for state in states:
             check_fit(state, now)
         self.continue_from(loader, states)
 
     def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
-        """Continue from states that fit, at the next `iter()`."""
+        """Continue from checked states at the next `iter()`."""
         self.resumed = states
         self.order(loader).leave_out(states[0].excluded)
 
     def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
-        """Set the next epoch's number, also of samplers and of the dataset; not while a restored epoch is pending."""
+        """Set the number of the next epoch.
+
+        Samplers and the dataset get the number too. While a restored epoch is pending, no number is
+        set.
+        """
         self._epoch_set = True
         if self.resumed:
             return
@@ -203,7 +228,10 @@ class LoaderControl:
         self.placements.set_epoch(self.spec.source, epoch)
 
     def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
-        """Let the next `iter()` begin an epoch, with another number for samplers without ``wants_epoch``."""
+        """Let the next `iter()` begin an epoch.
+
+        Samplers without ``wants_epoch`` get the number `sampler_epoch`.
+        """
         self.resumed, self._next_epoch = (), epoch
         if self.epoch_was_set:
             self.set_epoch(loader, epoch)
@@ -213,30 +241,37 @@ class LoaderControl:
     def skip(
         self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None
     ) -> None:
-        """Let the next `iter()`, of a map-style dataset, begin after as many batches on each rank.
+        """Let the next `iter()` begin after some batches.
 
-        They count from the beginning of the epoch, or of a run of other ranks.
+        For map-style datasets. Each rank skips `batches` batches, from the beginning of the epoch
+        or of the run `since`.
         """
         order = self.order(loader)
-        # a batch sampler draws batches
+        # A batch sampler draws batches, and not samples.
         samples = 0 if order.sampler is None else batches * (order.batch_size or 1)
         cursor = samples * order.sampler.num_replicas if order.shared else samples
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
-        # The batches before are drawn again, also by a sampler with a state.
+        # Earlier batches are drawn again, even from a sampler with a state.
         fresh = self._next_state(loader)._replace(
             sampler=None, streams={}, ranks=order.rank_of(rank).world_size
         )
         self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
 
     def skip_rest(self) -> None:
-        """Let the next `iter()` begin the epoch after the one that was to be continued."""
+        """Skip the rest of the restored epoch.
+
+        The next `iter()` begins the epoch after the restored epoch.
+        """
         if self.resumed:
             self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
             self.resumed, self.progress = (), None
 
     def is_of_rank(self, loader: TorchLoader) -> bool:
-        """Whether each rank has a state of its own; the same on all ranks."""
+        """Whether each rank has a separate state.
+
+        The result is the same on all ranks.
+        """
         if self.spec.kind.is_iterable:
             return not getattr(self.spec.source, "divides_samples", False)
         order = self.order(loader)
@@ -248,7 +283,10 @@ class LoaderControl:
         return not (loader.in_order and of_all_ranks)
 
     def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
-        """The number of batches of the restored epoch that are left on this rank; see `restore.batches_left`."""
+        """Return the number of batches left on this rank.
+
+        The batches belong to the restored epoch. See `restore.batches_left`.
+        """
         order = self.order(loader)
         return batches_left(order, of_rank(self.resumed, order.rank_of(rank)))
 
@@ -258,7 +296,10 @@ class LoaderControl:
     def _state_of(
         self, progress: EpochProgress | None, loader: TorchLoader, lag: int
     ) -> LoaderState:
-        """The state of an iteration (None before the first), after its last call of `next()` or `lag` calls before."""
+        """Return the state of an iteration, `lag` calls of `next()` ago.
+
+        `progress` is None before the first iteration.
+        """
         if progress is not None and not (progress.over and lag == 0):
             return progress.state(lag)
         if lag:
@@ -268,7 +309,7 @@ class LoaderControl:
         return self._next_state(loader)
 
     def _next_state(self, loader: TorchLoader) -> LoaderState:
-        """The state before the next epoch."""
+        """Return the state before the next epoch."""
         order = self.order(loader)
         sampler = order.sampler_state()
         generator = encoded(order.generator)
@@ -276,7 +317,10 @@ class LoaderControl:
         return fresh._replace(generator=generator, sampler=sampler, kept_seed=self._seeds.kept)
 
     def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int) -> LoaderState:
-        """The state before an epoch, with what remains of the epoch before."""
+        """Return the state before an epoch.
+
+        The state includes remains of the epoch before.
+        """
         fingerprint = self.fingerprint(loader, order)
         fresh = LoaderState(
             epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict()
@@ -284,10 +328,10 @@ class LoaderControl:
         return fresh if self.progress is None or self.resumed else self.progress.next_state(fresh)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
-        """The properties of the loader that a state has to fit."""
+        """Return the properties of the loader to compare with a state."""
         kind = self.spec.kind
-        # Each worker's copy of the dataset has a state of its own, for which there must be a
-        # worker.
+        # The copy of the dataset in each worker has a separate state. A restored state needs the
+        # same number of workers.
         copies = kind is DatasetKind.ITERABLE or (
             kind is DatasetKind.MAP and is_stateful(self.spec.source)
         )
@@ -300,9 +344,9 @@ class LoaderControl:
 
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
-        """The rank of this process, or the one that a stream was given in place of it.
+        """The rank of this process, or the rank given to a stream.
 
-        With `data_parallel` it is also the result of `get_rank_info` inside the block.
+        With `data_parallel`, `get_rank_info` returns the same rank inside the block.
         """
         data_parallel = self.spec.options["data_parallel"]
         of_stream = self.spec.kind.is_iterable and data_parallel is None
@@ -318,10 +362,17 @@ class LoaderControl:
     def begin(
         self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False
     ) -> E:
-        """Begin the next epoch, or continue the restored one: an iterator of the class `kind`.
+        """Begin the next epoch, or continue the restored epoch.
 
-        Engine and workers are given the `rank`, from `ranked`, and do not determine it again. With
-        `late_epoch` a trainer's number of the epoch may reach samplers later than this.
+        Args:
+            kind: The class of the iterator.
+            loader: The loader.
+            rank: The rank from `ranked`. Engine and workers use this rank, and determine no other
+                rank.
+            late_epoch: Whether a trainer may set the epoch of samplers later than this call.
+
+        Returns:
+            The iterator.
         """
         agreement, closings = None, self._closings
         if self.spec.options["coordinated"] and rank.world_size > 1:
@@ -330,11 +381,11 @@ class LoaderControl:
             progress = self.next_progress(loader, rank, late_epoch=late_epoch)
             epoch = self.open(kind, loader, progress, agreement)
         except Exception as error:
-            if agreement is not None:  # the other ranks would wait for it
+            if agreement is not None:  # otherwise the other ranks would wait
                 agreement.leave(error)
             if closings == self._closings:
                 raise
-        # by another thread, which has not seen what was opened since
+        # Another thread has closed the epochs meanwhile, but not the new epoch.
         if closings != self._closings:
             self.close_epochs()
             self.close_engine()
@@ -344,15 +395,18 @@ class LoaderControl:
     def next_progress(
         self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
     ) -> EpochProgress:
-        """The next epoch, or the rest of the restored epoch, of which nothing is planned yet."""
+        """Return the progress of the next epoch, or of the restored epoch.
+
+        The progress has no plans yet.
+        """
         kind, seed = self.spec.kind, self.spec.options["seed"]
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
         epoch = self._next_epoch if resumed is None else resumed.epoch
         check_reading(self.spec, loader, rank, self._checked)
-        # A sampler whose epoch the program sets, or never does, keeps it; within an epoch it is in
-        # the state.
+        # Between epochs, samplers without `wants_epoch` keep the number: only the program sets the
+        # number. Within a restored epoch, the state has the number.
         between = resumed is None or resumed.is_between_epochs
         keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
         saved = None if resumed is None or between else resumed.sampler_epoch
@@ -365,7 +419,7 @@ class LoaderControl:
             check_batches(resumed, loader)
         order.leave_out(self.past.excluded)
         continued = order.resumed
-        kept_seed = self._seeds.kept  # before the epoch draws one
+        kept_seed = self._seeds.kept  # before the epoch draws a new seed
         draws, base_seed = self._seeds.draw(loader, order, resumed)
         drawn_seed = base_seed if seed is None else None
         if continued is None:
@@ -431,13 +485,13 @@ class LoaderControl:
                 session, Copier(streams_of(self.spec.device)), ahead, opened
             )
             finalize = stage.claim
-        # set by torch's `__len__`, of streams only
+        # Set by `__len__` of torch's loader, only for streams.
         asked: object = loader._IterableDataset_len_called
         if asked is not None:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
         self.resumed, self._next_epoch, self.progress = (), begun.epoch + 1, progress
-        # What one epoch has found is where the next one begins, within the limits of now.
+        # The look-ahead found in the last epoch is kept, within the present limits.
         self._ahead.resize(*self.spec.look_ahead(loader))
         epoch = iterator(
             loader,
@@ -456,27 +510,26 @@ class LoaderControl:
 
     @property
     def open_epochs(self) -> list[tuple[Epoch, int]]:
-        """The iterations of this loader that were begun and are still there, with the numbers of their epochs."""
-        epochs = [
-            reference() for reference in self._open_epochs.keyrefs()
-        ]  # another thread may begin one meanwhile
+        """The open iterations of this loader, with the numbers of the epochs."""
+        # Another thread may begin an iteration meanwhile.
+        epochs = [reference() for reference in self._open_epochs.keyrefs()]
         return [(epoch, self._open_epochs[epoch]) for epoch in epochs if epoch is not None]
 
     def close_epochs(self) -> None:
-        """Close the open epochs; does not wait."""
+        """Close the open epochs, without waiting."""
         self._closings += 1
         for epoch, _ in self.open_epochs:
             epoch.close()
 
     def close_engine(self) -> None:
-        """End the engine and its workers; blocks until they have ended."""
+        """End the engine and the workers, and wait for the end."""
         close_all(self._agreements)
         self.placements.close()
 
     # The engine.
 
     def start_early(self, loader: TorchLoader) -> None:
-        """Start the process that forks the engine and its workers, if there will be any."""
+        """Start the zygote early, if engine or workers will be forks."""
         placement = self.spec.placement
         if (
             not self.spec.kind.is_async
@@ -488,7 +541,7 @@ class LoaderControl:
             start_early()
 
     def setup(self, loader: TorchLoader) -> Setup:
-        """The arguments that decide on the loader's speed."""
+        """Return the arguments that decide on the loader's speed."""
         from headrace.telemetry.diagnosis import Setup
 
         options = self.spec.options
@@ -507,17 +560,23 @@ class LoaderControl:
         )
 
     def _cores(self, loader: TorchLoader) -> int:
-        """CPUs that the loader may use; of a search those of this rank, among the ranks of the host."""
+        """Return the number of CPUs for the loader.
+
+        For a search of the number of workers, the ranks of a host share the CPUs.
+        """
         placement = self.spec.placement
         if isinstance(placement, RayPlacement):
             return max(1, int(self.spec.engines * placement.cpus_per_engine))
         return max(1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1)))
 
     def _open_session(self, loader: TorchLoader, progress: EpochProgress) -> Session:
-        """Open a session on the engine that runs, or on a new one; in the caller's thread where torch reads there."""
+        """Open a session on the running engine, or on a new engine.
+
+        Without workers, a torch dataset is read in the caller's thread, as in torch.
+        """
         spec, options, automatic = self.spec, self.spec.options, is_automatic(loader)
         rank, start, base_seed = progress.rank, progress.session_start, progress.base_seed
-        # A torch dataset without `wants_epoch` gets the epoch by `loader.set_epoch` alone, as in
+        # A torch dataset without `wants_epoch` gets the epoch only from `loader.set_epoch`, as in
         # torch.
         set_epoch = spec.kind.is_async or self.epoch_was_set
         only_wanted = not (spec.kind.is_async or (set_epoch and start.batch))
@@ -538,15 +597,15 @@ class LoaderControl:
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
         resumed = bool(self.resumed)
         if options["seed"] is not None and not spec.kind.is_async:
-            # For workers that seed themselves by torch's rule: they draw differently in each epoch
-            # and rank.
+            # Workers seed random generators by torch's rule. With this seed, workers draw
+            # different numbers in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
         elif (
             not spec.kind.is_async
             and resumed
             and (start.batch or (loader.persistent_workers and start.epoch))
         ):
-            # Workers that begin anew must not draw again what those before them drew.
+            # New workers must not repeat the draws of earlier workers.
             base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
         config = EngineConfig(
             dataset=spec.source,
@@ -567,10 +626,11 @@ class LoaderControl:
             self.counters.placement = "inline"
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
-        # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end
+        # As in torch, workers that do not persist have a copy of the dataset as of now, and end
         # with the epoch.
         with explained("start the loader"):
-            # whose dataset and generators are others
+            # After a restore, running workers have another state of the dataset and of random
+            # generators.
             anew = resumed and spec.reads_in_persistent_workers(loader)
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew
@@ -581,7 +641,10 @@ class LoaderControl:
         return session
 
     def _tune(self, loader: TorchLoader, session: Session | DeviceStage) -> float:
-        """Change the number of workers, if the last batches say so; returns when to look again."""
+        """Change the number of workers, if the last batches call for a change.
+
+        Return the time of the next look.
+        """
         if not is_automatic(loader):
             return math.inf
         records = self.counters.records(RECORDS)

@@ -1,4 +1,7 @@
-"""Delivery of batches on the consumer's thread: failures raised or skipped, unpickling, pinning, torch's warnings."""
+"""Delivery of batches on the consumer's thread.
+
+Failures are raised or skipped, batches are unpickled and pinned, and torch's warnings are given.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, ShardError, WorkerDiedError
 from headrace.telemetry.counters import Counters
 
-# Batches in a row that may be skipped because they killed their workers; after more it is not the
-# samples.
+# Maximum number of batches in a row to skip after the death of the batch's worker. After more
+# deaths, the cause is not the samples.
 DEATHS_IN_A_ROW = 3
-# batches, those of one row group as one; a stream is given up after as many failures
+# Maximum number of lost batches in a row. Batches of a row group count once. A stream is given up
+# after the same number of failures.
 LOST_IN_A_ROW = 100
 
 
 class FailureHandler:
-    """Decides for each batch of an epoch whether the batch is delivered, skipped or raised.
+    """Decides whether to deliver, skip or raise each batch.
 
     Attributes:
-        skips: whether the policy can skip samples; only then each batch has to be passed to
-            `delivers`.
-        lost: whether the last batch that was passed to `delivers` lost all its samples.
-        counts: of the epoch, as in its state: `LoaderState.skipped` and `LoaderState.lost`.
+        skips: Whether the policy can skip samples. Only then each batch has to pass `judge`.
+        lost: Whether the last batch in `judge` lost all samples.
+        counts: The counts of the epoch for a state: `LoaderState.skipped` and `LoaderState.lost`.
     """
 
     def __init__(
@@ -47,9 +50,9 @@ class FailureHandler:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
         self._counters = counters
         self._stream = arguments.kind.is_iterable
-        # whether errors from workers are put in torch's words
+        # Whether errors from workers are put in torch's words.
         self._as_torch = not arguments.kind.is_async
-        # whether ranks would make unequal steps
+        # Whether ranks would make different numbers of steps.
         self._uncoordinated = progress.rank.world_size > 1 and not coordinated
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
@@ -58,13 +61,16 @@ class FailureHandler:
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
-        self._lost_place: object = None  # shard and member of the error of the last lost batch
+        self._lost_place: object = None  # shard and member in the error of the last lost batch
 
     def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
-        """Count a batch: whether it is delivered to the consumer, and the error to raise in its place.
+        """Count a batch, and decide about the batch.
 
-        The error is returned, not raised. A traceback would hold this frame, the frame the batch,
-        and the batch the error: the iterator would live until Python's garbage collector runs.
+        Returns:
+            Whether the consumer gets the batch or an error, and the error to raise, if any.
+
+        The error is returned and not raised. A traceback would make a cycle of this frame, the
+        batch and the error, and the iterator would live until the next garbage collection.
         """
         self.lost = False
         try:
@@ -76,21 +82,24 @@ class FailureHandler:
             if not host.failures:
                 self._epoch.add(host)
             return True, None
-        except Exception as error:  # of a function of `on_error`, or of its limits
+        except Exception as error:  # from a function in `on_error`, or from the limits
             return True, error
         finally:
             if self.skips:
                 self._count()
 
     def skip_step(self, number: int) -> None:
-        """Record that no rank delivers the batch of this number."""
+        """Record that no rank delivers the batch with this number."""
         lost = self._epoch_number, number
         if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
             self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:
-        """Check the counts at the end of the epoch; if it is not `whole`, another rank has ended it."""
+        """Check the counts at the end of the epoch.
+
+        If the epoch is not `whole`, another rank has ended the epoch.
+        """
         if not self.skips:
             return
         if whole and self._epoch.examples and not self._epoch.delivered:
@@ -102,7 +111,10 @@ class FailureHandler:
         self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
 
     def _handle(self, host: HostBatch) -> Failure | None:
-        """Count the failures of a batch, and warn of skipped samples; the failure that is to be raised, if any."""
+        """Count the failures of a batch, and warn of skipped samples.
+
+        Return the failure to raise, if any.
+        """
         died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
         raised = next((failure for failure in host.failures if self._raises(failure)), None)
@@ -114,7 +126,8 @@ class FailureHandler:
         self._check(ended=False)
         if raised is not None:
             return raised
-        # A batch of a stream continues after unreadable samples: without others it is the end.
+        # A batch of a stream is filled further after unreadable samples. A batch without samples is
+        # therefore the end of the stream.
         at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)
         lost = host.empty and not at_end
         if lost:
@@ -128,8 +141,8 @@ class FailureHandler:
     def _on_lost(self, host: HostBatch) -> None:
         if self._uncoordinated:
             raise self._epoch.error(
-                f"batch {host.plan.number} lost all its samples, so that this rank would make fewer steps than the "
-                f"others: with coordinated=True all ranks skip the step"
+                f"batch {host.plan.number} lost all its samples, so that this rank would make "
+                "fewer steps than the others: with coordinated=True all ranks skip the step"
             )
         error = host.failures[0].error
         place = (error.shard, error.member) if isinstance(error, ShardError) else None
@@ -152,7 +165,7 @@ class FailureHandler:
     def _check(self, *, ended: bool) -> None:
         reason = self._policy.excess(self._epoch, ended=ended)
         if reason is not None:
-            self._epoch.in_a_row = 0  # iteration may go on
+            self._epoch.in_a_row = 0  # the program may go on with the iteration
             raise self._epoch.error(reason)
 
 
@@ -167,14 +180,14 @@ def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
     if lost:
         message += "The epoch has a batch less: loader.stats().lost_batches counts these. "
     message += (
-        "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of other epochs, and the "
-        "last errors are in loader.stats().skipped."
+        "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of "
+        "other epochs, and the last errors are in loader.stats().skipped."
     )
     warn_user(message, RuntimeWarning)
 
 
 def opened(host: HostBatch) -> Any:
-    """The batch's data, on the consumer's thread: its classes are the consumer's."""
+    """Return the data of a batch, unpickled with the consumer's classes."""
     if not isinstance(host.data, PickledPayload):
         return host.data
     try:
@@ -189,26 +202,33 @@ def opened(host: HostBatch) -> Any:
 
 
 Finish = Callable[[Any, int], Any]
-"""The claim's last step: given a batch and its number, returns the batch as the consumer gets it."""
+"""The last step of a delivery: returns the consumer's batch for a batch and a number."""
 
 
 def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Finish:
-    """`finish`, with torch's warning if a stream yields more batches than its `len`, which torch takes for samples.
+    """Return `finish`, with torch's warning about the length of a stream.
 
-    `copies` is whether each worker reads a copy of the stream.
+    The warning is given if a stream yields more batches than `len(dataset)`. As in torch, a number
+    of batches is compared with a length in samples.
+
+    Args:
+        finish: The last step of a delivery, or None.
+        dataset: The stream.
+        copies: Whether each worker reads a copy of the stream.
     """
     announced, given = len(dataset), itertools.count(1)
     several_copies = (
-        "For multiprocessing data-loading, this could be caused by not properly configuring the IterableDataset "
-        "replica at each worker. Please see https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset "
-        "for examples."
+        "For multiprocessing data-loading, this could be caused by not properly configuring the "
+        "IterableDataset replica at each worker. Please see "
+        "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
     )
 
     def finish_and_count(batch: Any, number: int) -> Any:
         if (count := next(given)) > announced:
+            hint = several_copies if copies else ""
             warn_user(
-                f"Length of IterableDataset {dataset} was reported to be {announced}(when accessing len(dataloader)), "
-                f"but {count} samples have been fetched. {several_copies if copies else ''}"
+                f"Length of IterableDataset {dataset} was reported to be {announced}(when "
+                f"accessing len(dataloader)), but {count} samples have been fetched. {hint}"
             )
         return batch if finish is None else finish(batch, number)
 
@@ -216,12 +236,15 @@ def checked_length(finish: Finish | None, dataset: Sized, *, copies: bool) -> Fi
 
 
 def should_pin(pin_memory: bool, device: str) -> bool:
-    """Whether batches will be pinned; warns, in torch's words, where they were to be and will not, and of `device`."""
+    """Whether to pin batches, with torch's warnings.
+
+    A warning is given if batches cannot be pinned, or if `device` is set.
+    """
     if not pin_memory:
         return False
     if device:
         warn_user(
-            f"pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
             f"ignore pin_memory_device='{device}'."
         )
     available = torch.accelerator.is_available()

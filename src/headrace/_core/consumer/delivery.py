@@ -1,4 +1,4 @@
-"""The samples that a run delivered, computed from states of its loader."""
+"""The delivered samples of a run, computed from states."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class EpochDelivery(NamedTuple):
     """How often the samples of an epoch were delivered.
 
     Attributes:
-        epoch: number of the epoch.
-        ended: whether a part of the run reached the end of the epoch.
-        once: number of samples that were delivered once.
-        others: indices of samples that were delivered more than once ("repeated"), "never", or not
-            because of `DataLoader.exclude` ("excluded").
-        dataset: the dataset; `str()` shows a few indices with the keys of the samples.
+        epoch: Number of the epoch.
+        ended: Whether a part of the run reached the end of the epoch.
+        once: Number of samples delivered once.
+        others: Indices of the other samples, by kind: delivered more than once ("repeated"),
+            "never" delivered, or not delivered because of `DataLoader.exclude` ("excluded").
+        dataset: The dataset. `str()` shows a few indices with the keys of the samples.
     """
 
     epoch: int
@@ -47,23 +47,23 @@ class EpochDelivery(NamedTuple):
 
 
 def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> list[EpochDelivery]:
-    """Compute from the states of a run which samples it delivered.
+    """Compute the delivered samples of a run from states.
 
-    Nothing is read. docs/resuming.md says more.
+    Nothing is read. See docs/resuming.md for more.
 
     Args:
-        parts: two states for each part of the run, from a start to the next start: the state that
-            was restored (None for the beginning of epoch 0), and the state that the next part
-            restored, or the last state.
-        loader: a loader with the dataset, order, seed and `drop_last` of the run.
+        parts: Two states for each part of the run. A part goes from a start of the program to the
+            next start. The first state is the restored state (None for the beginning of epoch 0).
+            The second state is the state restored by the next part, or the last state.
+        loader: A loader with the dataset, order, seed and `drop_last` of the run.
 
     Returns:
-        What was delivered in each epoch, from epoch 0 on.
+        The deliveries in each epoch, from epoch 0 on.
 
     Raises:
-        StateError: the order is not computed; or a part has a state of another loader, or of
-            batches out of order, or its states are not in order.
-        ValueError: a part has not two states.
+        StateError: The order is not computed. Or a part has a state of another loader, a state with
+            batches out of order, or two states in the wrong order.
+        ValueError: The number of states in a part is not two.
 
     Example:
         >>> import headrace as hr
@@ -99,7 +99,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         run = Run(*last.run)
         begin = with_exclusions(order, begin, last.excluded)
         position = begin.epoch, begin.cursor
-        later = (begin.epoch + begin.over, 0)  # of an epoch that is over, the next epoch
+        later = (begin.epoch + begin.over, 0)  # after the end of an epoch: the next epoch
         unchanged = (run.epoch, run.cursor) <= max(position, later)
         if not unchanged or (last.epoch, last.cursor) < position:
             problems.append(
@@ -143,12 +143,15 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
 
 
 def _joined(pieces: Iterable[range | IntArray]) -> IntArray:
-    """Some parts of an order as a new array."""
+    """Join pieces of an order in a new array."""
     return np.concatenate([np.empty(0, np.int64), *map(np.asarray, pieces)])
 
 
 def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntArray:
-    """How often a part that ends with `last` has each position of an order after `state`."""
+    """Count the deliveries of each position of an order after `state`.
+
+    The ranks and the batch size are taken from `last`, the last state of a part of the run.
+    """
     batch_size = Run(*last.run).batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
     for rank in range(0 if state.over else last.ranks):

@@ -1,4 +1,7 @@
-"""The look-ahead: plans are drawn from the sampler on the consumer's thread, and sent ahead in groups."""
+"""The look-ahead: plans drawn from the sampler and sent ahead.
+
+Plans are drawn on the consumer's thread, and sent in groups.
+"""
 
 from __future__ import annotations
 
@@ -11,72 +14,72 @@ from headrace._core.batches import BatchPlan, StageTimes
 from headrace._core.failure import Failure, Stage, interrupted
 from headrace._core.look_ahead import QUICK, LookAheadSize
 
-# Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine
-# costs 8 µs where it is a thread and 20 to 90 µs where it is a process
-# (benchmarks/next_latency.py), and only pays if it idles.
+# Number of plans to send singly after a wait: initial number, and maximum.
+# Waking the engine costs 8 µs in a thread, and 20 to 90 µs in a process
+# (benchmarks/next_latency.py), and only pays if the engine idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
-CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
-# bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two
-# wake-ups
+CALM = 64  # minimum number of batches without a stall before the look-ahead is reduced
+# Bytes in the look-ahead of a stream. Up to this size, a stall doubles the look-ahead, because each
+# stall costs two wake-ups.
 SMALL = 1 << 20
-# the same where workers read a torch dataset, each batch in less than `QUICK`
+# The same for workers with a torch dataset, if a batch takes less than `QUICK`.
 SMALL_IN_WORKERS = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
 class Prefetcher:
-    """Draws plans and sends them ahead, so that as many batches are under way or ready as the look-ahead says.
+    """Draws plans from the sampler, and sends them ahead.
 
-    While a third of the look-ahead (and at least two batches) is ready, plans are held back, and
-    then sent as a group. After the first `free` plans, and with `by_size`, the sampler is still
-    asked for one plan at each batch, and for no more than the least look-ahead: the sampler may
-    draw random numbers from a generator that the training loop uses too, and these may not depend
-    on the speed of either.
+    The look-ahead is the number of batches under way or ready. While a third of the look-ahead (and
+    at least two batches) is ready, plans are held back, and later sent as a group.
 
-    After a stall of the consumer each plan is sent at once for a while: twice as long at each
-    stall.
+    The sampler may draw random numbers from a generator of the training loop. The numbers must not
+    depend on the speed of the sampler or of the training loop. Therefore, after the first `free`
+    plans and with `by_size`, a plan is drawn at each batch, even if plans are held back. After the
+    first `free` plans, no more plans are outstanding than the least look-ahead.
 
-    The look-ahead is extended whenever the consumer waited for samples to be fetched, and fetches
-    had nothing to begin: by the batches that they could begin; that of small batches, of a stream
-    or of quick workers, is doubled. It is reduced after twice as many batches as it has, and `CALM`
-    at least, without a wait. With `by_size` only the bytes of batches decide.
+    After a stall of the consumer, each plan is sent at once for a number of batches. The number
+    doubles at each stall.
+
+    The look-ahead is extended after a wait of the consumer for fetches, if fetchers were unused: by
+    the number of batches for the unused fetchers. The look-ahead of small batches, from a stream or
+    from quick workers, is doubled. The look-ahead is reduced after many batches without a wait:
+    twice the look-ahead, and at least `CALM`. With `by_size`, only the bytes of batches decide.
 
     Attributes:
-        planned: plans drawn so far.
-        held: plans that were drawn and not sent.
-        under_way: plans that were sent and whose batches have not arrived, by their numbers, oldest
-            first.
-        exhausted: whether nothing more is to be planned.
-        failure: the sampler's error; raised after the batches before it.
+        planned: Number of plans drawn so far.
+        held: Plans drawn and not sent.
+        under_way: Plans sent, without an arrived batch, by number; oldest first.
+        exhausted: Whether there is nothing more to plan.
+        failure: The error of the sampler, to be raised after all earlier batches.
     """
 
     plans: Iterator[BatchPlan]  # runs the user's sampler
     admit: Callable[[list[BatchPlan]], None]  # sends plans to the engine
-    ahead: LookAheadSize | None  # None to plan one batch at a time
-    # Plans always go in groups of this part of the look-ahead, also after a stall, to join
-    # requests. 0 for no groups.
+    ahead: LookAheadSize | None  # None: plan a single batch at a time
+    # Plans always go in groups, to join requests, even after a stall. The size of a group, as a
+    # share of the look-ahead. 0 for no groups.
     group: float = 0
-    # The group of blocks at a position: plans of a group are sent together, so that a block is read
-    # by one request.
+    # Returns the group of blocks at a position. Plans of a group are sent together, so that a
+    # single request reads a block.
     group_of: Callable[[int], int] | None = None
     free: float = math.inf  # number of plans that may be drawn at any time
-    by_size: bool = False  # whether neither draws nor the look-ahead may depend on speed
-    # Whether workers read a torch dataset: where the look-ahead is extended, plans go in groups
-    # too.
+    by_size: bool = False  # whether draws and the look-ahead must not depend on speed
+    # Whether workers read a torch dataset. With an extended look-ahead, plans then go in groups.
     in_workers: bool = False
     held: list[BatchPlan] = field(default_factory=list)
     planned: int = 0
     under_way: dict[int, BatchPlan] = field(default_factory=dict)
     exhausted: bool = False
     failure: Failure | None = None
-    _due: bool = True  # whether plans are sent now
+    _due: bool = True  # whether to send plans now
     _prompt: int = PROMPT
     _prompt_again: int = PROMPT
-    _stalled: float | None = None  # when the consumer began to wait for the next batch
-    _unstalled: int = 0  # batches since the last stall, or since the look-ahead was last reduced
+    _stalled: float | None = None  # start time of the consumer's wait for the next batch
+    _unstalled: int = 0  # batches since the last stall or the last reduction of the look-ahead
 
     def fill(self) -> None:
-        """Draw plans until the look-ahead is full, and send those that are due."""
+        """Draw plans until the look-ahead is full, and send due plans."""
         try:
             while not self.exhausted and self.outstanding < self._most():
                 self._draw()
@@ -114,7 +117,10 @@ class Prefetcher:
         self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
 
     def _complete(self) -> int:
-        """The number of plans that were held and begin in groups of blocks of which all plans were drawn."""
+        """Return the number of held plans in complete groups.
+
+        A group of blocks is complete when all plans of the group have been drawn.
+        """
         held, group_of = self.held, self.group_of
         if group_of is None or self.exhausted or not self.under_way:
             return len(held)
@@ -122,14 +128,14 @@ class Prefetcher:
         return sum(group_of(plan.positions[0]) != last for plan in held)
 
     def _most(self) -> int:
-        """The most plans that may be outstanding when the next one is drawn."""
+        """Return the maximum number of outstanding plans before another draw."""
         if self.ahead is None:
             return 1
         return self.ahead.batches if self.planned < self.free else self.ahead.least
 
     @property
     def outstanding(self) -> int:
-        """The number of plans whose batches have not arrived."""
+        """The number of plans without an arrived batch."""
         return len(self.under_way) + len(self.held)
 
     @property
@@ -138,9 +144,14 @@ class Prefetcher:
         return next(iter(self.under_way.values()))
 
     def on_batch(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
-        """Count a batch of `nbytes` that arrived; whether the look-ahead is to be filled now, by `fill`, or later.
+        """Count an arrived batch, and return whether to call `fill` now.
 
-        After the `end` of a stream nothing more is planned. `ready` other batches have arrived.
+        Args:
+            number: The number of the batch.
+            end: Whether the stream has ended. Then there is nothing more to plan.
+            times: The times of the batch.
+            ready: The number of other arrived batches.
+            nbytes: The size of the batch in bytes.
         """
         plan = self.under_way.pop(number)
         if end:
@@ -149,7 +160,7 @@ class Prefetcher:
         if ahead is None:
             return False
         small = SMALL_IN_WORKERS if self.in_workers else SMALL
-        # of a stream, or of workers; 0 if unknown
+        # Only for streams and workers, if known; otherwise 0.
         nbytes = 0 if times.load.limit else ahead.batches * nbytes
         if nbytes > small:
             ahead.reduce()
@@ -181,7 +192,11 @@ class Prefetcher:
         return self._due or self.by_size or self.planned >= self.free
 
     def on_stall(self, now: float) -> None:
-        """Send the next plans one by one: the consumer has to wait, since `now` by the clock of `StageTimes`."""
+        """Note a wait of the consumer.
+
+        The next plans are sent singly. `now` is the start of the wait, by the clock of
+        `StageTimes`.
+        """
         if self._stalled is None:
             self._stalled = now
         if not self._prompt:

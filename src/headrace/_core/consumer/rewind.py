@@ -1,4 +1,4 @@
-"""The batch of any step of any epoch, computed again, as it follows from the seed and the position."""
+"""Batches of any step, computed from seed and position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headrace.errors import StateError
 
 
 def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
-    """The batch of a step; the work of `DataLoader.batch_at`."""
+    """Return the batch of a step, for `DataLoader.batch_at`."""
     with _loader_at(loader, epoch, step, rank, world_size) as (clone, progress):
         progress.draws = itertools.islice(progress.draws, 1)
         try:
@@ -38,7 +38,7 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
 def samples_at(
     loader: Any, epoch: int, steps: Iterable[int], rank: int | None, world_size: int | None
 ) -> list[list[Any]]:
-    """The keys of the samples of steps; the work of `DataLoader.samples_at`."""
+    """Return the keys of the samples of steps, for `DataLoader.samples_at`."""
     source = loader._control.spec.source
     found = []
     for step in steps:
@@ -53,7 +53,7 @@ def samples_at(
 
 
 def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]) -> None:
-    """Leave samples out from the next `iter()` on; the work of `DataLoader.exclude`."""
+    """Leave samples out from the next `iter()` on, for `DataLoader.exclude`."""
     control: LoaderControl = loader._control
     order, states = control.order(copied(loader)), control.states(loader, 0)
     if order.is_stream:
@@ -95,7 +95,10 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
 
 
 def with_exclusions(order: Any, state: LoaderState, excluded: Triples) -> LoaderState:
-    """The state at the same position of the whole order, with other exclusions."""
+    """Return a state with other exclusions.
+
+    The position in the whole order stays the same.
+    """
     order.leave_out(state.excluded)
     position = order.computed.whole(state.epoch, state.cursor)
     order.leave_out(excluded)
@@ -114,10 +117,11 @@ def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
         }
         if missing := names - set(found.values()):
             raise KeyError(
-                f"{type(source).__name__} has no sample {min(missing)!r}, of {len(missing)} that are unknown"
+                f"{type(source).__name__} has no sample {min(missing)!r}, "
+                f"of {len(missing)} that are unknown"
             )
         indices += found
-    positions(indices, len(source))  # or an IndexError
+    positions(indices, len(source))  # raises an IndexError for a wrong index
     return indices
 
 
@@ -129,7 +133,7 @@ def _no_step(epoch: int, step: int) -> IndexError:
 def _loader_at(
     loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
 ) -> Iterator[tuple[Any, EpochProgress]]:
-    """A copy of the loader whose epoch begins with a step."""
+    """Yield a copy of the loader, positioned at a step."""
     epoch, step = operator.index(epoch), operator.index(step)
     rank, world_size = (
         None if given is None else operator.index(given) for given in (rank, world_size)
@@ -154,7 +158,8 @@ def _loader_at(
     order = clone._control.order(clone)
     if run.batches and not order.is_by_arithmetic:
         raise StateError(
-            f"the ranks or the batch size changed at batch {run.batches}, and {order.sampler_name} is drawn"
+            f"the ranks or the batch size changed at batch {run.batches}, "
+            f"and {order.sampler_name} is drawn"
         )
     reader = here if place == own else place
     clone._control.past = Past(excluded=present.excluded[: run.exclusions])
@@ -165,13 +170,16 @@ def _loader_at(
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        # the dataset, which the copy has too
+        # The copy has set the epoch of the dataset, which both loaders share. Set the epoch back.
         if control.epoch_was_set and control.progress is not None:
             control.placements.set_epoch(control.spec.source, control.progress.begun.epoch)
 
 
 def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
-    """The state of a user's sampler at the beginning of an epoch; None if the sampler is there, or has no state."""
+    """Return a user's sampler state at the epoch's beginning.
+
+    None if the sampler is at the beginning already, or has no state.
+    """
     progress = control.progress
     if progress is None or progress.over or order.stateful is None or order.samples_at_most:
         return None
@@ -185,7 +193,11 @@ def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
 def _sampler_epoch(
     control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int
 ) -> int:
-    """The number that a sampler with `set_epoch` has, or had, in an epoch; `ValueError` if that is not known."""
+    """Return the epoch number of a sampler with `set_epoch`.
+
+    Raises:
+        ValueError: The number in the epoch is unknown.
+    """
     if order.sampler_epoch is None or order.wants_epoch:
         return epoch
     known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
@@ -194,8 +206,9 @@ def _sampler_epoch(
     if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
         return epoch
     raise ValueError(
-        f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number for epoch {epoch} "
-        f"is not known: call loader.set_epoch(epoch) before each epoch, or use a headrace.ElasticSampler"
+        f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number "
+        f"for epoch {epoch} is not known: call loader.set_epoch(epoch) before each epoch, or use "
+        "a headrace.ElasticSampler"
     )
 
 
@@ -205,29 +218,36 @@ def _check_in_order(loader: Any) -> None:
 
 
 def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
-    """Raise an error where the order or the randomness of a step does not follow from the seed."""
+    """Raise an error if the seed does not decide a step.
+
+    Order and randomness of the step must follow from the seed.
+    """
     control: LoaderControl = loader._control
     if order.is_stream:
         raise TypeError("the samples of a stream are known only when it is read: index the shards")
     if control.spec.options["seed"] is None:
         raise ValueError(
-            "a batch can be computed again only if all its randomness has a seed: give the loader seed="
+            "a batch can be computed again only if all its randomness has a seed: give the loader "
+            "seed="
         )
     _check_in_order(loader)
     if order.is_drawn_anew:
         name = order.sampler_name
         raise ValueError(
-            f"the order of {name} does not follow from the seed: use shuffle=True or an ElasticSampler"
+            f"the order of {name} does not follow from the seed: "
+            "use shuffle=True or an ElasticSampler"
         )
     if epoch and any(is_stateful(part) for part in walk_datasets(control.spec.source)):
         raise ValueError(
-            f"{type(control.spec.source).__name__} has a state of its own, which later epochs begin with"
+            f"{type(control.spec.source).__name__} has a state of its own, "
+            "which later epochs begin with"
         )
     under_way = {number for open, number in control.open_epochs if not open.closed}
     follows = any(has_method(part, "set_epoch") for part in walk_datasets(control.spec.source))
     if follows and under_way - {epoch}:
         raise RuntimeError(
-            f"the dataset is read in epoch {max(under_way)}: look at epoch {epoch} after that iteration"
+            f"the dataset is read in epoch {max(under_way)}: "
+            f"look at epoch {epoch} after that iteration"
         )
 
 
@@ -239,9 +259,12 @@ def _run_of(
     batch_size: int,
     asked: int | None = None,
 ) -> tuple[Run, int]:
-    """The run that a step is of, and the number of the step's batch; from the present on with `ranks`.
+    """Return the run of a step, and the number of the step's batch.
 
-    `StateError` for steps before the run, and where the step is of other ranks than `asked`.
+    A step after the present position belongs to a new run with `ranks` ranks.
+
+    Raises:
+        StateError: The step is before the run, or on other ranks than `asked`.
     """
     number = present.number_of(epoch, step)
     if not present.run or (epoch, number) >= (present.epoch, present.batches):
@@ -249,8 +272,9 @@ def _run_of(
     run = Run(*present.run)
     if (epoch, number) < (run.epoch, run.batches):
         raise StateError(
-            f"step {step} of epoch {epoch} was made before the number of ranks, batch_size= or the exclusions changed, "
-            f"at step {run.batches} of epoch {run.epoch}: load a state from before the change"
+            f"step {step} of epoch {epoch} was made before the number of ranks, batch_size= or the "
+            f"exclusions changed, at step {run.batches} of epoch {run.epoch}: load a state from "
+            "before the change"
         )
     if run.batch_size != batch_size:
         raise StateError(
@@ -264,20 +288,23 @@ def _run_of(
 
 
 def _copy(loader: Any, rank: RankInfo) -> Any:
-    """A copy of the loader, on another rank, that shares nothing with it but the dataset and its functions."""
+    """Return a copy of the loader on another rank.
+
+    The copy shares only the dataset and the functions with the loader.
+    """
     clone = copied(loader)
     spec = clone._control.spec
     options = {**spec.options, "coordinated": False, "data_parallel": None}
-    if spec.kind is DatasetKind.ASYNC_MAP:  # of which a batch is the same wherever it is read
+    # A batch of an async map-style dataset does not depend on the reader.
+    if spec.kind is DatasetKind.ASYNC_MAP:
         options.update(placement="thread", engines=1)
         clone.__dict__["num_workers"] = (
             0 if loader.worker_init_fn is None else min(1, loader.num_workers)
         )
     clone._control = clone._control.with_spec(spec._replace(options=options))
     for part in (clone.sampler, clone.batch_sampler):
-        if isinstance(
-            getattr(part, "_ranks", None), RankChoice
-        ):  # headrace's, from the beginning of an epoch
+        # A sampler of headrace: go to the beginning of an epoch.
+        if isinstance(getattr(part, "_ranks", None), RankChoice):
             vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
         elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (
             rank.rank,
@@ -285,6 +312,7 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
         ):
             made = f"rank {part.rank} of {part.num_replicas}"
             raise ValueError(
-                f"{type(part).__name__} was made for {made}: make one for {rank.rank} of {rank.world_size}"
+                f"{type(part).__name__} was made for {made}: "
+                f"make one for {rank.rank} of {rank.world_size}"
             )
     return clone

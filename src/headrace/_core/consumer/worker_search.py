@@ -1,9 +1,9 @@
 """The search for the number of workers, with ``num_workers="auto"``.
 
-One worker is added or ended at a time. A worker is added where the diagnosis of the last batches
-says that transforms and collation are the limit. The worker stays if at least half of the predicted
-gain is measured. A worker is ended where the others have little to do. The search is pure: the
-records of the batches have the time.
+The search adds or ends a single worker at a time. A worker is added if transforms and collation
+limit the rate, according to the diagnosis of the last batches. The worker stays if the measured
+gain is at least half of the predicted gain. A worker is ended if the other workers have little to
+do. The search is pure: the records of the batches have the time.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ if TYPE_CHECKING:  # imported at the first look: `import headrace` takes a fifte
 
 _log = logging.getLogger("headrace")
 
-LOOK_SECONDS = 0.25  # between two looks, at least: one takes a millisecond or two
-MEASURE_SECONDS = 2.0  # over which a rate is measured, at least
-RECORDS = 1024  # that are looked at, at most
-LEAST_GAIN = 0.5  # of the predicted one
-# of the workers that would be left, up to which the batches in work show that a worker is not
-# needed
+LOOK_SECONDS = 0.25  # minimum interval of looks; a look takes a millisecond or two
+MEASURE_SECONDS = 2.0  # minimum duration of a measurement
+RECORDS = 1024  # maximum number of records in a look
+LEAST_GAIN = 0.5  # minimum gain, as a share of the predicted gain
+# If fewer workers are busy than this share of the remaining workers, a worker is not needed.
 IDLE = 0.5
-START_SECONDS = 10.0  # that a new worker may take until it has made a batch, and is counted on
-PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two looks without a change; doubled each time
-# seconds without a trial after one that failed; doubled each time
+START_SECONDS = 10.0  # maximum time until a new worker counts, if the worker makes no batch
+# Seconds between two looks without a change, doubled after each look.
+PAUSE, LONGEST_PAUSE = 1.0, 30.0
+# Seconds without a trial after a failed trial, doubled after each failed trial.
 HOLD, LONGEST_HOLD = (30.0, 1800.0)
 
 
 class _Trial(NamedTuple):
-    """One more worker than before."""
+    """A trial with an additional worker."""
 
     rate: float  # batches a second before
     predicted: float  # factor of the rate
-    since: float  # when the worker was asked for
+    since: float  # time of the request for the worker
 
 
 class WorkerSearch:
     """Searches the number of workers.
 
     Attributes:
-        number: the present number of workers.
-        least: the least number of workers.
-        next_look: when `look` may change the number again, by the clock of the records.
+        number: The present number of workers.
+        least: The minimum number of workers.
+        next_look: Earliest time of the next change by `look`, by the clock of the records.
     """
 
     def __init__(self, least: int, number: int) -> None:
@@ -55,12 +55,12 @@ class WorkerSearch:
         self.number = number
         self.next_look = 0.0
         self._trial: _Trial | None = None
-        # batches that are planned later count; None until all workers make batches
+        # Only batches planned later count. None until all workers make batches.
         self._since: float | None = None
         self._pause, self._hold = PAUSE, HOLD
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> bool:
-        """Look at the batches of `records`; returns whether `number` has changed."""
+        """Look at the records, and return whether `number` has changed."""
         from headrace.telemetry.diagnosis import BATCHES_AT_LEAST
         from headrace.telemetry.figures import figures_of
 
@@ -75,7 +75,7 @@ class WorkerSearch:
                 self._since = records[-1].planned
             return False
         measured = [record for record in records if record.planned >= self._since]
-        # After a change within the epoch the batches that were planned before come first.
+        # After a change within the epoch, batches planned before the change come first.
         since = self._since if len(measured) in (0, len(records)) else measured[0].returned
         if len(measured) <= BATCHES_AT_LEAST or now - since < MEASURE_SECONDS:
             return False
@@ -85,9 +85,9 @@ class WorkerSearch:
         return self._propose(figures, setup, now)
 
     def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
-        """Whether the new worker has made a batch, or has had the time for one."""
+        """Whether the new worker has made a batch, or had time enough."""
         last = records[-1]
-        # What was fetched before is still made without the worker, however long that takes.
+        # The other workers make all batches fetched before, however long this takes.
         if last.planned >= trial.since and last.returned >= trial.since + START_SECONDS:
             return True
         return any(
@@ -106,7 +106,7 @@ class WorkerSearch:
             self._change(number - 1)
             _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
             return True
-        # each has a core beside the trainer's, and memory
+        # Each worker needs memory, and a core beside the trainer's cores.
         most = setup.cores - round(figures.consumer_cpu)
         if figures.nbytes and setup.memory_budget:
             most = min(most, setup.memory_budget * figures.batches // figures.nbytes)
@@ -125,7 +125,10 @@ class WorkerSearch:
     def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> bool:
         self._trial, number = None, self.number
         gain = figures.batches / figures.seconds / trial.rate
-        measured = f"{gain:.2f} times the rate with {number - 1}, where {trial.predicted:.2f} were predicted"
+        measured = (
+            f"{gain:.2f} times the rate with {number - 1}, where {trial.predicted:.2f} were "
+            "predicted"
+        )
         if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
             _log.info(f"num_workers={number}: transforms and collation were the limit; {measured}")
             self._pause, self._hold = PAUSE, HOLD

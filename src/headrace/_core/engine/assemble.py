@@ -1,4 +1,7 @@
-"""Assemble: transform each sample, collate; plain functions, the same in a thread, in a worker and inline."""
+"""Assembly of a batch: transform each sample, then collate.
+
+Plain functions, the same in a thread, in a worker and inline.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +21,36 @@ from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, default_convert, draws_nothing, is_default, note_culprit
 
-# The exceptions caught from user code on the consumer's thread. KeyboardInterrupt and SystemExit
-# may come from a signal handler there: Ctrl-C, or a SIGTERM that ends the job.
+# The exceptions caught from user code on the consumer's thread. On this thread, KeyboardInterrupt
+# and SystemExit may come from a signal handler: Ctrl-C, or SIGTERM at the end of a job.
 CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
 
 Catch = type[BaseException] | tuple[type[BaseException], ...]
-Moment = tuple[float, float]  # by `time.perf_counter`, and the CPU time of the thread until then
+# Time by `time.perf_counter`, and CPU time of the thread by `time.thread_time`, in seconds.
+Moment = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Assembler:
-    """Makes a `HostBatch` of a `RawBatch`: the CPU work of one batch."""
+    """Makes a `HostBatch` from a `RawBatch`: the CPU work."""
 
-    transforms: tuple[Callable[[Any], Any], ...]  # applied to each sample, one after the other
-    collate: Callable[
-        [Any], Any
-    ]  # makes a batch of a list of samples; where not `batched`, is given the one sample
+    transforms: tuple[Callable[[Any], Any], ...]  # applied in order to each sample
+    # Makes a batch from a list of samples, or from a single sample if not `batched`.
+    collate: Callable[[Any], Any]
     batched: bool  # whether a batch is a list of samples
     tolerance: Tolerance
-    # whether samples are rows of Arrow tables, of which the batch is one table
+    # Whether samples are rows of Arrow tables. A batch is then a single table.
     of_tables: bool = False
-    # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
+    # The exceptions to catch from user code. On the consumer's thread: `CONSUMER_CATCH`.
     catch: Catch = BaseException
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether a transform or a collate function of the user's runs, which may draw random numbers."""
-        # A list of the items of one sample calls the user's iterator.
+        """Whether a user's transform or collate function runs.
+
+        A user's function may draw random numbers.
+        """
+        # If a batch is not a list, list() and tuple() call the iterator of the user's sample.
         lists = self.batched and self.collate in (list, tuple)
         return bool(self.transforms) or not (lists or draws_nothing(self.collate))
 
@@ -52,9 +58,13 @@ class Assembler:
         return TransformGenerators((*self.transforms, self.collate))
 
     def __call__(self, raw: RawBatch, began: Moment | None = None) -> HostBatch:
-        """Assemble a batch whose samples are all there; errors of user code become its failures.
+        """Assemble a batch without missing samples.
 
-        By default the work on it begins now; where reading is part of it, it has `began`.
+        Errors of user code become failures of the batch.
+
+        Args:
+            raw: The batch, with all samples.
+            began: When the work began, if reading is part of the work. Default: now.
         """
         current = CurrentSample(raw.plan.random_key)
         token = current_sample.set(current)
@@ -70,7 +80,8 @@ class Assembler:
         if raw.whole and self.transforms:
             got = type(samples).__name__
             error = TypeError(
-                f"__getitems__ returned a {got}; a transform takes samples, and needs a list of them"
+                f"__getitems__ returned a {got}; a transform takes samples, and needs "
+                "a list of them"
             )
             return HostBatch.failed(plan, error, Stage.TRANSFORM)
         if not raw.whole:
@@ -108,10 +119,11 @@ class Assembler:
         return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
 
     def passed_on(self, raw: RawBatch) -> HostBatch | None:
-        """The batch, if no work is left: a list of samples, the rows of a tensor, or a single sample; else None.
+        """Return the batch if no CPU work is left, else None.
 
-        A single sample is given out as it is, or as a tensor of the same memory. Items of a
-        container are converted one by one, which may take long.
+        No work is left for a list of samples, the rows of a tensor, or a single sample. A single
+        sample is returned unchanged, or as a tensor with the same memory. Containers are left out:
+        converting the items may take long.
         """
         samples = raw.samples
         if self.transforms or raw.whole or not samples:
@@ -129,11 +141,15 @@ class Assembler:
         try:
             return HostBatch(raw.plan, self.collate(samples[0]), 1, end=raw.end)
         except Exception:
-            # of an array that torch has no type for: raised again where errors become failures
+            # torch has no dtype for the array. The assembler raises this error again, as a failure.
             return None
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
-        """The batch there is, if there is no CPU work in it: its samples are `lost`, or the stream has ended."""
+        """Return the batch if no CPU work exists, else None.
+
+        There is no work if samples are lost and losses are not skipped, or if a loss or the end of
+        the stream leaves no sample.
+        """
         if not kept.whole and (
             (lost and not self.tolerance.skips) or (not kept.samples and (lost or kept.end))
         ):

@@ -1,8 +1,12 @@
-"""A search for the best number of fetches in flight, as in congestion control. Pure: time is an argument.
+"""Search for the best number of fetches in flight.
 
-Slow start, then trials up and down, and a decrease by the throttled share. Several engines that
-share a store do not see each other: a trial has to win more than a larger share of a store that is
-used fully. docs/design/0002 has the reasons.
+As in congestion control, the search begins with slow start. Trials of more and of fewer fetches
+follow. After throttling, the limit decreases by the share of throttled requests. The code is pure:
+time is an argument.
+
+Several engines may share a store and do not see each other. If the store is fully used, an engine
+wins a larger share by any increase. A trial therefore has to win more. The reasons are in
+docs/design/0002.
 """
 
 from __future__ import annotations
@@ -11,68 +15,82 @@ import math
 import random
 from collections.abc import Callable
 
-MEASURE_SECONDS = 0.1  # seconds over which a rate is measured, at least
-# completions of a measurement, in limits, at least: within one latency they come in bursts
+MEASURE_SECONDS = 0.1  # minimum duration of a measurement
+# Minimum number of completions in a measurement, as a multiple of the limit. Completions come in
+# bursts within a latency.
 MEASURE_TURNS = 2
-# by which measurements are shorter during slow start, where the effect of a trial is large
+# Divisor of both minimums during slow start, where the effect of a trial is large.
 RAMP_UP_FACTOR = 2
-MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
-# the same with several engines: above 4/3, which half of a store gives to one of two
+# Minimum factor of the rate for a doubling. Below this factor, half the limit is as good.
+MIN_GAIN_DOUBLING = 1.1
+# The same with several engines. Above 4/3: if two engines share a store, a doubling multiplies the
+# engine's rate by 4/3.
 MIN_GAIN_DOUBLING_SHARED = 1.4
-# of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
+# If a doubling gains this factor, latency limits the rate: fewer fetches would lose rate.
 LATENCY_BOUND_GAIN = 1.5
-# of the limit that has to have ended since a doubling to see such a gain at once
+# Share of the limit to complete after a doubling, before `LATENCY_BOUND_GAIN` counts at once.
 CLEAR_SHARE = 0.75
-STEP = 1.5  # by which the limit is changed for a trial after slow start
-# of what a trial could win beyond a larger share of a store that is used fully; below it, noise
+STEP = 1.5  # factor of the limit for a trial after slow start
+# Minimum gain of a trial, as a share of the possible gain beyond a larger share of a fully used
+# store. A smaller gain may be noise.
 MIN_GAIN = 0.1
-# of what a trial of fewer would lose by a smaller share; below it, the share is too large
+# Maximum loss of a trial of fewer fetches, as a share of the loss by a smaller share of a fully
+# used store. If the loss is smaller, the current share is too large.
 MAX_LOSS = 0.75
-# seconds without a trial after a decrease or a failed trial; doubled each time
+# Seconds without a trial after a decrease or a failed trial, doubled after each failed trial.
 HOLD, LONGEST_HOLD = (1.0, 30.0)
-GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
+# Seconds after a decrease: throttling in this time concerns earlier requests.
+GRACE = 0.5
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
-MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
-CLIMB_INTERVAL = 0.5  # seconds between two additions after throttling
-CLIMB_STEP = 0.25  # by which the square root of the limit is multiplied for an addition
-TRIAL_TIMEOUT = 5.0  # seconds after which a trial is given up that a slow consumer prevents
+MOST_PEERS = 8  # maximum number of counted engines; with more engines, a share is lost in noise
+CLIMB_INTERVAL = 0.5  # seconds between two increases after throttling
+CLIMB_STEP = 0.25  # an increase after throttling, as a multiple of the square root of the limit
+TRIAL_TIMEOUT = 5.0  # seconds until a trial is given up, if a slow consumer prevents the trial
 
-# Not the module's functions: transforms seed those, and engines with one seed would make their
-# trials together.
+# A separate generator. Transforms seed the functions of the module `random`, and engines with the
+# same seed would make trials together.
 _dice = random.Random()
 
 
 class AdaptiveLimit:
-    """Finds the number of fetches in flight that a store serves best.
+    """Finds the best number of fetches in flight for a store.
 
-    Times when fewer than `limit` fetches are in flight, because the consumer is slow or memory is
-    short, say nothing about the store and do not count.
+    If the consumer is slow or memory is short, fewer than `limit` fetches are in flight. Such times
+    say nothing about the store and do not count.
     """
 
     def __init__(
         self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random
     ) -> None:
-        self.limit = min(start, most)  # fetches that may be in flight now; at least 1
+        self.limit = min(start, most)  # allowed fetches in flight; at least 1
         self._most = most
-        self._peers = min(peers, MOST_PEERS)  # the engines that read the same store, with this one
-        self._draw = draw  # a random number in [0, 1)
-        self._base: tuple[int, float] | None = None  # limit and rate before the running trial
+        # Number of engines on the same store, including this engine.
+        self._peers = min(peers, MOST_PEERS)
+        self._draw = draw  # returns a random number in [0, 1)
+        # Limit and rate before the running trial.
+        self._base: tuple[int, float] | None = None
         self._doubling = True
         self._throttled = False
         self._up_next = True
         self._hold = HOLD
-        self._next_probe_at = 0.0  # the time before which no other number is tried
+        self._next_probe_at = 0.0  # time of the next possible trial
         self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0
-        # time and completions at the start of the measurement
+        # Time and completions at the start of the measurement.
         self._began: tuple[float, int] | None = None
         self._last_totals = (0, 0)
 
     def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
-        """Record a measurement; call 10 to 100 times a second. Returns the new `limit`.
+        """Record a measurement, and return the new `limit`.
 
-        Counts are totals; `full` says whether `limit` fetches are in flight and more are queued.
+        Call 10 to 100 times a second.
+
+        Args:
+            now: The time in seconds.
+            completed: Total of completed fetches.
+            throttle_events: Total of throttled requests.
+            full: Whether `limit` fetches are in flight and more fetches are queued.
         """
         ended, throttled = completed - self._last_totals[0], throttle_events - self._last_totals[1]
         self._last_totals = (completed, throttle_events)
@@ -103,7 +121,10 @@ class AdaptiveLimit:
         return self.limit
 
     def successor(self) -> AdaptiveLimit:
-        """A new search that starts from this one's result; an unfinished trial of fewer fetches does not count."""
+        """Return a new search that starts from this result.
+
+        An unfinished trial of fewer fetches does not count.
+        """
         start = self.limit if self._base is None else max(self.limit, self._base[0])
         other = AdaptiveLimit(start, self._most, self._peers, self._draw)
         other._doubling, other._throttled, other._up_next = (
@@ -115,7 +136,7 @@ class AdaptiveLimit:
         return other
 
     def _back_off(self, now: float, ended: int, throttled: int) -> None:
-        # In one update a slow store ends few fetches: then the share is of those in flight.
+        # A slow store ends few fetches in an update. Then take the share of the fetches in flight.
         well = max(ended, self.limit - throttled)
         kept = min(LEAST_DECREASE, max(MOST_DECREASE, well / (well + throttled)))
         target = max(1, int(self.limit * kept))
@@ -144,7 +165,7 @@ class AdaptiveLimit:
                     self._next_probe_at = now + LONGEST_HOLD
                 return
         elif rate >= before * (1 - MAX_LOSS * (1 - self._gain_of_share(self.limit / window))):
-            # As good with less memory, or a fairer share.
+            # The rate is as good with less memory, or the share of the store is fairer.
             self._settle_on(self.limit, now, wait=False)
             return
         self._doubling = False
@@ -152,11 +173,12 @@ class AdaptiveLimit:
         self._settle_on(window, now, wait=True)
 
     def _keep_early(self, now: float, before: float) -> None:
-        """Keep a doubling whose gain is clear within one latency, while the fetches from before it end.
+        """Keep a doubling early, if the gain is already clear.
 
-        The added fetches end after a whole latency, or later if they connect first, so the rate
-        since the change is rather too low. By it no doubling is given up. Fetches from before,
-        which may end all at once, are half of them.
+        The gain may be clear within a latency, while fetches from before the doubling end. Half of
+        the fetches are from before the doubling, and may end all at once. Added fetches end after a
+        whole latency, or later if a connection is made first. The rate since the doubling is
+        therefore rather too low, so a doubling is never given up because of this rate.
         """
         ended = self.limit - self._settling
         rate = ended / (now - self._changed)
@@ -164,7 +186,10 @@ class AdaptiveLimit:
             self._evaluate(now, rate)
 
     def _climb(self, now: float, rate: float) -> None:
-        """Add a little: a trial of more fetches in small steps, until the next throttling."""
+        """Add a few fetches, until the next throttling.
+
+        A trial of more fetches in small steps.
+        """
         window, before = self._base or (self.limit, rate)
         if self.limit >= window * STEP:
             if rate < before * self._least_gain(self.limit / window):
@@ -179,7 +204,10 @@ class AdaptiveLimit:
             self._go_to(wanted, now)
 
     def _gain_of_share(self, step: float) -> float:
-        """The factor of the rate at a store that is used fully, where what one engine wins the others lose."""
+        """Return the factor of the rate for a changed share.
+
+        If the store is fully used, a gain of this engine is a loss of other engines.
+        """
         return step * self._peers / (self._peers - 1 + step)
 
     def _least_gain(self, step: float) -> float:
@@ -204,14 +232,13 @@ class AdaptiveLimit:
     def _settle_on(self, window: int, now: float, *, wait: bool) -> None:
         self._base = None
         self._doubling = self._doubling and not wait
-        # A trial of several engines at once does not show what one would win by it.
+        # If several engines make trials at once, no engine can measure the gain of its own trial.
         jitter = 1.0 if self._peers == 1 else 0.5 + self._draw()
         self._next_probe_at = now + (self._hold * jitter if wait else 0.0)
         self._go_to(window, now)
 
     def _go_to(self, window: int, now: float) -> None:
-        # The fetches in flight at the change must end before the rate at the new limit can be
-        # measured.
+        # The fetches in flight at the change must end before a measurement at the new limit.
         self._settling = max(self.limit, window)
         self.limit = window
         self._changed = now

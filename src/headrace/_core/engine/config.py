@@ -1,4 +1,4 @@
-"""The configuration of an engine, which can be sent to another process."""
+"""The configuration of an engine, in this or another process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from headrace.options import LoaderOptions
 
 
 class EngineConfig(NamedTuple):
-    dataset: Any  # where samples are fetched, without what `map` queued
+    dataset: Any  # the dataset to fetch from, without functions queued by `map`
     kind: DatasetKind
     assembler: Assembler
-    num_workers: int  # of all engines; 0 for a helper thread, or for none where `deferred`
-    options: LoaderOptions  # those that are for the engine
+    # Workers of all engines. With 0, a helper thread assembles, or the consumer if `deferred`.
+    num_workers: int
+    options: LoaderOptions  # options for the engine
     deferred: bool  # whether the CPU work is left to the consumer's thread
-    look_ahead: int  # batches that may be planned and not yet taken
+    look_ahead: int  # maximum number of batches planned and not yet taken
     drop_last: bool
     in_order: bool
-    base_seed: int  # what torch datasets' workers are seeded from
+    base_seed: int  # the seed for workers of torch datasets
     worker_init_fn: Callable[[int], Any] | None
-    context: Any  # a `multiprocessing` context the user asked for
-    # of the consumer's process; another needs another engine, whose processes get it at their start
+    context: Any  # the user's `multiprocessing` context, or None
+    # The rank of the consumer's process. Another rank needs another engine, because worker
+    # processes receive the rank at their start.
     rank: RankInfo
-    engine: int = 0  # its number
+    engine: int = 0  # the number of this engine
     engines: int = 1
 
     def part(self, engine: int, engines: int) -> EngineConfig:
-        """The configuration of one of several engines, which divide workers, fetches and memory.
+        """Return the configuration of an engine among several engines.
 
-        Batches are put in order where those of all engines arrive.
+        The engines divide workers, fetches and memory. Each engine delivers batches out of order;
+        the receiver of all engines' batches restores the order.
         """
         if engines == 1:
             return self
@@ -59,11 +62,17 @@ class EngineConfig(NamedTuple):
 
     @property
     def steps_on_consumers_thread(self) -> bool:
-        """Whether functions of a stream are applied there before batching, where this process is the consumer's."""
+        """Whether the consumer's thread applies functions before batching.
+
+        True for a stream without workers, if the engine runs in the consumer's process.
+        """
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
 
     def worker_task(self) -> AssembleTask:
-        """The CPU work of a batch in a worker process; a torch dataset is read there too."""
+        """Return the task of a worker: the CPU work of a batch.
+
+        A worker also reads a torch dataset.
+        """
         parts: dict[str, Any] = {"rank": self.rank, "worker_init_fn": self.worker_init_fn}
         if self.kind.is_async:
             return AssembleTask(assembler=self.assembler, **parts)
@@ -79,7 +88,10 @@ class EngineConfig(NamedTuple):
 
     @property
     def functions_of_epoch(self) -> bool:
-        """Whether an engine is sent the functions with each epoch; otherwise its workers keep the first ones."""
+        """Whether an engine receives the functions with each epoch.
+
+        Otherwise the workers keep the first functions.
+        """
         return self.kind.is_async and not (self.has_processes and self.context is not None)
 
     @property
@@ -91,11 +103,14 @@ class EngineConfig(NamedTuple):
         )
 
     def work(self) -> Any:
-        """The assembly of batches outside this thread: a task for workers, or a function for a thread."""
+        """Return the assembly of batches outside the event loop's thread.
+
+        The assembly is a task for workers, or a function for a thread.
+        """
         task = self.worker_task()
         if self.has_processes:
             return task
-        # a thread does not wait until it is sent
+        # A thread does not wait until a batch is sent, so a user's collate_fn may reuse memory.
         return replace(task, copies=not is_default(self.assembler.collate))
 
     def without_functions(self) -> EngineConfig:
@@ -104,7 +119,10 @@ class EngineConfig(NamedTuple):
         )
 
     def same_engine(self, other: EngineConfig) -> bool:
-        """Whether one engine can run both: they differ in nothing but what belongs to an epoch."""
+        """Whether an engine can run both configurations.
+
+        The configurations may only differ in parts that belong to an epoch.
+        """
         mine, theirs = (
             (config.without_functions() if config.functions_of_epoch else config)._replace(
                 dataset=None, base_seed=0
@@ -115,9 +133,10 @@ class EngineConfig(NamedTuple):
 
 
 _MAKE_LATER = (
-    "Worker processes need a copy of it, and it holds something that cannot leave this process (a lock, a socket, an "
-    "open file): make that inside the function, at its first call, or use num_workers=0. Take primitives of "
-    "multiprocessing from get_context('spawn'), or use multiprocessing_context='fork'."
+    "Worker processes need a copy of it, and it holds something that cannot leave this process "
+    "(a lock, a socket, an open file): make that inside the function, at its first call, or use "
+    "num_workers=0. Take primitives of multiprocessing from get_context('spawn'), or use "
+    "multiprocessing_context='fork'."
 )
 _OPEN_LATER = (
     "The loader's process needs a copy of it: open connections by headrace.per_loop, "
@@ -126,7 +145,10 @@ _OPEN_LATER = (
 
 
 def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
-    """Raise the error that says what in the config cannot be pickled; `error` itself if each part can."""
+    """Raise an error about the unpicklable part of a configuration.
+
+    If each part can be pickled, raise `error`.
+    """
     for what, part in (
         *((f"transform {function!r}", function) for function in config.assembler.transforms),
         (f"collate_fn {config.assembler.collate!r}", config.assembler.collate),

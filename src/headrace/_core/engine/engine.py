@@ -1,4 +1,4 @@
-"""The engine and its sessions: fetch and assemble. One piece of code wherever it is placed."""
+"""The engine and its sessions: fetch and assemble, in every placement."""
 
 from __future__ import annotations
 
@@ -65,17 +65,21 @@ from headrace._core.transport.shared_pickle import SharedPickle
 
 
 class Engine:
-    """Runs sessions on one event loop. Its placement owns it: makes it, opens it on the loop, closes it.
+    """Runs sessions on an event loop.
 
-    Worker processes are started by the constructor, before any loop or thread of the engine exists.
-    `first_task` is their first task, already pickled.
+    The placement owns the engine: it makes the engine, opens it on the loop, and closes it. The
+    constructor starts the worker processes, before any loop or thread of the engine exists.
+
+    Args:
+        config: The configuration.
+        first_task: The first task of the workers, if already pickled.
     """
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
         self.config = config
-        # how long user code has blocked the loop, and where
+        # Measures how long user code blocks the loop, and where.
         self.watch = LoopWatch(type(config.dataset).__qualname__)
-        self._control: AdaptiveLimit | None = None  # the last epoch's
+        self._control: AdaptiveLimit | None = None  # the search of the last epoch
         bounded = (
             config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
         )
@@ -90,7 +94,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """False once its executor has failed to open, or its workers could not be replaced."""
+        """False after the executor failed to open or replace workers."""
         opening = self._opening
         if (
             opening is not None
@@ -104,7 +108,7 @@ class Engine:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run())
         self._running[session] = task
-        if self.config.kind.is_async:  # otherwise no user code runs on the loop
+        if self.config.kind.is_async:  # otherwise the loop runs no user code
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
 
@@ -114,7 +118,7 @@ class Engine:
             self.watch.end()
 
     async def prepare(self, start: SessionStart) -> None:
-        # In the context of the session's task, which its fetchers' contexts are copied from.
+        # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
         provide_rank(self.config.rank)
@@ -131,18 +135,22 @@ class Engine:
             )
 
     async def close(self, deadline: float) -> None:
-        """Cancel the sessions, wait for them, close the executor; each within `deadline` seconds."""
+        """Cancel the sessions, wait for them, and close the executor.
+
+        Each step may take `deadline` seconds.
+        """
         tasks = list(self._running.values())
         for session in list(self._running):
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        # never used: what the constructor launched still has to be connected to be ended
+        # For an unused engine: the executor can only end launched workers after connecting them.
         if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
-            self._opening.exception()  # the sessions that needed the executor have raised it
+            # Mark the error as retrieved: the sessions waiting for the executor have raised it.
+            self._opening.exception()
         await self.executor.close(deadline)
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
@@ -167,11 +175,11 @@ class Engine:
             concurrency = given
         else:
             least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
-            if by_batches:  # calls; the look-ahead is as many as cover the most samples
+            if by_batches:  # the limit counts calls; the look-ahead is enough for `most` samples
                 least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
                 most = min(most, config.look_ahead)
             peers = config.engines * config.rank.world_size
-            found = self._control  # what the last epoch found is where this epoch begins
+            found = self._control  # an epoch begins with the limit found in the last epoch
             limit = AdaptiveLimit(least, most, peers) if found is None else found.successor()
             concurrency = self._control = limit
         if by_batches:
@@ -181,19 +189,27 @@ class Engine:
 
 
 class Session:
-    """Runs one epoch: plans in, batches out to the consumer, until it is cancelled.
+    """Runs one epoch: takes plans and sends batches, until `cancel`.
 
-    `handle` and `cancel` are called on the loop. `run` is the session's task; the fetchers and one
-    short task for each batch are its children, so nothing of the epoch remains when it has ended.
+    Call `handle` and `cancel` on the loop. `run` is the session's task. The children of this task
+    are the fetchers and a short task for each batch. When the session has ended, no task of the
+    epoch is left.
+
+    Args:
+        engine: The engine, which starts and ends the session.
+        send: Sends an answer to the consumer.
+        work: The assembly of batches.
+        start: The beginning of the epoch.
+        steps: Applies the functions of a stream. Default: the executor of the engine.
     """
 
     def __init__(
         self,
-        engine: Engine,  # which starts it, and ends it
+        engine: Engine,
         send: Callable[[Answer], None],
         work: Work,
         start: SessionStart,
-        steps: Apply | None = None,  # applies these; by default the engine's executor
+        steps: Apply | None = None,
     ) -> None:
         config = engine.config
         self.start = start
@@ -208,18 +224,18 @@ class Session:
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
-        self._held: dict[int, HostBatch] = {}  # batches that wait for earlier ones
+        self._held: dict[int, HostBatch] = {}  # batches waiting for earlier batches
         self._sample_key = functools.partial(sample_key, config.dataset)
         retry, budget = config.options["retry"], config.options["memory_budget"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
         self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)
-        self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
-        # received and not delivered, and when
+        self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
+        # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}
         self._assembling: dict[int, RawBatch] = {}
-        self._changed = asyncio.Event()  # there are plans, or memory for them
+        self._changed = asyncio.Event()  # set for new plans, or for free memory
         self._left = False  # whether the consumer has left the epoch
         self._stage: FetchStage | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -231,7 +247,7 @@ class Session:
             for plan in message:
                 self._outstanding[plan.number] = plan, now
                 self._on_consumed(plan.taken)
-            # Those of an engine that has ended come before others.
+            # Plans from an engine that has ended may precede other plans, so sort.
             self._plans = deque(sorted((*self._plans, *message), key=operator.attrgetter("number")))
             self._changed.set()
         elif isinstance(message, Consumed):
@@ -265,38 +281,43 @@ class Session:
             "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
         )
         who = "" if worker is None else f", worker {worker}"
-        return f"batch {number} is in stage {stage}{who}, {describe_samples(raw.plan.indices, self._sample_key)}"
+        samples = describe_samples(raw.plan.indices, self._sample_key)
+        return f"batch {number} is in stage {stage}{who}, {samples}"
 
     def leave(self) -> None:
-        """End, since the consumer has left the epoch.
+        """End the session after the consumer has left the epoch.
 
-        Workers with a torch dataset first read what they were asked for, as torch's do: what such a
-        worker does in the next epoch must not depend on how far it has come.
+        Workers with a torch dataset first read all requested batches, as in torch. Otherwise the
+        next epoch would depend on how far a worker has come.
         """
         self._left = True
         if self._engine.config.kind.is_async or not self._outstanding:
             self.cancel()
 
     def cancel(self) -> None:
-        """Admit nothing more and end."""
+        """End, and admit no more plans."""
         if self._task is not None and not self._context.stopping:
             self._task.cancel()
         self._context.stopping = True
 
     async def run(self) -> None:
-        """Prepare the engine, then run until `cancel`. However it ends, a `SessionEnd` is sent."""
-        session_stats.set(self._requests)  # in this task's context, which its fetchers copy
+        """Prepare the engine, then run until `cancel`.
+
+        However the session ends, a `SessionEnd` is sent.
+        """
+        session_stats.set(self._requests)  # in this task's context, copied by the fetchers
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            # which workers that persist keep for the next epoch
+            # Restored states are sent even if the session is ending: persistent workers keep them
+            # for the next epoch.
             if not self._context.stopping or self.start.streams:
                 await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
         except BaseException as caught:
-            # a bug of ours, or the loop is closing: the consumer must not hang
+            # A bug in headrace, or the loop is closing: the consumer must not hang.
             error = None if self._context.stopping else caught
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
@@ -305,16 +326,16 @@ class Session:
         finally:
             self._requests.bodies.close()
             self._send(SessionEnd(error))
-            # Frees the functions' shared memory now, not at the next garbage collection.
+            # Free the shared memory of the functions now, not at the next garbage collection.
             self._work = None
 
     async def _run_stages(self) -> None:
-        # Not anyio's task group, which cancels a task again at each await, and so interrupts
-        # `finally` blocks of user code. asyncio's cancels once; the engine bounds the time of
-        # closing.
+        # A task group of anyio cancels a task again at each await, and so interrupts `finally`
+        # blocks of user code. asyncio cancels once. The engine limits the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            compute.set(self._steps)  # in this context, which fetchers copy
-            current_sample.set(CurrentSample(0))  # of an unknown position, since fetches overlap
+            compute.set(self._steps)  # in this context, copied by the fetchers
+            # Fetches overlap, so the position of a sample is unknown.
+            current_sample.set(CurrentSample(0))
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
                 self._changed.clear()
@@ -328,11 +349,12 @@ class Session:
                 await self._changed.wait()
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if not self._context.stopping:  # user code may outlast that, and the task group is closed
+        # User code may outlast the cancellation. The task group is closed by then.
+        if not self._context.stopping:
             self._tasks.create_task(work())
 
     def _assemble_soon(self, *raws: RawBatch) -> None:
-        """Take on batches that were fetched together."""
+        """Take on batches fetched together."""
         fetched = time.perf_counter()
         if self._context.stopping:
             return
@@ -346,7 +368,7 @@ class Session:
             self._changed.set()
         ready = []
         for raw in raws:
-            # Where batches stay in this process, a task and a thread would take longer than the
+            # If the batch stays in this process, a task and a thread would take longer than the
             # work.
             host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
             if host is None:
@@ -361,7 +383,7 @@ class Session:
         if raw.samples is None:
             host = await self._executor.assemble(raw, self._work)
         else:
-            # Failures stay in this process: an exception of user code is not sent to a worker and
+            # Failures stay in this process, so exceptions of user code are not sent to a worker and
             # back.
             kept, lost = raw.without_failures()
             nothing = self._assembler.nothing_to_do(kept, lost)
@@ -372,7 +394,7 @@ class Session:
     def _put(
         self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad
     ) -> None:
-        """Hand over batches, with their times, and those that waited for them."""
+        """Send finished batches with times, and batches held for order."""
         assert self._stage is not None
         self._sizes.on_assembled(ready[0][1])
         if self._memory is not None:

@@ -1,4 +1,7 @@
-"""Executors, which turn a `RawBatch` into a `HostBatch` off the loop. The engine owns one."""
+"""Executors turn a `RawBatch` into a `HostBatch` off the event loop.
+
+The engine owns an executor.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,18 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import NotPicklableError, WorkerDiedError
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
-"""The assembly of a batch: a function for a thread; for processes a task, or None for their first task."""
+"""The assembly of a batch: a function for a thread, or a task for processes.
 
-_STEPS = "on samples that are not yet in a batch"  # a worker's task, for `WorkerDiedError`
+None stands for the first task of the processes."""
+
+_STEPS = "on samples that are not yet in a batch"  # the job's description, for `WorkerDiedError`
 
 
 class ThreadExecutor:
-    """A thread beside the loop, of an engine without workers.
+    """A thread beside the loop, in an engine without workers.
 
-    If `deferred`, there is no thread: the CPU work is left to the consumer's thread, and a batch's
-    data is the `RawBatch` itself.
+    If `deferred`, there is no thread. The consumer's thread does the CPU work, and the data of a
+    batch are the `RawBatch`.
     """
 
     broken = None
@@ -44,9 +49,10 @@ class ThreadExecutor:
 
     def __init__(self, rank: RankInfo, *, deferred: bool) -> None:
         self._rank = rank
-        # Calls with their answers; to end the thread, no call, and what is set then.
+        # Pairs of a call and a future for the answer. (None, future) ends the thread and then sets
+        # the future.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # in the caller's context, as `numpy.errstate` is one of its variables
+        # Run in the caller's context, because `numpy.errstate` is a context variable.
         run = contextvars.copy_context().run
         thread = threading.Thread(
             target=run, args=(self._work,), name="headrace-assemble", daemon=True
@@ -75,12 +81,16 @@ class ThreadExecutor:
         return await answer
 
     async def close(self, deadline: float) -> None:
-        """Let the thread finish its current work; after the deadline it remains, as a daemon."""
+        """Let the thread finish the current work.
+
+        After the deadline the thread remains, as a daemon.
+        """
         if self._thread is None or self._thread.ident is None:
             return
         end = self._loop.create_future()
         self._requests.put((None, end))
-        if (await asyncio.wait([end], timeout=deadline))[0]:  # otherwise user code holds the thread
+        # Without an answer in time, user code still holds the thread.
+        if (await asyncio.wait([end], timeout=deadline))[0]:
             self._thread.join()
 
     def worker_of(self, batch: int) -> int | None:
@@ -90,7 +100,10 @@ class ThreadExecutor:
         return 0
 
     def kill(self) -> None:
-        """Let the thread end at its next request; a thread cannot be killed."""
+        """Let the thread end at the next request.
+
+        A thread cannot be killed.
+        """
         self._requests.put((None, None))
 
     def release(self) -> None:
@@ -103,26 +116,32 @@ class ThreadExecutor:
             if not answer.done():
                 try:
                     settle(answer, work())
-                except BaseException as error:  # not of user code, whose errors are in the result: a failed import, say
+                except BaseException as error:
+                    # Not an error of user code (the result holds such errors), but for example a
+                    # failed import.
                     settle(answer, None, as_exception(error))
-            del request, work, answer  # hold no batch while waiting for the next
+            del request, work, answer  # hold no batch while waiting for the next request
         if request[1] is not None:
             settle(request[1], None)
 
 
 class ProcessExecutor(Pool):
-    """The pool's worker processes, started here, before there is a loop; `NotPicklableError` if they cannot have it."""
+    """A pool of worker processes, started before the event loop.
+
+    Raises:
+        NotPicklableError: The task cannot be sent to the processes.
+    """
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
-        torchs = not config.kind.is_async  # which lives in the workers
-        # see `StepsTask.pickle`
+        torchs = not config.kind.is_async  # a torch dataset lives in the workers
+        # The last pickles of stream functions, see `StepsTask.pickle`.
         self._steps: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
                 numbers=config.workers,
-                # A torch dataset's are started by torch's method; those of functions are forks of
-                # the zygote.
+                # Workers with a torch dataset start by torch's method. Workers without a dataset
+                # are forks of the zygote.
                 context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
             )
@@ -135,7 +154,10 @@ class ProcessExecutor(Pool):
         if answer.error is None:
             return Outcomes(*answer.value)
         if answer.step == "pack":
-            remedy = "It is sent back from a worker process: return tensors, arrays, or classes that both can import."
+            remedy = (
+                "It is sent back from a worker process: return tensors, arrays, or classes that "
+                "both can import."
+            )
             raise not_picklable("the result of a function before batching", answer.error, remedy)
         raise answer.error
 
@@ -143,7 +165,7 @@ class ProcessExecutor(Pool):
         assert work is None or isinstance(work, SharedPickle)
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
-            raw = raw._replace(stream_state=None, origin=None)  # they stay here
+            raw = raw._replace(stream_state=None, origin=None)  # both stay in this process
         job = Job(
             raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain
         )
@@ -162,7 +184,7 @@ class ProcessExecutor(Pool):
         else:
             unread = answer.step == "receive"
             error = _unpicklable_sample(answer.error) if unread else answer.error
-            # the worker cannot run, so its stream cannot continue
+            # The worker cannot run, so the worker's stream cannot continue.
             cannot_start = answer.step == "start"
             stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
             failure = Failure.caught(error, stage, plan.number)
@@ -174,7 +196,10 @@ class ProcessExecutor(Pool):
         return host._replace(failures=tuple(located))
 
     def take_deaths(self) -> int:
-        """The workers that died since the last call, also those whose batch another worker has assembled since."""
+        """Return the number of worker deaths since the last call.
+
+        A death counts even if another worker has assembled the batch since.
+        """
         deaths, self.deaths = self.deaths, 0
         return deaths
 
@@ -183,5 +208,8 @@ Executor = ThreadExecutor | ProcessExecutor
 
 
 def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
-    remedy = "The result of aget is sent to a worker process: return bytes or arrays, or use num_workers=0."
+    remedy = (
+        "The result of aget is sent to a worker process: return bytes or arrays, or use "
+        "num_workers=0."
+    )
     return not_picklable("a fetched sample", reason, remedy)

@@ -1,8 +1,8 @@
-"""The fetch stage, the only one that waits for a network or a disk: plans in, raw batches out, on the engine's loop.
+"""The fetch stage: from plans to raw batches, on the event loop.
 
-A pool of long-lived coroutines takes jobs from one queue, across batch borders, so that the
-pipeline never drains at the end of a batch, and no task, lock or queue hop is needed for a single
-sample.
+No other stage waits for a network or a disk. A pool of long-lived coroutines takes jobs from a
+queue, across batch borders. So the pipeline never drains at the end of a batch, and a single sample
+needs no task, lock or queue of its own.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
 
-# seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
+# Seconds between two updates of an `AdaptiveLimit`. A measurement takes 0.05 s at least.
 CONTROL_INTERVAL = 0.02
 
-# The most of a call of `agets`: taking 256 rows of 32 row groups costs 47 µs in calls of 4,096
-# rows, and 25 here.
+# Maximum number of samples in a call of `agets` for several batches. Taking 256 rows of 32 row
+# groups costs 25 µs with this limit, and 47 µs in calls of 4,096 rows.
 JOINED_SAMPLES = 1 << 15
 
 Job = tuple[Any, int, Callable[[Any], Awaitable[Any]], Any]
-"""The batch of a sample, the slot in it, the function that fetches, and its argument.
+"""The batch of a sample, the sample's slot in the batch, the fetch function, and its argument.
 
-Without a batch the function delivers what it fetches, handles errors of user code and times itself.
-"""
+If the batch is None, the function delivers the result, handles errors of user code and measures the
+time."""
 
 MISSING = object()
 
 
 class FetchRecorder:
-    """The fetches of a session that have ended, until they travel with the next batch; only while a trace is written.
+    """Records the ended fetches of a session for a trace.
 
-    Used on the engine's loop.
+    The next batch carries the records to the consumer. Use on the engine's loop only.
     """
 
     def __init__(self) -> None:
         self._rows = array("d")
 
     def add(self, batch: int, slot: int, began: float) -> None:
-        """Add a fetch that ends now; arguments as in `FetchTimes`."""
+        """Add a fetch that ends now. For the arguments see `FetchTimes`."""
         self._rows.extend((batch, slot, began, time.perf_counter()))
 
     def take(self) -> FetchTimes:
@@ -64,13 +64,11 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    deliver: Callable[
-        ..., None
-    ]  # called with each complete batch, or with several that were fetched together
+    deliver: Callable[..., None]  # takes a complete batch, or several batches fetched together
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
-    recorder: FetchRecorder | None = None  # of single fetches, while a trace is written
-    # the session ends: no fetch begins, and exceptions raised from then on are ignored
+    recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
+    # Whether the session is ending. Then no fetch begins, and exceptions are ignored.
     stopping: bool = False
 
 
@@ -82,33 +80,42 @@ class FetchStage(ABC):
 
     @abstractmethod
     def admit(self, plan: BatchPlan) -> None:
-        """Take on a plan; its `RawBatch` is delivered later."""
+        """Take on a plan. The plan's `RawBatch` is delivered later."""
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
-        """The indices of a plan whose samples have not arrived, if known; otherwise all of them."""
+        """Return the indices of missing samples.
+
+        If the missing samples are unknown, return all indices of the plan.
+        """
         return plan.indices
 
     def fetched_at_once(self, plan: BatchPlan) -> int | None:
-        """The number of samples that are fetched at once, in batches like this one, if it is known."""
+        """Return the number of samples fetched at once, if known.
+
+        `plan` is an example of a batch.
+        """
         return None
 
     def load(self) -> FetchLoad:
         return FetchLoad()
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Note that a delivered batch was assembled; may change whether it ends the stream."""
+        """Note the assembly of a delivered batch.
+
+        The result may differ in `end`: whether the batch ends the stream.
+        """
         return host
 
 
 @dataclass(slots=True, eq=False)
 class PartialBatch:
     plan: BatchPlan
-    missing: int = field(init=False)  # results that have not arrived
-    # those that have arrived; `MISSING` in place of the others
+    missing: int = field(init=False)  # number of missing results
+    # Results, with `MISSING` in place of missing results.
     samples: list[Any] = field(init=False)
-    began: float = 0.0  # when its first fetch began; 0.0 before that
-    fetch_seconds: float = 0.0  # the duration of that fetch
-    # slots of samples fetched by `aget` after a fetch of several
+    began: float = 0.0  # start time of the first fetch; 0.0 before the start
+    fetch_seconds: float = 0.0  # duration of the first fetch
+    # Slots of samples fetched by `aget` after a joint fetch.
     single: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -117,14 +124,15 @@ class PartialBatch:
 
 
 class SampleFetch(FetchStage):
-    """Fetches samples with `aget`, by at most `_size` fetchers, each of which runs one job after the other.
+    """Fetches samples with `aget`, in a pool of fetchers.
 
-    Idle fetchers park. A fetcher that starts wakes the next one while more jobs are queued. So the
-    pool grows as fast as fetches begin to wait, and a store that answers at once is served by one
-    fetcher without waking others.
+    At most `_size` fetchers exist, and each fetcher runs a job after the other. Idle fetchers park.
+    When a fetcher starts and more jobs are queued, the fetcher wakes another fetcher. So the pool
+    grows as fast as fetches begin to wait. A store that answers at once is served by a single
+    fetcher.
     """
 
-    _first = True  # whether no batch has been fetched, of those that may be joined
+    _first = True  # whether `_take_waiting` has not been called yet
 
     def __init__(
         self,
@@ -143,8 +151,8 @@ class SampleFetch(FetchStage):
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
-        self._waking = False  # whether the fetcher that was woken last does not run yet
-        self._surplus = False  # fetchers must check whether to park
+        self._waking = False  # whether the last woken fetcher does not run yet
+        self._surplus = False  # whether fetchers must check if they have to park
         self._submitted = 0
         self._controlled = False
 
@@ -179,7 +187,7 @@ class SampleFetch(FetchStage):
         )
 
     def _make(self, batch: Any) -> None:
-        """Deliver a batch of which nothing is missing."""
+        """Deliver a complete batch."""
         self._deliver(batch, batch.samples)
 
     def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
@@ -192,7 +200,10 @@ class SampleFetch(FetchStage):
         return self._spawned - len(self._parked)
 
     def _submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
-        """Queue jobs, with `first` ahead of all others and in reverse order."""
+        """Queue jobs.
+
+        With `first`, the jobs go before all other jobs, in reverse order.
+        """
         queue = self._queue
         before = len(queue)
         if first:
@@ -206,7 +217,10 @@ class SampleFetch(FetchStage):
             self.context.spawn(functools.partial(self._control, self._limit))
 
     def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:
-        """Queue single samples, ahead of other jobs; an error is then about one sample, and names it."""
+        """Queue single samples, ahead of other jobs.
+
+        An error then concerns a single sample, and names the sample.
+        """
         jobs = []
         for batch, slot in members:
             batch.single.add(slot)
@@ -219,9 +233,15 @@ class SampleFetch(FetchStage):
         plan: BatchPlan,
         most: int = sys.maxsize,
     ) -> list[BatchPlan]:
-        """A plan whose job `fetch` was taken, with plans that wait behind it, to fetch at most so many samples.
+        """Return a plan and waiting plans, for a joint fetch.
 
-        The first batch is fetched alone: joined with the others it would be complete when they are.
+        The first batch is fetched alone: a joint fetch would delay the first batch until all
+        batches arrive.
+
+        Args:
+            fetch: The function of the plans' jobs.
+            plan: The first plan, already taken from the queue.
+            most: Maximum number of samples of all plans.
         """
         plans, left = [plan], 0 if self._first else most - len(plan.indices)
         self._first = False
@@ -231,12 +251,12 @@ class SampleFetch(FetchStage):
             if left < 0:
                 break
             self._queue.popleft()
-            self._submitted -= 1  # a number of fetches
+            self._submitted -= 1  # the number counts fetches, not plans
             plans.append(following)
         return plans
 
     def _resize(self, size: int) -> None:
-        """Change `_size`; surplus fetchers park after their current job."""
+        """Change `_size`. Surplus fetchers park after the current job."""
         self._size = size
         self._surplus = self._busy > size
         if self._queue:
@@ -250,19 +270,19 @@ class SampleFetch(FetchStage):
                 self._wake_one()
             while queue:
                 batch, slot, fetch, argument = queue.popleft()
-                # One of each batch: enough for percentiles.
+                # Measure a single fetch for each batch: enough for percentiles.
                 began = 0.0 if slot and context.recorder is None else clock()
                 try:
                     result = await fetch(argument)
                 except BaseException as error:  # user code
                     if context.stopping:
                         return
-                    if batch is None:  # ours
+                    if batch is None:  # an error of headrace
                         raise
                     self._note(error)
                     index = batch.plan.indices[slot]
                     result = Failure.caught(error, Stage.FETCH, batch.plan.number, index=index)
-                if context.stopping:  # user code has outlasted its cancellation
+                if context.stopping:  # user code has outlasted the cancellation
                     return
                 completes = False
                 if batch is not None:
@@ -274,10 +294,10 @@ class SampleFetch(FetchStage):
                     batch.missing -= 1
                     if completes := not batch.missing:
                         self._make(batch)
-                # In a wait it holds no sample, and no error with the program's frames.
+                # While waiting, hold no sample, and no error with frames of the program.
                 batch = argument = result = None
                 if completes:
-                    await asyncio.sleep(0)  # the batch gets its turn, also if no fetch ever waits
+                    await asyncio.sleep(0)  # send the batch now, even if no fetch ever waits
                 if self._surplus:
                     self._surplus = self._busy > self._size
                     if self._surplus:
@@ -296,14 +316,17 @@ class SampleFetch(FetchStage):
         self._waking = True
         if self._parked:
             fetcher = self._parked.pop()
-            if not fetcher.done():  # else it is being cancelled
+            if not fetcher.done():  # otherwise the fetcher is being cancelled
                 fetcher.set_result(None)
         else:
             self._spawned += 1
             self.context.spawn(self._run)
 
     async def _control(self, limit: AdaptiveLimit) -> None:
-        """Measure at intervals while there is work; nothing is counted for a single job."""
+        """Measure at intervals while there is work.
+
+        Nothing is counted for a single job.
+        """
         while self._queue or self._busy:
             await asyncio.sleep(CONTROL_INTERVAL)
             queued = len(self._queue)
@@ -319,18 +342,21 @@ class SampleFetch(FetchStage):
 
 
 class BatchFetch(SampleFetch):
-    """Fetches with `agets`: a batch in a call, or, of a dataset that reads whole blocks, batches that wait together.
+    """Fetches with `agets`: one or several batches in a call.
 
-    A block, as a row group, is read once for all samples that wait for it, so a call costs little,
-    and all planned batches may be in calls. If a call for several batches fails, each batch is
-    fetched by itself. If that fails too, so is each of its samples, so that each error names its
-    sample. Without blocks the error is that of the batch.
+    Several batches share a call if the dataset reads whole blocks, for example row groups. A block
+    is then read once for all waiting samples. A call therefore costs little, and all planned
+    batches may be in calls.
+
+    If a call for several batches fails, each batch is fetched alone. If this fails too and the
+    dataset reads blocks, each sample is fetched alone, and each error names the sample. Without
+    blocks, the error is the error of the batch.
 
     Args:
-        concurrency: number of samples in flight, which the calls in flight cover; an
-            `AdaptiveLimit` that finds the number of calls; or the number of calls that `joins`.
-        blocks: whether the dataset reads whole blocks.
-        joins: whether calls are for several batches.
+        concurrency: With an `AdaptiveLimit`, the search for the number of calls. With `joins`, the
+            number of calls. Otherwise the number of samples in flight, as the sum over the calls.
+        blocks: Whether the dataset reads whole blocks.
+        joins: Whether a call may fetch several batches.
     """
 
     def __init__(
@@ -344,8 +370,9 @@ class BatchFetch(SampleFetch):
     ) -> None:
         super().__init__(context, dataset, concurrency)
         self._blocks, self._joins = blocks, joins
-        self._samples = 0 if joins or self._limit is not None else self._size  # 0: of any number
-        self._of_call = 1  # samples of the last batch; 1 where calls are counted
+        # Number of samples in flight; 0 if `concurrency` counts calls.
+        self._samples = 0 if joins or self._limit is not None else self._size
+        self._of_call = 1  # samples of the last batch; 1 if `concurrency` counts calls
 
     def admit(self, plan: BatchPlan) -> None:
         if self._samples:
@@ -357,12 +384,15 @@ class BatchFetch(SampleFetch):
         return self._size * len(plan.indices)
 
     def load(self) -> FetchLoad:
-        """The calls that run and wait; in samples, if `concurrency` is a number of samples."""
+        """Return the running and waiting calls.
+
+        If `concurrency` is a number of samples, the result counts samples.
+        """
         busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
         return FetchLoad(busy, size, queued, unused=unused)
 
     def _wake_one(self) -> None:
-        # A fetcher that joins takes many plans: a task for each plan would find none.
+        # A joint fetch takes many plans. With a task for each plan, most tasks would find no plan.
         if not (self._joins and self._waking):
             super()._wake_one()
 
@@ -400,7 +430,7 @@ class BatchFetch(SampleFetch):
                 self._fetch_singly((batch, slot) for slot in range(len(batch.samples)))
                 return
             samples = [Failure.caught(error, Stage.FETCH, plans[0].number)]
-        if self.context.stopping:  # user code has outlasted its cancellation
+        if self.context.stopping:  # user code has outlasted the cancellation
             return
         if self.context.recorder is not None:
             self.context.recorder.add(plans[0].number, 0, began)
@@ -412,4 +442,4 @@ class BatchFetch(SampleFetch):
             fetched.append(RawBatch(plan, own, began=began, fetch_seconds=seconds))
             start = stop
         self.context.deliver(*fetched)
-        await asyncio.sleep(0)  # other tasks get a turn
+        await asyncio.sleep(0)  # give other tasks a turn

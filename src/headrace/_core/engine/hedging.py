@@ -1,7 +1,7 @@
-"""Hedged requests: a request that delays the next batch for longer than is usual is made a second time.
+"""Hedged requests: a second attempt for an unusually slow request.
 
-The first answer counts, and the other attempts are cancelled (Dean and Barroso, "The Tail at
-Scale", 2013).
+Only requests for the next batches are hedged. The first answer counts, and the other attempts are
+cancelled (Dean and Barroso, "The Tail at Scale", 2013).
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from headrace._core.store.request_stats import RequestStats
 T = TypeVar("T")
 Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
-PERCENTILE = 0.95  # of the latencies; a request is slow above `SLOWER` times this
-# By definition 5 % of all requests are above that percentile, most of them by little; repeating
-# those would leave nothing of the budget for the ones that stall.
+PERCENTILE = 0.95  # of the latencies
+# A request is slow if the latency exceeds the percentile by this factor. By definition, 5 % of all
+# requests exceed the percentile, most requests by little. Repeating all of the 5 % would use up the
+# budget, and leave nothing for stalled requests.
 SLOWER = 1.25
-BUDGET = 0.05  # extra requests, of all
-# extra attempts at one request; with 2 % of stalls, one in 125,000 stalls three times
+BUDGET = 0.05  # extra requests, as a share of all requests
+# Extra attempts for a request. With 2 % of stalls, a request in 125,000 stalls three times.
 MAX_EXTRA = 2
-# Batches whose requests are hedged: the next, and the one after it, which is the next by the time
-# the answer arrives. benchmarks/hedging.py: 0.90 of the rate without stalls with the next alone.
+# Batches with hedged requests: the next batch, and the batch after the next. When the answer
+# arrives, the latter is the next batch. With a single batch, the rate is 0.90 of the rate without
+# stalls (benchmarks/hedging.py).
 HEDGED_BATCHES = 2
-MIN_LATENCIES, MAX_LATENCIES = 50, 500  # latencies needed for a percentile, and kept for it
+# Number of latencies needed for a percentile, and number of latencies kept.
+MIN_LATENCIES, MAX_LATENCIES = 50, 500
 MIN_INTERVAL, MAX_INTERVAL = 0.001, 0.02  # seconds between two checks
-# Bytes that take as long as a request without any: at 50 MB/s of one connection 1 MiB takes 20 ms,
-# and the first byte 10 to 30. Latencies are divided by it, or the largest requests would be taken
-# for slow.
+# Bytes with the same duration as an empty request: at 50 MB/s, a connection takes 20 ms for 1 MiB,
+# and 10 to 30 ms for the first byte. Latencies are divided by the weight of the request. Otherwise
+# the largest requests would seem slow.
 BYTES_LIKE_A_REQUEST = 2**20
 
 
@@ -43,30 +46,38 @@ class _Race:
     batch: int
     weight: float
     request: Callable[[], Awaitable[Any]]
-    answer: asyncio.Future[
-        tuple[Any, BaseException | None]
-    ]  # result or error: no future holds a StopIteration
-    began: float  # the last attempt
+    # Result and error. The error is no exception of the future, because a future cannot hold a
+    # StopIteration.
+    answer: asyncio.Future[tuple[Any, BaseException | None]]
+    began: float  # start time of the last attempt
     attempts: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
 class HedgedRequests:
-    """The requests of one epoch, with slow ones repeated. Each attempt is a task."""
+    """The requests of an epoch, with repetition of slow requests.
+
+    Each attempt is a task.
+    """
 
     def __init__(self, spawn: Spawn, requests: RequestStats) -> None:
         self._spawn = spawn
         self._requests = requests
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
-        self._running: dict[_Race, None] = {}  # the oldest first
+        self._running: dict[_Race, None] = {}  # oldest first
         self._watching = False
         self._total, self._total_weight = 0, 0.0
         self._extra, self._extra_weight = 0, 0.0
 
     async def first(self, batch: int, size: int, request: Callable[[], Awaitable[T]]) -> T:
-        """The first result of `request`, of so many bytes for the oldest batch that waits; called again if it is slow.
+        """Return the first result of `request`, hedged if slow.
 
-        Errors of the first attempt are raised, those of the others ignored. An attempt that does
-        not end when it is cancelled does not delay the result.
+        Errors of the first attempt are raised. Errors of other attempts are ignored. If an attempt
+        does not end after the cancellation, the result is not delayed.
+
+        Args:
+            batch: The number of the oldest waiting batch.
+            size: The size of the request in bytes.
+            request: Makes the request. Called again for each further attempt.
         """
         weight = 1 + size / BYTES_LIKE_A_REQUEST
         race = _Race(
@@ -122,8 +133,9 @@ class HedgedRequests:
     def _repeat_slow(self, limit: float) -> None:
         hedged_batches = heapq.nsmallest(HEDGED_BATCHES, {race.batch for race in self._running})
         now = time.perf_counter()
-        # Where many are slow at once, the store or this process is slow and not a single request: a
-        # pause must not use up the budget, or the next request that stalls has to be waited for.
+        # If many requests are slow at once, the cause is the store or this process, and not a
+        # single request. A pause must not use up the budget: otherwise the next stalled request
+        # would not be repeated.
         left = max(1, int(BUDGET * len(self._running)))
         for race in [race for race in self._running if race.batch in hedged_batches]:
             if now - race.began < limit * race.weight or len(race.attempts) > MAX_EXTRA:

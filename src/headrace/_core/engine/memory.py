@@ -1,4 +1,4 @@
-"""The memory budget: a bound on bytes that are being fetched, or fetched or in batches and not consumed."""
+"""Memory budget: a limit on the bytes of batches."""
 
 from __future__ import annotations
 
@@ -9,28 +9,37 @@ from typing import Any
 from headrace._core.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, Rows
 from headrace._core.failure import Failure
 
-# before the size of one is known: one that is slow, or waits for another, does not hold up all
+# Samples to admit before the size of a sample is known. Several samples, so that a slow sample, or
+# a sample waiting for another sample, does not hold up all samples.
 FIRST_SAMPLES = 4
-MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-# the first so many are measured, and then one in so many (odd: sizes may repeat), or in
+MEASURED_SAMPLES = 8  # number of measured samples in a batch; the mean stands for all samples
+# Number of batches to measure at the beginning. Afterwards, a batch in so many is measured (an odd
+# number, because sizes may repeat).
 MEASURED_BATCHES = 7
-# where only reports need it: pyarrow gives Python's lock away, and may wait long for it
+# The same interval if only reports need sizes: pyarrow releases Python's lock, and may wait long
+# to take the lock again.
 MEASURED_RARELY = 64
-MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
-# of a batch in the running mean, which follows a change of sizes within a few measured ones
+# Number of measured items in a list or mapping: a list of a million numbers must not block the
+# loop.
+MEASURED_ITEMS = 16
+# Weight of a batch in the running mean. The mean follows a change of sizes within a few measured
+# batches.
 WEIGHT = 0.25
 
 
 class SampleSizes:
-    """Running means of a sample's size in bytes; of one loader, for all its epochs. None before the first."""
+    """Running means of a sample's size in bytes.
+
+    A loader keeps the means for all epochs. A mean is None before the first measurement.
+    """
 
     def __init__(self, every: int = MEASURED_BATCHES) -> None:
-        self._every = every  # batches
+        self._every = every  # interval of measurements, in batches
         self.fetched: float | None = None
-        # in its batch: decoding an image can take fifty times its bytes
+        # Mean size in a batch: a decoded image can take fifty times the bytes.
         self.assembled: float | None = None
-        # Batches so far. Counted here: the numbers of an engine's batches may all leave the same
-        # rest.
+        # Number of batches so far. Counted here, because the numbers of an engine's batches may all
+        # have the same remainder.
         self._counts = {"fetched": 0, "assembled": 0}
 
     @property
@@ -45,7 +54,7 @@ class SampleSizes:
             self._measure("assembled", lambda: bytes_in(host.data) / host.size)
 
     def _measure(self, name: str, size_of: Callable[[], float | None]) -> None:
-        """Measure a batch, if it is one of the first or one in so many."""
+        """Measure a batch, if due."""
         self._counts[name] = count = self._counts[name] + 1
         if (count <= MEASURED_BATCHES or not count % self._every) and (
             size := size_of()
@@ -55,32 +64,41 @@ class SampleSizes:
 
 
 class MemoryBudget:
-    """Admits plans while their memory is within the budget, by the running mean of a sample's size.
+    """Admits plans within a memory budget.
 
-    Memory is counted by batches, from the first fetch until the consumer has taken the batch. Each
-    plan says which those are, of any engine. (Out of order, a late one counts as taken when it
-    arrives, a little early.) The consumer also says it when it waits, if it has taken one since the
-    last plan, and with each batch that left plans waiting here. The next batch that it can take is
-    always admitted, whatever its size.
+    The memory is estimated by the running mean of a sample's size. A batch counts from the first
+    fetch until the consumer takes the batch. Each plan names the batches taken, on all engines.
+    (If batches arrive out of order, a late batch counts as taken on arrival, a little too early.)
+    The consumer also reports a taken batch before waiting, and after each batch sent while plans
+    were waiting here. The next batch for the consumer is always admitted, whatever the size.
 
-    Until the first batch is fetched, it alone is admitted, or a few samples in smaller batches: the
-    size of a sample is not known. Until the first batch is assembled, no more is admitted than is
-    fetched at once: what a transform makes of a sample is not known.
+    Before the first batch is fetched, the size of a sample is unknown. Only this batch is admitted,
+    or a few samples in smaller batches. Before the first batch is assembled, the size of a
+    transformed sample is unknown. No more samples are admitted than are fetched at once.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
         self._nbytes = nbytes
-        self._sizes = sizes  # those of earlier epochs are the first guess
-        self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
-        self._consumed = -1  # the number of the last batch that has been taken
-        # of each batch that is being fetched, or fetched and not taken
+        self._sizes = sizes  # the sizes of earlier epochs are the first estimate
+        # Whether a batch was assembled, in this epoch or earlier.
+        self._assembled = sizes.assembled is not None
+        self._consumed = -1  # number of the last batch taken by the consumer
+        # Number of samples for each batch in memory: in the fetch stage, or not yet taken.
         self._samples: dict[int, int] = {}
-        self._held = 0  # the sum of these
-        self._fetched: set[int] = set()  # of these
+        self._held = 0  # the sum of `_samples`
+        self._fetched: set[int] = set()  # numbers of the fetched batches in `_samples`
         self._short = False  # whether plans wait for memory, and not for the first batch
 
     def take(self, plan: BatchPlan, at_once: int | None) -> bool:
-        """Count the memory of a plan, if it may be admitted; `at_once` samples are fetched at once."""
+        """Count the memory of a plan, if the plan may be admitted.
+
+        Args:
+            plan: The plan.
+            at_once: The number of samples fetched at once, if known.
+
+        Returns:
+            Whether the plan is admitted.
+        """
         held, samples = self._held, len(plan.indices)
         self._short = (held + samples) * self._sizes.larger > self._nbytes
         unknown = self._sizes.fetched is None and held + samples > FIRST_SAMPLES
@@ -89,7 +107,7 @@ class MemoryBudget:
             or unknown
             or (not self._assembled and at_once is not None and held > at_once)
         )
-        # an engine that has ended may have had it first
+        # The next batch is admitted in any case. An ended engine may have fetched the batch before.
         if held and waits and plan.number > min(self._samples):
             return False
         self._held += samples - self._samples.get(plan.number, 0)
@@ -103,7 +121,10 @@ class MemoryBudget:
             self._fetched.add(number)
 
     def on_assembled(self) -> None:
-        """Note that a batch has its size, or none: the next must not wait for one without samples."""
+        """Note the assembly of a batch, with or without samples.
+
+        Later batches must not wait for the size of an empty batch.
+        """
         self._assembled = True
 
     def on_consumed(self, number: int) -> None:
@@ -118,7 +139,7 @@ class MemoryBudget:
         self._held -= self._samples.pop(number)
 
     def load(self, load: FetchLoad, waiting: int) -> FetchLoad:
-        """A stage's load, with the memory, and with the plans that wait here."""
+        """Return the load of a stage, with memory and waiting plans."""
         return load._replace(
             held_plans=waiting if self._short else 0,
             memory=int(self._held * self._sizes.larger),
@@ -127,7 +148,10 @@ class MemoryBudget:
 
 
 def size_of_a_sample(samples: Sequence[Any]) -> float | None:
-    """The mean size of some of the samples in bytes; None if all have failed."""
+    """Return the mean size of some samples in bytes.
+
+    None if all samples have failed.
+    """
     if type(samples) is Rows:
         return float(samples.whole.nbytes / len(samples))
     good = [sample for sample in samples if not isinstance(sample, Failure)]
@@ -138,7 +162,9 @@ def size_of_a_sample(samples: Sequence[Any]) -> float | None:
 
 
 def bytes_in(sample: Any) -> int:
-    """The approximate size of a sample in memory, in bytes: its buffers and those of its items.
+    """Return the approximate size of a sample in bytes.
+
+    The size includes buffers, and the buffers of items.
 
     Example:
         >>> bytes_in({"image": bytes(1000), "label": memoryview(bytes(24))}) // 1000
@@ -146,7 +172,7 @@ def bytes_in(sample: Any) -> int:
     """
     try:
         return int(_bytes_in(sample, 4))
-    except Exception:  # user code: properties, sequences of its own
+    except Exception:  # user code: properties, or a sequence class
         return sys.getsizeof(sample, 0)
 
 

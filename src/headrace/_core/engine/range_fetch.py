@@ -1,4 +1,7 @@
-"""The fetch stage for datasets of ranges: neighbouring ranges of all planned batches are read by one request."""
+"""The fetch stage for datasets of byte ranges.
+
+A request reads neighbouring ranges of all planned batches.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,29 @@ from headrace._core.store.ranges import Ranges, Span, plan_spans
 from headrace._core.streams.kinds import capabilities
 
 _EMPTY = memoryview(b"")
-CACHE_SLICE = 256  # samples that are looked up before other tasks get a turn
+CACHE_SLICE = 256  # number of samples to look up before other tasks get a turn
 
 
 @dataclass(slots=True, eq=False)
 class RangedBatch(PartialBatch):
-    # The plan of its requests, and its number there; None if it has none, or its bytes were taken.
+    """A batch whose bytes are read by joint requests."""
+
+    # The plan of the requests, and the number of the batch in the plan. None without a plan, or
+    # after the bytes were taken.
     read_plan: tuple[ReadPlan, int] | None = None
-    pieces: dict[int, memoryview] = field(default_factory=dict)  # by the numbers of `ReadPlan`
+    # Received bytes, by the piece numbers of `ReadPlan`.
+    pieces: dict[int, memoryview] = field(default_factory=dict)
 
 
 class ReadPlan:
-    """Batches whose ranges are read by joint requests. A range is referred to by its position among those of all.
+    """Batches with ranges, to be read by joint requests.
 
-    Places are arrays, and a batch holds the pieces that its ranges are in. A view for each range
-    would be thousands of objects at once, for which the garbage collector looks at all objects of
-    the program: 0.3 s in one epoch of four.
+    A position is the index of a range among the ranges of all batches. A piece is the bytes of a
+    request, or of a single range.
+
+    Arrays store the place of each range, and a batch stores pieces. A view for each range would
+    create thousands of objects at once. Python would then collect garbage, and visit all objects of
+    the program: 0.3 s in an epoch of four.
     """
 
     def __init__(self, batches: Sequence[RangedBatch], ranges: Ranges) -> None:
@@ -43,15 +53,16 @@ class ReadPlan:
         sizes = [len(batch.samples) for batch in batches]
         self._borders = np.cumsum([0, *sizes])
         self._owners = np.repeat(np.arange(len(sizes)), sizes)
-        # The number of the piece with each range, and the range's offset in the piece.
+        # For each range: the number of the piece, and the range's offset in the piece.
         self._pieces = np.full(len(self._owners), -1)
         self._offsets = np.zeros(len(self._owners), np.int64)
 
     def plan(self, positions: IntArray) -> tuple[list[Span], list[RangedBatch]]:
         """Plan the requests for the ranges at `positions`.
 
-        Returns the requests, the one that the first batch needs first, whose members are positions;
-        and the batches that need none.
+        Returns:
+            The requests, with positions as members, beginning with the request for the first batch;
+            and the complete batches, which need no request.
         """
         wanted = self.ranges.at(positions)
         spans = [span._replace(members=positions[span.members]) for span in plan_spans(wanted)]
@@ -59,7 +70,7 @@ class ReadPlan:
         return spans, self._complete(positions[wanted.stops == wanted.starts])
 
     def put(self, span: Span, data: memoryview) -> list[RangedBatch]:
-        """Keep the bytes of a request; returns the batches that they complete."""
+        """Keep the bytes of a request, and return the completed batches."""
         number = int(span.members[0])
         self._pieces[span.members] = number
         self._offsets[span.members] = self.ranges.starts[span.members] - span.start
@@ -68,7 +79,7 @@ class ReadPlan:
     def put_single(
         self, positions: Sequence[int], views: Iterable[memoryview]
     ) -> list[RangedBatch]:
-        """Keep the bytes of single ranges; returns the batches that they complete."""
+        """Keep the bytes of single ranges, and return the completed batches."""
         members = np.array(positions, np.int64)
         self._pieces[members] = members
         for (batch, _), position, view in zip(self.locate(members), positions, views, strict=True):
@@ -78,7 +89,10 @@ class ReadPlan:
     def _complete(
         self, positions: IntArray, number: int = -1, data: memoryview = _EMPTY
     ) -> list[RangedBatch]:
-        """Note that the bytes of ranges have arrived, in a piece with a number, or in pieces that batches have."""
+        """Note the arrival of ranges, and return the completed batches.
+
+        The ranges are in the piece `number` with the bytes `data`, or in pieces already kept.
+        """
         counts = np.bincount(self._owners[positions])
         complete = []
         for owner in np.flatnonzero(counts).tolist():
@@ -90,7 +104,7 @@ class ReadPlan:
         return complete
 
     def locate(self, positions: IntArray) -> Iterator[tuple[RangedBatch, int]]:
-        """The batch of each position, and the slot in it."""
+        """Return the batch of each position, and the slot in the batch."""
         owners = self._owners[positions]
         pairs = zip(owners.tolist(), (positions - self._borders[owners]).tolist(), strict=True)
         return ((self._batches[owner], slot) for owner, slot in pairs)
@@ -99,7 +113,7 @@ class ReadPlan:
         return [batch.plan.indices[slot] for batch, slot in self.locate(positions)]
 
     def cut(self, span: Span, data: memoryview) -> list[memoryview]:
-        """The bytes of each range of a request."""
+        """Return the bytes of each range of a request."""
         starts, stops = (
             self.ranges.starts[span.members] - span.start,
             self.ranges.stops[span.members] - span.start,
@@ -112,7 +126,10 @@ class ReadPlan:
         return self._batches[int(self._owners[span.members].min())]
 
     def views(self, number: int) -> list[memoryview]:
-        """The bytes of a batch, in the order of its ranges; empty where none have arrived."""
+        """Return the bytes of a batch, in the order of the ranges.
+
+        Missing ranges are empty.
+        """
         own = slice(*self._borders[number : number + 2])
         pieces, offsets = self._batches[number].pieces, self._offsets[own]
         sizes = self.ranges.stops[own] - self.ranges.starts[own]
@@ -123,10 +140,11 @@ class ReadPlan:
 
 
 class RangeFetch(SampleFetch):
-    """Fetches by requests that serve several samples, in layers: the store, hedging around it, a cache around both.
+    """Fetches by requests for several samples.
 
-    All batches that wait when a fetcher is free are planned together; the request that the oldest
-    of them needs first is made first. `concurrency` is the number of requests.
+    The layers are the store, hedging around the store, and a cache around both. `concurrency` is
+    the number of requests. When a fetcher is free, all waiting batches are planned together. The
+    first request is the request for the oldest batch.
     """
 
     def __init__(self, context: FetchContext, dataset: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,17 +163,18 @@ class RangeFetch(SampleFetch):
         await self._plan_requests([self._partial[each.number] for each in plans])
 
     async def _plan_requests(self, batches: list[Any]) -> None:
-        """Plan the requests for batches; the samples of one whose ranges are not known are fetched singly.
+        """Plan the requests for batches.
 
-        All ranges are asked for in one call: of windows of tokens it takes a ninth of the time of
-        one for each batch.
+        If the ranges of a batch are unknown, the samples of the batch are fetched singly. A single
+        call asks for all ranges. For windows of tokens, this takes a ninth of the time of a call
+        for each batch.
         """
         began = time.perf_counter()
         indices = [index for batch in batches for index in batch.plan.indices]
         try:
             ranges = self._dataset.ranges(indices)
             ranges.check(len(indices))
-        except Exception:  # user code, or a wrong index, which its own `aget` names
+        except Exception:  # user code, or a wrong index; `aget` then names the index
             if len(batches) == 1:
                 self._fetch_singly((batches[0], slot) for slot in range(len(indices)))
             else:
@@ -174,7 +193,7 @@ class RangeFetch(SampleFetch):
         await self._make_all(complete)
 
     async def _read_cached(self, plan: ReadPlan, positions: IntArray) -> IntArray:
-        """Take the ranges that are cached; returns the positions of the others."""
+        """Take the cached ranges, and return the positions of other ranges."""
         missing: list[int] = []
         for first in range(0, len(positions), CACHE_SLICE):
             some = positions[first : first + CACHE_SLICE]
@@ -199,7 +218,7 @@ class RangeFetch(SampleFetch):
             seconds = time.perf_counter() - began
             if self._cached:
                 await self._dataset.cache_reads(plan.indices(span.members), plan.cut(span, data))
-        except BaseException:  # user code; each member's own `aget` names the error and the sample
+        except BaseException:  # user code; `aget` of each member then names the error and sample
             if not self.context.stopping:
                 self._fetch_singly(plan.locate(span.members))
             return
@@ -211,7 +230,10 @@ class RangeFetch(SampleFetch):
     async def _read_range(
         self, batch: RangedBatch, number: int, start: int, stop: int
     ) -> memoryview:
-        """Read from the store, hedged if so configured; `batch` is the oldest that waits."""
+        """Read from the store, hedged if configured.
+
+        `batch` is the oldest waiting batch.
+        """
         read = functools.partial(self._dataset.read_range, number, start, stop)
         began = time.perf_counter()
         data: memoryview = await (
@@ -228,15 +250,18 @@ class RangeFetch(SampleFetch):
     async def _make_all(self, batches: Iterable[RangedBatch]) -> None:
         for batch in batches:
             self._make(batch)
-            await asyncio.sleep(0)  # other tasks get a turn
+            await asyncio.sleep(0)  # give other tasks a turn
 
     def _make(self, batch: RangedBatch) -> None:
-        """Make samples of a batch's bytes, and deliver it; those that cannot be made are first fetched singly."""
+        """Make samples from the bytes of a batch, and deliver it.
+
+        If samples cannot be made from the bytes, they are first fetched singly.
+        """
         samples: Sequence[Any] = batch.samples
         if batch.read_plan is not None:
             (plan, number), batch.read_plan = batch.read_plan, None
             views = plan.views(number)
-            batch.pieces.clear()  # frees the responses
+            batch.pieces.clear()  # free the responses
             made = None if batch.single else self._make_together(batch.plan.indices, views)
             if made is None:
                 self._make_one_by_one(batch, views)
@@ -255,7 +280,7 @@ class RangeFetch(SampleFetch):
                 raise ValueError(
                     f"samples_of gave {len(samples)} samples for {len(indices)} indices"
                 )
-        except BaseException:  # user code; made one by one, the sample shows
+        except BaseException:  # user code; making the samples singly finds the failed sample
             return None
         return samples
 
@@ -267,7 +292,7 @@ class RangeFetch(SampleFetch):
             try:
                 batch.samples[slot] = self._dataset.sample_of(index, view)
             except BaseException:
-                # user code, or corrupt bytes, which may be intact when read singly
+                # user code, or corrupt bytes; a single read may return intact bytes
                 failed.append((batch, slot))
         batch.missing = len(failed)
         self._fetch_singly(failed)

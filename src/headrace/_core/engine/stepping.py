@@ -1,4 +1,7 @@
-"""Application of steps to samples that are not yet in a batch, by a session's executor and in a worker."""
+"""Application of a stream's steps to samples before batching.
+
+A session's executor applies the steps, in this process or in a worker.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ from headrace._core.transport.pickling import noted_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError
 
-KNOWN = 32  # pickles of functions that are kept: one for each `filter` or inner `map` of a loader
+# Number of kept pickles: a pickle for each `filter` or inner `map` of a loader.
+KNOWN = 32
 
 
 class Chunk(NamedTuple):
-    """Some samples of a stream, in order, and the position of the first in it.
+    """Consecutive samples of a stream, with the position of the first sample.
 
-    The random generators are seeded for each sample, from `seed` and the sample's position.
+    For each sample, the random generators are seeded from `seed` and the sample's position.
     """
 
     samples: Sequence[object]
@@ -37,9 +41,9 @@ class Chunk(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """Those of a chunk's samples, and the seconds that they took.
+    """The outcomes of a chunk's samples, and the duration in seconds.
 
-    A sample that is not kept is `NOTHING`, one that failed `Raised`.
+    The outcome is `NOTHING` for a dropped sample, and `Raised` for a failed sample.
     """
 
     of_samples: list[object]
@@ -47,7 +51,7 @@ class Outcomes(NamedTuple):
 
 
 class StepsTask:
-    """The functions of a stream, which are applied to samples: a task of worker processes."""
+    """A task of worker processes: apply the functions of a stream."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         self._steps = steps
@@ -58,10 +62,14 @@ class StepsTask:
         return TransformGenerators(step.function for step in self._steps)
 
     def pickle(self, earlier: OrderedDict[tuple[int, ...], SharedPickle]) -> SharedPickle:
-        """The task, pickled once for all workers, or `NotPicklableError`.
+        """Return the task, pickled once for all workers.
 
-        `earlier` has the last pickles, by the identities of the functions: unchanged ones are not
-        sent again.
+        Args:
+            earlier: The last pickles, by the identities of the functions. Unchanged functions are
+                not sent again.
+
+        Raises:
+            NotPicklableError: A function cannot be pickled.
         """
         if self._pickled is None:
             key = tuple(id(step.function) for step in self._steps)
@@ -75,18 +83,18 @@ class StepsTask:
                 raise NotPicklableError(
                     what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
                     reason=why_not_picklable(failed.function) or f"{type(error).__name__}: {error}",
-                    remedy="Worker processes need a copy of it: create unpicklable objects inside the function, or use "
-                    "num_workers=0.",
+                    remedy="Worker processes need a copy of it: create unpicklable objects inside "
+                    "the function, or use num_workers=0.",
                 ) from error
             if len(earlier) > KNOWN:
                 earlier.popitem(last=False)
         return self._pickled
 
     def start(self, worker: int, workers: int) -> None:
-        pass  # the assembly's task was started before
+        pass  # nothing to do: the task of the assembly has started the worker
 
     def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
-        """The outcomes of a `Chunk` in a worker process, with errors that can be pickled."""
+        """Return the outcomes of a `Chunk` in a worker, with picklable errors."""
         outcomes = self.apply(Chunk(*request))
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
@@ -96,7 +104,11 @@ class StepsTask:
         return outcomes
 
     def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:
-        """The outcome of each sample, before which random generators are seeded; errors of the kinds in `catch` are."""
+        """Return the outcome of each sample.
+
+        Random generators are seeded before each sample. Errors of the classes in `catch` become
+        outcomes.
+        """
         current, began = CurrentSample(chunk.seed), time.perf_counter()
         outcomes: list[object] = []
         token = current_sample.set(current)
@@ -115,7 +127,10 @@ Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]
 
 
 def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
-    """Set the result of a future, or its error, from any thread, unless it is done or its loop is closed."""
+    """Set the result or error of a future, from any thread.
+
+    Nothing happens if the future is done or the event loop is closed.
+    """
 
     def settle_on_loop() -> None:
         if answer.done():
@@ -130,13 +145,16 @@ def settle(answer: asyncio.Future[Any], result: object, error: Exception | None 
 
 
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
-    """Application of steps when the consumer waits for a batch, with `num_workers=0`."""
+    """Return a function for applying steps on the consumer's thread.
+
+    The steps run while the consumer waits for a batch, with `num_workers=0`.
+    """
 
     async def apply(task: StepsTask, chunk: Chunk) -> Outcomes:
         answer: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
-            if not answer.done():  # else the session was cancelled
+            if not answer.done():  # otherwise the session was cancelled
                 settle(answer, task.apply(chunk, catch=CONSUMER_CATCH))
 
         send(Call(run))
@@ -147,21 +165,21 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
 
 @dataclass(slots=True, eq=False)
 class SessionSteps:
-    """Application of one session's steps: a `Compute`.
+    """Application of a session's steps: a `Compute`.
 
-    Contexts of the session's tasks refer to it, and may outlive the session. So it must not refer
-    to the session.
+    Contexts of the session's tasks refer to this object, and may outlive the session. Therefore
+    this object must not refer to the session.
 
-    Each pass of a stream has a seed of its own, by `spawn_key`: of the session's seed, or of the
-    common one under `split`, where each rank applies the steps to all samples: different outcomes
-    would give samples to two ranks, or to none.
+    Each pass of a stream has a seed, made from `spawn_key` and the session's seed. Under `split`,
+    the common seed replaces the session's seed. Each rank then applies the steps to all samples,
+    and different outcomes would give a sample to two ranks, or to no rank.
     """
 
     apply: Apply
-    parallel: Callable[[], int]  # how many chunks at once keep `apply` busy
+    parallel: Callable[[], int]  # returns the number of chunks that keep `apply` busy
     seed: int
     common_seed: int
-    seconds: float = 0.0  # that the functions took so far
+    seconds: float = 0.0  # time in functions so far
 
     def __call__(self, steps: tuple[Step, ...]) -> tuple[RunSteps, Callable[[], int]]:
         task = StepsTask(steps)

@@ -1,4 +1,7 @@
-"""Streams, whose plans are filled with the next samples: by a fetch stage on the loop, or inside the workers."""
+"""Streams: plans filled with the next samples.
+
+Either a fetch stage on the loop or the workers read the stream.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,16 @@ from headrace.errors import StateError
 
 @dataclass(slots=True)
 class Progress:
-    position: int = 0  # samples and failures so far
+    """The progress of a stream in an epoch."""
+
+    position: int = 0  # number of samples and failures so far
     failures_in_a_row: int = 0  # since the last sample
     ended: bool = False
-    lost: bool = False  # the position could not be restored
+    lost: bool = False  # whether the position could not be restored
 
     @classmethod
     def at(cls, state: Mapping[str, Any] | None) -> Progress:
-        """The progress that a state was saved at; None for the beginning."""
+        """Return the progress saved in a state; None is the beginning."""
         return cls() if state is None else cls(state["position"], ended="ended" in state)
 
     def state_dict(self, stream: State) -> State:
@@ -43,10 +48,10 @@ class Progress:
 
 
 class StreamBatch:
-    """A batch that is filled from a stream, sync or async; also after a failure, if that is tolerated.
+    """A batch being filled from a stream, sync or async.
 
-    Otherwise the next batch begins there, as in torch. The stream's progress is shared by its
-    batches.
+    If failures are tolerated, reading goes on after a failure. Otherwise the next batch
+    begins after the failure, as in torch. All batches of a stream share `progress`.
     """
 
     def __init__(self, plan: BatchPlan, progress: Progress, tolerance: Tolerance) -> None:
@@ -74,19 +79,22 @@ class StreamBatch:
         self._progress.failures_in_a_row = 0
 
     def fail(self, error: BaseException) -> None:
-        """Add an error in place of the next sample; the stream ends if it only raises errors."""
+        """Add an error in place of the next sample.
+
+        The stream ends if the error cannot be skipped: after too many errors in a row, or if the
+        error has ended the generator of the stream.
+        """
         if isinstance(error, StateError):
             self.fail_restoring(error)
             return
         progress = self._progress
         in_a_row = progress.failures_in_a_row + 1
         unskippable = None
-        # an iterator that always raises would be read for ever
+        # An iterator that always raises would otherwise be read for ever.
         if in_a_row >= self._tolerance.max_in_a_row:
             unskippable = f"{in_a_row} failures in a row"
-        if self._tolerance.skips and _ended_a_generator(
-            error
-        ):  # skipping it would skip all samples after it
+        # Skipping an error that ended the stream would skip all samples after the error.
+        if self._tolerance.skips and _ended_a_generator(error):
             unskippable = "the error ended the stream, samples after it are missing"
         failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
@@ -94,7 +102,10 @@ class StreamBatch:
         progress.ended |= unskippable is not None
 
     def fail_restoring(self, error: BaseException) -> None:
-        """Add an error of restoring the stream's position, which ends it."""
+        """Add an error of restoring the stream's position.
+
+        The error ends the stream.
+        """
         self._progress.ended = self._progress.lost = True
         self._add_failure(Failure.caught(error, Stage.RESTORE, self._plan.number))
 
@@ -106,14 +117,15 @@ class StreamBatch:
     def raw(
         self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException
     ) -> RawBatch:
-        """The batch, with the state that `stream` returns; with `drop_last`, only the failures of an incomplete one.
+        """Return the batch, with the state returned by `stream`.
 
-        What is caught from `stream` is the batch's failure.
+        If `stream` raises an error in `catch`, the error becomes the batch's failure. With
+        `drop_last`, an incomplete batch is reduced to the failures.
         """
         progress, samples = self._progress, self._samples
         places: Sequence[int] = range(self._first, progress.position)
         positions = self._plan.positions[self._first : progress.position]
-        # its samples are lost with a broken one
+        # The samples of a broken batch are lost in any case.
         if drop_last and self._missing and not self._broken:
             failed = [
                 number for number, sample in enumerate(samples) if isinstance(sample, Failure)
@@ -137,10 +149,10 @@ def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
 
 
 def _ended_a_generator(error: BaseException) -> bool:
-    """Whether `error` came out of a generator function of the user's, which gives nothing more then.
+    """Whether `error` came out of a generator function of the user.
 
-    It is found by the first frame outside of headrace that the error passed through. A generator
-    further inside may have served a single sample.
+    The generator has then ended. The first frame outside of headrace decides: a generator in an
+    inner frame may have served only a single sample.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
@@ -149,7 +161,7 @@ def _ended_a_generator(error: BaseException) -> bool:
 
 
 class StreamFetch(FetchStage):
-    """Reads an async iterable, by one coroutine."""
+    """Reads an async iterable by a single coroutine."""
 
     def __init__(
         self,
@@ -164,12 +176,12 @@ class StreamFetch(FetchStage):
         self._plans: deque[BatchPlan] = deque()
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
-        self._state = start.own_state  # to be restored
+        self._state = start.own_state  # the state to restore
         self._progress = Progress.at(self._state)
         context.spawn(self._read)
 
     def admit(self, plan: BatchPlan) -> None:
-        """Queue the plan; after the stream's end its batch is empty."""
+        """Queue the plan. After the end of the stream, the batch is empty."""
         self._plans.append(plan)
         self._admitted.set()
 
@@ -179,8 +191,9 @@ class StreamFetch(FetchStage):
     async def _read(self) -> None:
         task: Any = asyncio.current_task()
         try:
-            # User code may have caught the cancellation. `stopping` is set before it, and it would
-            # interrupt `_close`.
+            # User code may have swallowed the cancellation, so check for it here. `stopping` is set
+            # earlier: a check of `stopping` would end this loop before the cancellation arrives and
+            # interrupts `_close`.
             while not task.cancelling():
                 while not self._plans:
                     self._admitted.clear()
@@ -197,7 +210,7 @@ class StreamFetch(FetchStage):
                 state = None if stream is None else stream.state_dict
                 raw = batch.raw(state, drop_last=self._drop_last)
                 self.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
-                del batch, raw  # which a wait for the next plan would hold
+                del batch, raw  # otherwise kept while waiting for the next plan
                 if self._progress.ended:
                     await self._close()
         finally:
@@ -230,14 +243,14 @@ class StreamFetch(FetchStage):
             if self.context.stopping:
                 raise asyncio.CancelledError from None
             batch.fail(error)
-            del batch  # it holds the error, whose traceback holds this frame
+            del batch  # breaks a cycle: batch, error, traceback, this frame
 
     async def _close(self) -> None:
         stream, self._stream = self._stream, None
         try:
             if stream is not None:
                 await stream.aclose()
-        except BaseException as error:  # user code; its samples are delivered, or no longer needed
+        except BaseException as error:  # user code; all samples are delivered, or not needed
             if self.context.stopping and isinstance(error, asyncio.CancelledError):
                 raise
             message = f"closing a stream of {type(self._dataset).__name__} failed"
@@ -247,16 +260,23 @@ class StreamFetch(FetchStage):
 
 
 def _origin(stream: ResumableIterator[Any] | None, first: int, index: int) -> str | None:
-    """The name of the sample at an index of a stream, which was started at the index `first`."""
+    """Return the name of the sample at an index of a stream.
+
+    The stream was started at the index `first`.
+    """
     return None if stream is None else stream.origin(index - first)
 
 
 class DispatchToWorkers(FetchStage):
-    """Sends plans to the numbered workers, which have copies of a torch dataset.
+    """Sends plans to numbered workers with copies of a torch dataset.
 
-    With `in_order` the workers take turns, as in torch. Otherwise a plan goes to the next worker
-    that has room, so that a slow worker delays only its own plans. With `streams` each worker reads
-    a stream, which can end.
+    Args:
+        context: The context of the session.
+        start: The beginning of the epoch.
+        workers: The number of workers.
+        streams: Whether each worker reads a stream. A stream can end.
+        in_order: Whether the workers take turns, as in torch. Otherwise a plan goes to the next
+            worker with room, so that a slow worker delays no plan of other workers.
     """
 
     def __init__(
@@ -271,7 +291,7 @@ class DispatchToWorkers(FetchStage):
         super().__init__(context)
         ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
-        # the next one first
+        # The next worker comes first.
         self._active = deque(worker for worker in turns if worker not in ended)
         self._streams = streams
         self._in_order = in_order
@@ -299,13 +319,17 @@ class DispatchToWorkers(FetchStage):
             )
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Free the worker's slot; the whole stream ends with the last worker's."""
+        """Free the worker's slot.
+
+        The whole stream ends with the stream of the last worker.
+        """
         if raw.worker is None:
             return host
         self._loads[raw.worker] -= 1
         if host.end and self._streams and raw.worker in self._active:
             self._active.remove(raw.worker)
-        # Of a map-style dataset, the worker could not start, or died; its next batch may succeed.
+        # The worker of a map-style dataset may have died or failed to start. The next batch may
+        # succeed, so there is no end.
         host = host._replace(worker=raw.worker, end=host.end and self._streams and not self._active)
         self._dispatch()
         return host

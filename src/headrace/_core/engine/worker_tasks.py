@@ -1,4 +1,7 @@
-"""What runs in a worker process: the assembler alone, or with a torch dataset, whose readers also run inline."""
+"""Tasks of worker processes, and readers of torch datasets.
+
+The readers also run inline.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,16 @@ Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
 @dataclass(kw_only=True)
 class AssembleTask:
-    """Transforms and collates what was fetched on the loop; randomness belongs to the batch, not to the worker."""
+    """Transforms and collates fetched samples.
+
+    Randomness belongs to the batch, and not to the worker.
+    """
 
     assembler: Assembler
-    rank: RankInfo  # of the consumer's process
+    rank: RankInfo  # the rank of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    # whether the next batch may be made, in memory that `collate_fn` keeps, before this is sent
+    # Whether to copy a batch. `collate_fn` may reuse memory for the next batch before this batch is
+    # sent.
     copies: bool = False
 
     def start(self, worker: int, workers: int) -> None:
@@ -68,23 +75,23 @@ class AssembleTask:
 
 
 class StartEpoch(NamedTuple):
-    """The request to a worker to begin a new pass over its dataset."""
+    """A request to a worker: begin a new pass over the dataset."""
 
     epoch: int
-    running: frozenset[int]  # the passes still being read
-    # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
+    running: frozenset[int]  # epochs of the passes still being read
+    # Whether to call `set_epoch` of every dataset, or only of datasets with `wants_epoch`.
     set_epoch: bool
-    # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error
-    # of a class in it.
+    # The state of the worker's stream, or of a stateful dataset. Pickled, so that the worker
+    # reports errors of unpickling.
     state: PickledPayload | None
 
 
 @dataclass(kw_only=True)
 class ReadTask(AssembleTask):
-    """Reads a torch dataset inside the worker, as torch's own loader does, then transforms and collates.
+    """Reads a torch dataset inside the worker, then transforms and collates.
 
-    Random generators are seeded as torch does it when the worker starts, and with `seeds` before
-    each batch is read.
+    Random generators are seeded as in torch when the worker starts. With `seeds`, random generators
+    are also seeded before each batch is read.
     """
 
     seeds: bool
@@ -95,7 +102,10 @@ class ReadTask(AssembleTask):
     _readers: dict[int, Callable[[BatchPlan], HostBatch]] = field(default_factory=dict)
 
     def start(self, worker: int, workers: int) -> None:
-        """Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`."""
+        """Set up the process as a worker of torch.
+
+        Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`.
+        """
         self._worker = worker
         seed = self.base_seed + worker
         self._seed(self.base_seed)
@@ -103,7 +113,10 @@ class ReadTask(AssembleTask):
         super().start(worker, workers)
 
     def __call__(self, request: Any) -> Any:
-        """Start an epoch, or read and assemble one batch, sent flat, of the epoch that its plan names."""
+        """Start an epoch, or read and assemble a batch.
+
+        A batch is requested as a flat tuple. The plan names the epoch.
+        """
         if type(request) is StartEpoch:
             self._readers = {
                 epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()
@@ -113,12 +126,12 @@ class ReadTask(AssembleTask):
             )
             return None
         plan = RawBatch.from_flat(request).plan
-        if self.iterable:  # each worker counts the samples of its own part
+        if self.iterable:  # each worker counts the samples of its own share
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch
-        if epoch not in self._readers:  # the worker was replaced in mid-epoch
+        if epoch not in self._readers:  # the worker was replaced during the epoch
             self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
-            # not what its predecessor drew
+            # A new seed: otherwise the worker would repeat the draws of the dead worker.
             self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)
         session_epoch.set(epoch)
         return _flat(self._readers[epoch](plan), plan)
@@ -151,22 +164,29 @@ def _flat(host: HostBatch, plan: BatchPlan) -> Any:
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
-    """The batch with pickled data and state, and picklable errors, to be sent to another process.
+    """Return the batch with pickled data and state, and picklable errors.
 
-    The data's buffers are `copied` if they may change before it is sent.
+    Another process can receive this batch. Buffers of the data are `copied` if they may change
+    before the batch is sent.
     """
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
             host = host._replace(data=PickledPayload.dumps(host.data, copied=copied))
         except BaseException as error:
             # user code: __reduce__ of the result of transform or collate_fn
-            remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
+            remedy = (
+                "Return tensors, arrays, or classes that both processes can import, from transform "
+                "and collate_fn."
+            )
             failed = not_picklable("the return value of collate_fn", error, remedy)
             host = host.replaced_by(failed, Stage.COLLATE)
     try:
         host = host._replace(stream_state=dump_state(host.stream_state))
     except BaseException as error:  # user code: __reduce__ of an object in the state
-        remedy = "It is sent with each batch to the consumer's process: return plain values or arrays from state_dict."
+        remedy = (
+            "It is sent with each batch to the consumer's process: return plain values or arrays "
+            "from state_dict."
+        )
         failed = not_picklable("the state of the dataset", error, remedy)
         host = host._replace(stream_state=None).replaced_by(failed, Stage.SAVE_STATE)
     if host.failures:
@@ -175,23 +195,26 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
 
 
 def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
-    """The error for a value that cannot be sent to another process, caused by the error of pickling it."""
+    """Return the error for an unpicklable value.
+
+    The cause is `reason`, the pickling error.
+    """
     error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
     error.__cause__ = reason
     return error
 
 
 def _with_picklable_error(failure: Failure) -> Failure:
-    # the first process's
+    # Keep the traceback of the process that raised the error.
     traceback = format_error(failure.error) if failure.traceback is None else failure.traceback
     return replace(failure, error=picklable_error(failure.error), traceback=traceback)
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:
-    """A function from indices to what the default collate makes of those samples, which raises if one is wrong.
+    """Return a function from indices to a default batch, or None.
 
-    None but for a `TensorDataset`, or a `Subset` of one, of exactly these classes: a subclass may
-    do more.
+    The function raises if an index is wrong. The result is None except for a `TensorDataset`, or a
+    `Subset` of a `TensorDataset`. Subclasses are excluded, because a subclass may do more.
     """
     if type(dataset) is Subset:
         inner = tensor_fast_path(dataset.dataset)
@@ -229,12 +252,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class BatchReader:
-    """Reads and assembles the batches of one epoch of a torch dataset.
+    """Reads and assembles the batches of an epoch of a torch dataset.
 
-    With `seeds`, random generators are seeded for each batch, before it is read.
+    With `seeds`, random generators are seeded before each batch is read.
     """
 
-    _gather: Gather | None = None  # makes a batch of its indices, where nothing of the user's runs
+    _gather: Gather | None = None  # makes a batch from indices, if no user code has to run
 
     def __init__(
         self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False
@@ -246,11 +269,11 @@ class BatchReader:
         self._generators = assembler.generators() if seeds else None
 
     def state_dict(self) -> State | None:
-        """The state of a stateful dataset, or of its iterator; None if there is none."""
-        raise NotImplementedError  # each kind has its own
+        """Return the state of a stateful dataset or iterator, or None."""
+        raise NotImplementedError  # subclasses implement this
 
     def __call__(self, plan: BatchPlan) -> HostBatch:
-        """The batch of one plan, with the times of its reading and assembling."""
+        """Return the batch of a plan, with the times of reading and assembling."""
         began = now()
         if self._generators is not None:
             self._generators.seed(plan.seed)
@@ -259,7 +282,9 @@ class BatchReader:
                 return HostBatch(
                     plan, self._gather(plan.indices), len(plan.indices), times=times_since(began)
                 )
-            except Exception:  # an index is wrong, or of an odd type: one by one says which, or knows what it means
+            except Exception:
+                # An index is wrong or has an odd type. The dataset itself names the wrong index, or
+                # understands the odd type.
                 pass
         raw = self._read(plan)
         host = self._assembler.assemble(raw, began)
@@ -268,13 +293,14 @@ class BatchReader:
         return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
 
     def _read(self, plan: BatchPlan) -> RawBatch:
-        raise NotImplementedError  # each kind has its own
+        raise NotImplementedError  # subclasses implement this
 
 
 class MapReader(BatchReader):
-    """Reads a map-style dataset, by `__getitems__` where it has one and batches are automatic.
+    """Reads a map-style dataset.
 
-    `state` is that of an earlier reader, after one of its batches; None for the beginning.
+    With automatic batching, `__getitems__` is used if the dataset has this method. `state` is the
+    state of an earlier reader after a batch, or None for the beginning.
     """
 
     def __init__(
@@ -312,10 +338,11 @@ class MapReader(BatchReader):
             samples = self._many(list(plan.indices))
         except self._catch as error:
             if self._tolerance.skips and hasattr(self._dataset, "__getitem__"):
-                return RawBatch(plan, self._one_by_one(plan))  # to find the sample that failed
+                # Find the sample that failed.
+                return RawBatch(plan, self._one_by_one(plan))
             return RawBatch(plan, [Failure.caught(error, Stage.FETCH, plan.number)])
-        # Any other type is a batch that the dataset has assembled; collate_fn receives it
-        # unchanged.
+        # A result of another type is a batch assembled by the dataset. `collate_fn` receives the
+        # batch unchanged.
         return RawBatch(plan, samples, whole=not isinstance(samples, list | tuple))
 
     def _one_by_one(self, plan: BatchPlan) -> list[Any]:
@@ -333,9 +360,12 @@ class MapReader(BatchReader):
 
 
 class StreamReader(BatchReader):
-    """Reads an iterable-style dataset, from its beginning or from a state; `iter()` is called on it here.
+    """Reads an iterable-style dataset, from the beginning or from a state.
 
-    `StateError` if the state is of another dataset, or damaged.
+    The constructor calls `iter()` on the dataset.
+
+    Raises:
+        StateError: The state belongs to another dataset, or is damaged.
     """
 
     def __init__(
@@ -343,13 +373,13 @@ class StreamReader(BatchReader):
     ) -> None:
         super().__init__(dataset, assembler, **kwargs)
         self._progress = Progress.at(state)
-        self._errors = 0  # of those read
+        self._errors = 0  # number of errors among the samples read
         self._stream: Iterator[Any]
         if state is None:
             self._stream = iter(dataset)
         elif self._progress.ended:
-            self._stream = iter(())  # nothing is read of it
-            restore_dataset(dataset, state["stream"])  # for the next epoch
+            self._stream = iter(())  # nothing is left to read
+            restore_dataset(dataset, state["stream"])  # the next epoch needs the restored dataset
         else:
             self._stream, again = restore_user(dataset, state["stream"], lambda: iter(dataset))
             self._errors = state["stream"]["errors"]
@@ -379,7 +409,10 @@ class StreamReader(BatchReader):
         return batch.raw(self._state, drop_last=self._drop_last, catch=self._catch)
 
     def state_dict(self) -> State | None:
-        """The progress, with the state of a stateful dataset and iterator; None if nothing was read of another."""
+        """Return the progress, with the state of the dataset and the iterator.
+
+        None if nothing was read and neither is stateful.
+        """
         state = self._state()
         return None if state == {"read": 0} else self._progress.state_dict(state)
 
@@ -390,7 +423,10 @@ class StreamReader(BatchReader):
 
 
 def cannot_start(error: BaseException, *, restoring: bool) -> Callable[[BatchPlan], HostBatch]:
-    """A stand-in for a reader that could not be made: the error for the first plan, an end for the others."""
+    """Return a stand-in for a reader after a failed start.
+
+    The stand-in returns the error for the first plan, and an end for other plans.
+    """
     errors = [error]
 
     def read(plan: BatchPlan) -> HostBatch:

@@ -1,4 +1,7 @@
-"""The consumer's thread with `num_workers=0`, as in torch: it reads torch's datasets, and assembles async ones."""
+"""Work on the consumer's thread with `num_workers=0`, as in torch.
+
+The thread reads torch datasets, and assembles batches of async datasets.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ T = TypeVar("T")
 
 
 class InlineLink(Link):
-    """A link to a torch dataset itself, which reads a batch when it is received; a stream is started here.
+    """A link to a torch dataset in the consumer's thread.
 
-    With a seed, the program's own random generators are restored after each batch.
+    `receive` reads a batch. The constructor starts a stream. With a seed, the random generators of
+    the program are restored after each batch.
     """
 
     def __init__(self, config: EngineConfig, start: SessionStart) -> None:
@@ -37,9 +41,8 @@ class InlineLink(Link):
         make = functools.partial(
             StreamReader if config.kind.is_iterable else MapReader,
             config.dataset,
-            replace(
-                config.assembler, catch=Exception
-            ),  # Ctrl-C is raised, and is not an error of the dataset
+            # Ctrl-C is raised: KeyboardInterrupt is not an error of the dataset.
+            replace(config.assembler, catch=Exception),
             drop_last=config.drop_last,
             seeds=self._isolates,
         )
@@ -57,13 +60,13 @@ class InlineLink(Link):
         self._plans: deque[BatchPlan] = deque()
 
     def state_dict(self) -> State | None:
-        """The state of a stateful dataset, or of its iterator; None if there is none."""
+        """Return the state of a stateful dataset or iterator, or None."""
         return (
             self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
         )
 
     def send(self, message: Request) -> None:
-        if isinstance(message, list):  # nothing is in progress here, and nothing is fetched
+        if isinstance(message, list):  # other requests need no answer here
             self._plans.extend(message)
 
     def receive(self) -> None:
@@ -72,7 +75,7 @@ class InlineLink(Link):
         plan = self._plans.popleft()
         try:
             host = self._in_context(self._read, plan)
-        except BaseException:  # Ctrl-C: the batch is read again, of a stream with the next samples
+        except BaseException:  # Ctrl-C: read the batch again; a stream continues with later samples
             self._plans.appendleft(plan)
             raise
         self.messages.append(host.located(self._sample_key) if host.failures else host)
@@ -84,19 +87,20 @@ class InlineLink(Link):
         self._plans.clear()
 
     def _in_context(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call user code in the context that an engine provides on its thread."""
+        """Call user code in the context of an engine."""
         isolated = isolated_generators() if self._isolates else contextlib.nullcontext()
         with self._rank, self._epoch, isolated:
             return work(*args, **kwargs)
 
 
 class WorkOnConsumersThread:
-    """User functions on the consumer's thread, for async datasets with `num_workers=0`, as in torch.
+    """User functions on the consumer's thread.
 
-    A helper thread would draw from the same random generators as the training loop, in an order
-    that depends on timing. Here each batch is transformed and collated with generators seeded from
-    its own seed, and each sample of a stream that is filtered with its own; afterwards their states
-    are restored.
+    For async datasets with `num_workers=0`, as in torch. A helper thread would draw random numbers
+    from the generators of the training loop, in an order that depends on timing. On the consumer's
+    thread, each batch is transformed and collated with generators seeded for the batch. Functions
+    before batching run with generators seeded for the sample. Afterwards, the states of the
+    generators are restored.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -111,7 +115,10 @@ class WorkOnConsumersThread:
             function()
 
     def finish(self, host: HostBatch) -> HostBatch:
-        """The batch of what was fetched; called again for the same batch after Ctrl-C."""
+        """Assemble a fetched batch.
+
+        After Ctrl-C, `finish` is called again for the same batch.
+        """
         if not isinstance(host.data, RawBatch):
             return host
         with isolated_generators(), provided_rank(self._rank):

@@ -1,4 +1,7 @@
-"""What all placements of engines share, their end at exit, and whether a copy of a dataset is still true."""
+"""The base class of placements, and snapshots of datasets.
+
+Placements still open at exit are closed here.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,18 @@ _living: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 
 class Placement(ABC):
-    """Engines somewhere, for one loader, which owns them. Those that are left are closed at exit, before the zygote."""
+    """The place of a loader's engines.
 
-    name: str  # for `stats()`
+    The loader owns the placement. Placements still open at exit are closed before the zygote.
+    """
+
+    name: str  # the name in `stats()`
     is_current = False  # whether the caller is on the engine's own thread
     has_copy = True  # whether the engines read a copy of the dataset
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # those that are referred to
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions still referred to
 
     @property
     @abstractmethod
@@ -53,7 +59,11 @@ class Placement(ABC):
     ) -> Session: ...
 
     def close(self) -> None:
-        """End all sessions and engines; idempotent, and without effect in a fork, which has neither."""
+        """End all sessions and engines.
+
+        Further calls do nothing. In a fork, `close` does nothing, because a fork has no sessions
+        and no engines.
+        """
         if self._pid != os.getpid():
             return
         for session in list(self.sessions):
@@ -64,32 +74,34 @@ class Placement(ABC):
     def _end(self) -> None: ...
 
 
-# hooks run in the reverse order of their registration, so this comes before those of what is
-# imported
+# Exit hooks run in the reverse order of registration. This hook therefore runs before the hooks of
+# the modules imported above.
 @atexit.register
 def _close_all() -> None:
     for placement in list(_living):
-        with suppress(KeyboardInterrupt):  # which leaves the rest of it to its processes
+        with suppress(KeyboardInterrupt):  # the processes then end by themselves
             placement.close()
 
 
 def snapshot(dataset: object) -> list[object]:
-    """What says whether a copy of a dataset is still true: equal lists if no difference is found.
+    """Return a list for detecting changes of a dataset.
 
-    It has the length, attributes, functions and class of the dataset, and of the datasets it is
-    made of. So it detects attributes that were set, containers that grew or shrank, and functions
-    that changed, or that were defined anew in a notebook; not an element that was replaced.
+    If two lists are equal, a copy of the dataset is taken as still valid. The list has the length,
+    attributes, functions and class of the dataset, and of all inner datasets. The comparison
+    detects new values of attributes, a changed length of containers, and functions changed or
+    redefined in a notebook. The comparison does not detect a replaced element.
     """
     found: list[object] = []
     for part in walk_datasets(dataset):
         for name, value in ("", part), *getattr(part, "__dict__", {}).items():
             plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
-            # Bound methods are equal if their objects are identical; comparing elements would cost
-            # as much as a copy.
+            # Two bound methods are equal if the objects are identical. A comparison of elements
+            # would cost as much as a copy.
             found.append(
                 (name, type(value), value if plain else types.MethodType(id, value), _length(value))
             )
-            # with the functions and globals that a class of the program's main module uses
+            # The fingerprint of a class from the main module includes functions and globals used by
+            # the class.
             if name == "":
                 found.append(fingerprint(type(value)))
             elif callable(value) and not isinstance(value, type):
@@ -99,6 +111,6 @@ def snapshot(dataset: object) -> list[object]:
 
 def _length(value: object) -> int | None:
     if isinstance(value, Sized):
-        with suppress(Exception):  # user code, or a class that has none after all
+        with suppress(Exception):  # user code, or a class without a length
             return len(value)
     return None

@@ -1,9 +1,9 @@
-"""The actor of an engine: it starts the engine's process on its node, and passes messages on.
+"""The Ray actor of an engine.
 
-The engine is the same process as on the consumer's machine (see `headrace._core.links.sidecar`), so
-that Ray's Python does not slow it, and user code does not block Ray's event loop. A batch is copied
-once here, from its slab to Ray's store. What the consumer and the actor exchange is packed as Ray
-carries it.
+The actor starts the engine's process on the actor's node, and passes messages on. The process is
+the same as on the consumer's machine (see `headrace._core.links.sidecar`). So Ray's Python does not
+slow the engine, and user code does not block Ray's event loop. A batch is copied once here, from a
+slab to Ray's object store. Messages between consumer and actor are packed for Ray.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
-# bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+# Bytes of buffers in an object. Smaller objects are sent as a single byte string. Below 100 KB, Ray
+# sends the byte string inside the reply.
 IN_BAND = 64 * 1024
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
-"""An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
-_Answer = list[Packed] | Packed  # small messages, or one that is large
+"""An object as a single byte string, or as a pickle with arrays of bytes.
+
+Ray keeps the arrays in the object store without a copy."""
+_Answer = list[Packed] | Packed  # several small messages, or a single large message
 
 
 def pack(message: Message) -> Packed:
@@ -46,27 +49,31 @@ def pack(message: Message) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The object, its tensors and arrays in memory of this process, which can be written to.
+    """Return the object, with tensors and arrays in writable memory.
 
-    What Ray gives is a view of its object store, read-only, and shared with other readers. This is
-    the only copy on this side; the store's object can be released behind it.
+    Ray returns a read-only view of the object store, shared with other readers. This function makes
+    the only copy in this process. Afterwards Ray can release the object in the store.
     """
     pickled, found = pickle.loads(packed) if isinstance(packed, bytes) else packed
     return load_message(pickled, [copy_of(buffer) for buffer in found])
 
 
 def unpack_views(packed: Packed) -> Any:
-    """The object, its tensors and arrays read-only views of what Ray gave."""
+    """Return the object, with tensors and arrays as read-only views."""
     parts: tuple[bytes, list[Any]] = pickle.loads(packed) if isinstance(packed, bytes) else packed
     with warnings.catch_warnings():
+        # The warning is from torch.
         warnings.filterwarnings(
             "ignore", "The given (buffer|NumPy array) is not writable", UserWarning
-        )  # of torch
+        )
         return load_message(parts[0], [memoryview(buffer).cast("B") for buffer in parts[1]])
 
 
 class EngineActor:
-    """Engine number `engine` of a loader's, on the node where Ray has placed it, with the consumer's settings."""
+    """An engine of a loader, on a node chosen by Ray.
+
+    `engine` is the number of the engine. The engine has the consumer's settings.
+    """
 
     def __init__(self, engine: int, engines: int, settings: Settings) -> None:
         self._part = engine, engines
@@ -74,22 +81,28 @@ class EngineActor:
         self._config: EngineConfig | None = None
         self._placement: ProcessPlacement | None = None
         self._work: SharedPickle | None = None
-        self._sessions: dict[int, _Served | None] = {}  # None for those that have ended
+        self._sessions: dict[int, _Served | None] = {}  # None for ended sessions
         self._opening = asyncio.Lock()
 
     def __repr__(self) -> str:
-        # Ray puts this before each line that the actor writes
+        # Ray prints this text before each line of output from the actor.
         return f"headrace engine {self._part[0]}"
 
     async def open(
         self, session: int, start: SessionStart, config: Packed, work: Packed
     ) -> tuple[str, str, int]:
-        """Start a session, whose errors answer its plans; returns the node's id and address, and the process id."""
+        """Start a session.
+
+        Errors of the start become answers to the plans.
+
+        Returns:
+            The id of the node, the address of the node, and the process id.
+        """
         if (served := self._served(session)) is not None:
             try:
                 async with self._opening:
                     link = await asyncio.to_thread(self._connect, start, config, work)
-            except BaseException as error:  # user code: imports of its modules, unpickling
+            except BaseException as error:  # user code: imports of the user's modules, unpickling
                 served.end(SessionEnd(error))
             else:
                 served.begin(link)
@@ -108,18 +121,27 @@ class EngineActor:
         return self._placement.connect(self._work, start, 0, start.batch)
 
     def _served(self, number: int) -> _Served | None:
-        """A session, also before it is open; None after its end."""
+        """Return a session, possibly not open yet; None after the end."""
         return self._sessions.setdefault(number, _Served())
 
     async def send(self, session: int, sequence: int, message: Packed) -> None:
-        """Pass on a message; it is numbered, since Ray may start calls in another order than they were made in."""
+        """Pass on a message.
+
+        Messages are numbered, because Ray may start calls in another order.
+        """
         if (served := self._served(session)) is not None:
             served.send(sequence, message)
 
     async def answer(self, session: int, sequence: int = -1, message: Packed = b"") -> Packed:
-        """The next messages from the engine: a large one, or a pickled list of small ones, empty after the session.
+        """Return the next messages from the engine.
 
-        A message that comes with it is passed on first; `sequence` is -1 if there is none.
+        The result is a large message, or a pickled list of small messages. The list is empty after
+        the session.
+
+        Args:
+            session: The number of the session.
+            sequence: The number of `message`; -1 without a message.
+            message: A message to pass on first.
         """
         if (served := self._served(session)) is None:
             return pickle.dumps([])
@@ -129,7 +151,7 @@ class EngineActor:
         return pickle.dumps(answer, protocol=5) if isinstance(answer, list) else answer
 
     async def end_session(self, session: int) -> None:
-        """Leave a session: the consumer wants no more of its batches."""
+        """Leave a session, because the consumer wants no more batches."""
         served, self._sessions[session] = self._sessions.get(session), None
         if served is not None:
             served.end(None)
@@ -142,23 +164,27 @@ class EngineActor:
 
 
 class _Served:
-    """A session in the actor. Its messages wait until the consumer asks: a large one by itself, small ones together."""
+    """A session in the actor.
+
+    Messages wait until the consumer asks. A large message is sent singly, and small messages are
+    sent together.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._link: ProcessLink | None = None
-        self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
-        # messages that came before an earlier one, or before the session
+        self._plans: dict[int, BatchPlan] = {}  # plans without an arrived batch
+        # Messages received before an earlier message, or before the session is open.
         self._unsent: dict[int, object] = {}
         self._next = 0
         self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
-        # the last in the queue, unless that is empty; closed by a large one
+        # The last list in the queue, unless the queue is empty. A large message closes the list.
         self._small: list[Packed] = []
-        self._nbytes = 0  # in it
-        self._last: list[Packed] | None = None  # the end, which stays in the queue
+        self._nbytes = 0  # bytes in `_small`
+        self._last: list[Packed] | None = None  # the end of the session, which stays in the queue
 
     def begin(self, link: ProcessLink) -> None:
-        """Run the session that has been opened; close it if it was left meanwhile."""
+        """Run an open session, or close it if already left."""
         if self._last is not None:
             link.close()
             return
@@ -171,7 +197,7 @@ class _Served:
         if self._link is not None:
             self._send_next(self._link)
         elif isinstance(message, StatusRequest):
-            self._unsent[sequence] = []  # answered here
+            self._unsent[sequence] = []  # answered below; send an empty list of plans instead
             text = f"batch {message.number} has not begun: the engine's process is being started"
             self._put(pack(dump_message(Status(text))))
 
@@ -208,7 +234,7 @@ class _Served:
     async def answer(self) -> _Answer:
         answer = await self._answers.get()
         if answer is self._last:
-            self._answers.put_nowait(answer)  # for all that wait, and that come
+            self._answers.put_nowait(answer)  # for all callers, waiting or later
         return answer
 
     def end(self, end: SessionEnd | None) -> None:

@@ -1,4 +1,7 @@
-"""The Ray placement: engines in actors of the cluster that this process is connected to, and the links to them."""
+"""The Ray placement: engines in actors, and links to the engines.
+
+The cluster is the cluster of this process's Ray connection.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,16 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
-# seconds in which the actors end their engines, before they are killed
+# Seconds for the actors to end the engines, before the actors are killed.
 CLOSE_DEADLINE = 5.0 + WORK_DEADLINE
-CALL = 0.001  # seconds: what a call costs, of CPU time 0.7 ms at either end
-_CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
+CALL = 0.001  # cost of a call in seconds; 0.7 ms of CPU time at either end
+_CALLS = 10_000  # maximum number of calls to an actor at once; a call for each plan
 
-# The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
+# After one of these errors, the engine's process, the node or a result is lost. Other engines can
+# make the batches.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
 
-# of `StageTimes`
+# Names of moments in `StageTimes`.
 _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")
 
 
@@ -66,19 +70,19 @@ class RayEngines(Placement):
         packed = _packed(config, config.without_functions())
         self._connection = connection()
         self._config = ray.put(packed)
-        self._numbers = itertools.count()  # of sessions
+        self._numbers = itertools.count()  # numbers of sessions
         self._settings = Settings.here()
         options = {
             "num_cpus": placement.cpus_per_engine,
             "scheduling_strategy": "SPREAD",
             "max_concurrency": _CALLS,
             "enable_task_events": False,
-            # plans of an engine that is lost go to others, which Ray cannot know
+            # Ray must not restart an actor: the plans of a lost engine go to other engines.
             "max_restarts": 0,
             **placement.options,
         }
         self._actor_class = ray.remote(EngineActor).options(**options)
-        self._lost: list[Any] = []  # actors, as any iterator has found
+        self._lost: list[Any] = []  # lost actors, as found by any iterator
         self._actors = [self._start(number) for number in range(engines)]
 
     def _start(self, number: int) -> Any:
@@ -109,7 +113,7 @@ class RayEngines(Placement):
     def _end(self) -> None:
         actors, self._actors = self._actors, []
         if self._connection != connection():
-            return  # it has ended, and the actors with it
+            return  # the connection has ended, and so have the actors
         stopping = [actor.stop.remote() for actor in actors]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=CLOSE_DEADLINE, fetch_local=False)
@@ -120,11 +124,18 @@ class RayEngines(Placement):
 class RayLink(Link):
     """A link to an engine in an actor.
 
-    Answers are the results of calls of the actor. A large batch is that of one call, and one object
-    of Ray's, released when it is copied; small ones come together, as many as are ready. A call for
-    each plan is under way, or only one if batches are small and the consumer computes for less than
-    `CALL` between them: plans then wait until it has to wait. The first argument that opens the
-    session is its number; `on_lost` is called with the actor if that is lost.
+    Answers are the results of calls of the actor. A call returns either a large batch or all ready
+    small messages. A large batch is a single object of Ray, released after the copy.
+
+    Usually a call is under way for each plan. Only a single call is under way if batches are small
+    and the consumer computes for less than `CALL` between batches. Plans are then held until the
+    consumer has to wait.
+
+    Args:
+        engine: The number of the engine.
+        actor: The actor.
+        opening: The arguments of `EngineActor.open`. The first argument is the session's number.
+        on_lost: Called with the actor when the actor is lost.
     """
 
     def __init__(
@@ -135,24 +146,26 @@ class RayLink(Link):
         self._on_lost = on_lost
         self._connection = connection()
         self._number = opening[0]
-        self._mailbox = Mailbox()  # of futures
-        # that were sent, of the batches that have not arrived
+        self._mailbox = Mailbox()  # a mailbox for futures
+        # Plans sent, without an arrived batch.
         self._plans: dict[int, BatchPlan] = {}
         self._unsent: list[BatchPlan] = []
-        self._asked = 0  # calls under way that return messages, one at least
-        self._small = False  # whether the last answer was of small ones
-        self._left = 0.0  # when the consumer had sent its last plans; 0.0 if it has come back since
-        self._hurries = False  # whether it came back within `CALL`
+        self._asked = 0  # number of calls under way that return messages
+        self._small = False  # whether the last answer was a list of small messages
+        # When the consumer last sent plans; 0.0 if the consumer has come back since.
+        self._left = 0.0
+        self._hurries = False  # whether the consumer came back within `CALL`
         self._sequence = itertools.count()
-        self._ahead = -math.inf  # seconds by which its clock is ahead of this one, at least
+        # Lower limit of the difference between the node's clock and this clock, in seconds.
+        self._ahead = -math.inf
         self._place = "a node that Ray has not chosen yet"
-        self._elsewhere = False  # on another node than this process
+        self._elsewhere = False  # whether the engine is on another node
         self._over = self._closed = False
         self.messages: deque[Answer] = deque()
         self.source = self._mailbox.source
         try:
             self._call(actor.open, *opening)
-        except BaseException:  # of Ray: it is raised at the iteration
+        except BaseException:  # an error of Ray, raised by the iteration
             self._mailbox.close()
             raise
 
@@ -166,7 +179,10 @@ class RayLink(Link):
             self._send(message, answered=isinstance(message, StatusRequest))
 
     def _send_plans(self, *, now: bool = True) -> None:
-        """Send plans and ask for batches: `now`, where waiting saves no calls, and if the engine has few plans left."""
+        """Send plans and ask for batches.
+
+        Without `now`, plans may be held to save calls while the engine has enough plans.
+        """
         plans, few = self._unsent, self._small and self._hurries
         if few and not now and len(plans) < len(self._plans):
             return
@@ -184,9 +200,8 @@ class RayLink(Link):
 
     def _call(self, method: Any, *arguments: object) -> None:
         if self._connected():
-            method.remote(*arguments).future().add_done_callback(
-                self._mailbox.put
-            )  # on Ray's thread
+            # The callback runs on a thread of Ray.
+            method.remote(*arguments).future().add_done_callback(self._mailbox.put)
 
     def _connected(self) -> bool:
         if connection() == self._connection:
@@ -217,7 +232,7 @@ class RayLink(Link):
             self._send_plans(now=False)
 
     def _take_in(self, answer: tuple[str, str, int] | Packed) -> None:
-        if len(answer) == 3 and isinstance(answer, tuple):  # it is open
+        if len(answer) == 3 and isinstance(answer, tuple):  # the result of `open`
             node, address, pid = answer
             self._elsewhere = node != ray.get_runtime_context().get_node_id()
             self._place = f"node {address}, process {pid}"
@@ -237,11 +252,12 @@ class RayLink(Link):
                 self._end(message)
 
     def _translated(self, host: HostBatch) -> HostBatch:
-        """The batch of another node, its times by this process's clock, its processes with numbers that none has here.
+        """Translate a batch from another node.
 
-        The batch that took the least time on its way bounds the difference of the clocks.
+        Times become times of this process's clock. Processes get numbers that no process has on
+        this machine. The batch with the shortest way limits the difference of the clocks.
         """
-        # the most of a Linux machine
+        # Process ids of Linux are below 1 << 22.
         times, fetches, pids = (host.times, host.fetches, (self._engine + 1) << 22)
         self._ahead = max(self._ahead, times.assembled - time.perf_counter())
         moments = {
@@ -280,39 +296,41 @@ class RayLink(Link):
         self._closed = True
         self._mailbox.close()
         if connection() == self._connection:
-            # the actor is lost, or Ray is shutting down: so is the session
+            # If the actor is lost or Ray shuts down, the session is over too.
             with suppress(Exception):
                 self._actor.end_session.remote(self._number)
 
 
 def connection() -> tuple[str, str] | None:
-    """What identifies this process's connection to a cluster; None without one.
+    """Return the identity of this process's connection to a cluster, or None.
 
-    It is compared before each call: one without a connection, or of an actor of an earlier one,
-    would start Ray anew.
+    Compare the identity before each call of Ray. Without a connection, or with an actor of an
+    earlier connection, a call would start Ray anew.
     """
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    # the latter follows from the number of the job
+    # The worker's id follows from the number of the job.
     return (context.get_node_id(), context.get_worker_id())
 
 
 def _check_connected() -> None:
     if ray.util.client.ray.is_connected():
         raise RuntimeError(
-            "placement=RayPlacement(...) needs a process of the cluster: Ray Client (ray://) has no object store here. "
-            "Start the program with `ray job submit`, or on a node of the cluster with ray.init(address='auto')."
+            "placement=RayPlacement(...) needs a process of the cluster: Ray Client (ray://) has "
+            "no object store here. Start the program with `ray job submit`, or on a node of the "
+            "cluster with ray.init(address='auto')."
         )
     if not ray.is_initialized():
         raise RuntimeError(
-            "placement=RayPlacement(...) needs a connection to a Ray cluster, which headrace does not open by itself: "
-            "call ray.init(address='auto') on a node of the cluster, or ray.init() for one on this machine."
+            "placement=RayPlacement(...) needs a connection to a Ray cluster, which headrace does "
+            "not open by itself: call ray.init(address='auto') on a node of the cluster, or "
+            "ray.init() for one on this machine."
         )
 
 
 def _kill(actor: Any) -> None:
-    with suppress(ray.exceptions.RayError, ValueError):  # it has ended
+    with suppress(ray.exceptions.RayError, ValueError):  # the actor has ended
         ray.kill(actor)
 
 

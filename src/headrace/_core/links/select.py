@@ -1,4 +1,7 @@
-"""Select where a loader's engine runs, and keep the engine for the loader's life."""
+"""Selection of the place for a loader's engine.
+
+The engine is kept for the life of the loader.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from headrace.options import LoaderOptions
 def check_engines(
     engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int
 ) -> None:
-    """Raise ValueError where `engines` and `placement` exclude other arguments."""
+    """Raise ValueError if `engines` or `placement` exclude other arguments."""
     asked = f"engines={engines}"
     if isinstance(placement, RayPlacement):
         if engines != 1:
@@ -40,18 +43,21 @@ def check_engines(
         )
     if kind is DatasetKind.ASYNC_MAP and 0 < num_workers < engines:
         raise ValueError(
-            f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, but got "
-            f"{num_workers}"
+            f"{asked}: engines divide the workers, so num_workers must be 0 or at least {engines}, "
+            f"but got {num_workers}"
         )
 
 
 def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> None:
-    """Raise ValueError where ``num_workers="auto"`` and other arguments exclude each other."""
+    """Raise ValueError if ``num_workers="auto"`` excludes other arguments."""
     why = None
     if not kind.is_async:
         why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
     elif isinstance(options["placement"], RayPlacement):
-        why = "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine has room for"
+        why = (
+            "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine "
+            "has room for"
+        )
     elif context is not None:
         why = "starts processes, in its own way: leave out multiprocessing_context="
     if why is not None:
@@ -59,26 +65,35 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
 
 
 class PlacementSelector:
-    """The engines of one loader: the current one, and those that still serve iterations begun before a change."""
+    """The engines of a loader.
+
+    Besides the current engine, retired engines serve iterations begun before a change.
+    """
 
     def __init__(self, placement: str | RayPlacement, engines: int) -> None:
         self._placement = placement
         self._asked = engines
         self._current: Placement | None = None
-        self._config: EngineConfig | None = None  # of the current one, as it was made
-        self._made_with: SharedPickle | None = None  # the functions it was made with
-        self._seen: list[object] | None = None  # the snapshot of the dataset that it has a copy of
+        self._config: EngineConfig | None = None  # the first configuration of the current engine
+        self._made_with: SharedPickle | None = None  # the first functions of the current engine
+        # The snapshot of the dataset, if the current engine has a copy of the dataset.
+        self._seen: list[object] | None = None
         self._retired: list[Placement] = []
-        self._pickled: SharedPickle | None = None  # those that were pickled last
-        self.where = "not started"  # the name of the placement that was used last
+        self._pickled: SharedPickle | None = None  # the last pickled functions
+        self.where = "not started"  # the name of the last placement
 
     def open(
         self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False
     ) -> Session:
-        """Start a session, in the current engine if it does what `config` asks for.
+        """Start a session.
 
-        Workers that have a copy of this process are kept for the next epoch if they are
-        `persistent`, and begin `anew` if they are to be as they were.
+        The session runs in the current engine, if it fits `config`.
+
+        Args:
+            config: The configuration.
+            start: The beginning of the epoch.
+            persistent: Whether workers with a copy of this process are kept for the next epoch.
+            anew: Whether to start new workers, without changes made by earlier epochs.
         """
         warn_of_rereading(start.streams)
         work = self._functions(config)
@@ -96,7 +111,7 @@ class PlacementSelector:
             retired.close()
         current = self._current
         if current is not None and (anew or not self._serves(current, config, work)):
-            # An attribute was set since (the dataset, for example). Current iterations continue
+            # A setting has changed (the dataset, for example). Current iterations continue
             # unchanged.
             self._retired.append(current)
             current = self._current = None
@@ -104,13 +119,16 @@ class PlacementSelector:
             current = self._current = self._place(config, work)
             self._config, self._made_with = config, work
             self._seen = snapshot(config.dataset) if current.has_copy else None
-        if current.is_current:  # in aget: its session would start another, recursively
+        if current.is_current:  # in aget: a session there would start another session, recursively
             raise DeadlockError(what="iter() of a loader")
         self.where = current.name
         return current.open(config, work, start)
 
     def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
-        """Whether the engines are alive, of this process, and do what `config` asks for, of the current dataset."""
+        """Whether the engines fit `config`.
+
+        The engines must be alive, belong to this process, and have a valid copy of the dataset.
+        """
         assert self._config is not None
         same = config.functions_of_epoch or work is self._made_with
         if not (current.alive and same and self._config.same_engine(config)):
@@ -118,7 +136,10 @@ class PlacementSelector:
         return self._seen is None or self._seen == snapshot(config.dataset)
 
     def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool = False) -> None:
-        """Call a dataset's `set_epoch` in this process; a copy in another gets the epoch with its next session."""
+        """Call a dataset's `set_epoch` in this process.
+
+        A copy in another process gets the epoch with the next session.
+        """
         if self._seen is None or self._config is None:
             propagate_epoch(dataset, epoch, only_wanted=only_wanted)
             return
@@ -129,37 +150,40 @@ class PlacementSelector:
             self._seen = snapshot(copied)
 
     def drop(self) -> None:
-        """As `close`, for a loader that is collected: on any thread, with any lock held.
+        """Close the engines of a collected loader.
 
-        That may be a thread of Ray's, on which a call of Ray's waits for itself for ever.
+        The garbage collector may run on any thread, with any lock held. On a thread of Ray, a call
+        of Ray would wait for itself for ever. For a Ray placement, a new thread therefore closes
+        the engines.
         """
         if not isinstance(self._placement, RayPlacement):
             self.close()
             return
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the interpreter ends, and its exit hook has closed them
+        # RuntimeError: the interpreter shuts down, and the exit hook has closed the engines.
+        with contextlib.suppress(RuntimeError):
             threading.Thread(target=self.close, name="headrace-close", daemon=True).start()
 
     def close(self) -> None:
-        """End all engines; the next session starts a new one."""
+        """End all engines. The next session starts a new engine."""
         engines = filter(None, (*self._retired, self._current))
         self._current, self._seen, self._pickled, self._retired = None, None, None, []
         for engine in engines:
             engine.close()
 
     def _functions(self, config: EngineConfig) -> SharedPickle | None:
-        """The current functions, pickled, if they go to another process."""
-        if isinstance(self._placement, RayPlacement):  # which pickles them for other machines
+        """Return the pickled functions, if another process needs the functions."""
+        if isinstance(self._placement, RayPlacement):  # pickles the functions for other machines
             if config.context is not None:
                 raise ValueError(
-                    "RayPlacement and multiprocessing_context= exclude each other. Leave out one of the two."
+                    "RayPlacement and multiprocessing_context= exclude each other. Leave out one "
+                    "of the two."
                 )
         elif config.kind.is_async and config.workers_are_forks:
             if self._placement == "process":
                 raise ValueError(
-                    "placement='process' and multiprocessing_context='fork' exclude each other: workers forked from "
-                    "this process have their engine in a thread of it. Leave out one of the two."
+                    "placement='process' and multiprocessing_context='fork' exclude each other: "
+                    "workers forked from this process have their engine in a thread of it. Leave "
+                    "out one of the two."
                 )
         elif config.kind.is_async and (config.has_processes or self._placement == "process"):
             try:
@@ -182,6 +206,9 @@ class PlacementSelector:
             except NotPicklableError as error:
                 if self._placement == "process":
                     raise
-                warning = f"the loader runs in a thread of this process, where the trainer's Python slows it: {error}"
+                warning = (
+                    "the loader runs in a thread of this process, where the trainer's Python slows "
+                    f"it: {error}"
+                )
                 warn_user(warning, RuntimeWarning)
         return ThreadPlacement(config, work)

@@ -1,8 +1,8 @@
-"""The sidecar: the main function of a process that runs the engine.
+"""The sidecar: the main function of a process with an engine.
 
-It runs the same engine as the thread placement. The consumer requests sessions over a connection,
-and each session has a connection of its own: plans come in, batches go out in slabs that the
-consumer maps.
+The engine is the same as in the thread placement. The consumer requests sessions over a connection.
+Each session has a separate connection: plans come in, and batches go out in slabs mapped by the
+consumer.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
 
-# requests a session; sent with the two ends of its connection, on which a `StartSession` follows
+# A request for a session, sent with two ends of a connection. A `StartSession` follows on the new
+# connection.
 OPEN = b"o"
 
 
 class StartSession(NamedTuple):
     """The first message of a session's connection."""
 
-    work: SharedPickle  # the functions that assemble its batches
+    work: SharedPickle  # the functions for assembling batches
     start: SessionStart
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarTask:
-    """The main function of the sidecar, which is one of `engines`."""
+    """The main function of a sidecar, with an engine among `engines`."""
 
-    config: SharedPickle  # without functions; an error of its unpickling ends each session
-    rank: RankInfo  # of the consumer's process
+    # The configuration without functions. If unpickling fails, the error ends each session.
+    config: SharedPickle
+    rank: RankInfo  # the rank of the consumer's process
     engine: int
     engines: int
 
@@ -64,13 +66,14 @@ class SidecarTask:
         adopt_control(control)
         adopt_rank(self.rank)
         enable_forwarding()
-        reserve = Reserve(2)  # for a session's connection, so that a shortage can be reported on it
+        # For the connection of a session, so that a shortage can be reported to the consumer.
+        reserve = Reserve(2)
         try:
             with explained("start the loader's process"):
                 loop = new_event_loop()
         except OSError as error:
             reserve.close()
-            with suppress(OSError):  # it is closed, or none could be received
+            with suppress(OSError):  # closed, or no connection could be received
                 if (refused := _accept(connection)) is not None:
                     BlockingChannel(refused).send(SessionEnd(error))
             channel.close()
@@ -86,9 +89,12 @@ class SidecarTask:
 
 
 def _accept(connection: Connection) -> Connection | None:
-    """The connection of a session that is requested; None at the end of `connection`.
+    """Return the connection of a requested session.
 
-    OSError if its descriptors could not be received; the consumer sees it closed.
+    None at the end of `connection`.
+
+    Raises:
+        OSError: The descriptors could not be received. The consumer sees a closed connection.
     """
     message, descriptors, _, _ = socket.recv_fds(connection.descriptors, len(OPEN), 2)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
@@ -102,6 +108,8 @@ def _accept(connection: Connection) -> Connection | None:
 
 
 class _Sidecar:
+    """The engines of the process, and the sessions."""
+
     def __init__(
         self,
         task: SidecarTask,
@@ -112,12 +120,12 @@ class _Sidecar:
         self._task = task
         self._prepare = prepare
         self._reserve = reserve
-        # of which the last is used; those before it have lost their workers
+        # The last engine is in use. Earlier engines have lost the workers.
         self._engines: list[Engine] = []
         self._connection = connection
-        # the functions of the last session: the next one may have the same
+        # The functions of the last session. The next session may have the same functions.
         self._work: SharedPickle | None = None
-        self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
+        self._assemble: Callable[[RawBatch], HostBatch] | None = None  # `_work`, loaded
         self._over = asyncio.Event()
         self.servers: set[_SessionServer] = set()
 
@@ -130,10 +138,10 @@ class _Sidecar:
                 self._task.engine, self._task.engines
             )
         except BaseException as error:
-            # user code: imports of the user's modules; each session ends with it
+            # user code: imports of the user's modules. Each session ends with this error.
             self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)
-        # no data is sent there: it has closed
+        # No data is sent on this socket, so a readable socket has been closed.
         loop.add_reader(self._connection.frames, self._over.set)
         await self._over.wait()
         loop.remove_reader(self._connection.frames)
@@ -145,14 +153,18 @@ class _Sidecar:
             server.channel.close()
 
     def _on_open(self) -> None:
-        with self._reserve.given_up(), suppress(OSError):  # other code took the reserve
+        # OSError: other code has taken the reserve.
+        with self._reserve.given_up(), suppress(OSError):
             if (connection := _accept(self._connection)) is None:
                 self._over.set()
             else:
                 self.servers.add(_SessionServer(self, connection))
 
     def begin(self, server: _SessionServer, begin: StartSession) -> Session:
-        """Start a session on the engine, which is made first, or again if its workers could not be replaced."""
+        """Start a session on the engine.
+
+        A new engine is made for the first session, and after workers could not be replaced.
+        """
         if self._reserve.error is not None:
             raise shortage("open a session in the loader's process")
         config = self._config
@@ -181,23 +193,24 @@ class _Sidecar:
 
 
 class _SessionServer:
+    """The server of a session, for a single consumer."""
+
     def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
         self._sidecar = sidecar
         self._session: Session | None = None
-        # as the consumer knows them, of the batches that were not sent
+        # Plans of batches not yet sent, as known by the consumer.
         self._plans: dict[int, BatchPlan] = {}
         self._ended = False
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
 
     def _on_object(self, obj: object) -> None:
         try:
-            if isinstance(
-                obj, BaseException
-            ):  # an index whose class cannot be unpickled here; too few descriptors
+            # For example: the class of an index cannot be unpickled, or too few descriptors.
+            if isinstance(obj, BaseException):
                 raise obj
             if isinstance(obj, StartSession):
                 self._session = self._sidecar.begin(self, obj)
-            elif self._session is not None:  # otherwise it could not start
+            elif self._session is not None:  # otherwise the session could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
                 self._session.handle(cast(Request, obj))
@@ -212,7 +225,7 @@ class _SessionServer:
         self._sidecar.servers.discard(self)
 
     def send(self, message: Answer) -> None:
-        """Send a message; nothing follows the first end."""
+        """Send a message, unless the end was sent already."""
         if self._ended:
             return
         for record in unsent_records():
@@ -228,11 +241,14 @@ class _SessionServer:
 
 
 def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
-    """Pickle a batch for a process that knows its plan."""
+    """Pickle a batch for a process with the batch's plan."""
     host = to_wire(host)
     return dump_message(host.flat(plan), plain=not host.failures)
 
 
 def portable_end(end: SessionEnd, where: str) -> SessionEnd:
-    """The end of a session with an error that another process can unpickle."""
+    """Return the end of a session, with a portable error.
+
+    Another process can unpickle the error.
+    """
     return end if end.error is None else end._replace(error=noted_error(end.error, where))

@@ -1,4 +1,7 @@
-"""The thread placement: the engine on an event loop in a daemon thread of the caller's process."""
+"""The thread placement: the engine in a daemon thread.
+
+The thread belongs to the caller's process, and runs an event loop.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from headrace.errors import EngineDiedError
 
 
 class Mailbox(Link):
-    """A link whose messages come from other threads: the engine's, or Ray's.
+    """A link with messages from other threads: the engine's thread, or Ray's threads.
 
-    Nothing polls: a byte is written to a socket pair only if the consumer waits. No more batches
-    exist than plans are outstanding, so it needs no bound.
+    Nothing polls. A byte is written to a socket pair only if the consumer waits. The mailbox needs
+    no limit, because there are no more batches than outstanding plans.
     """
 
     source: socket.socket
@@ -37,7 +40,7 @@ class Mailbox(Link):
     def __init__(self) -> None:
         self.messages = deque()
         # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the
-        # engine's thread.
+        # thread of the engine.
         self._lock = threading.RLock()
         self._waiting = False
         self._closed = False
@@ -45,7 +48,10 @@ class Mailbox(Link):
         self.source = self._waker.source
 
     def put(self, message: Any) -> None:
-        """Hand over a message, from any thread; it is dropped if the consumer has left."""
+        """Hand over a message, from any thread.
+
+        If the consumer has left, the message is dropped.
+        """
         with self._lock:
             if not self._closed:
                 self.messages.append(message)
@@ -75,6 +81,8 @@ class Mailbox(Link):
 
 
 class ThreadPlacement(Placement):
+    """An engine on an event loop in a thread of this process."""
+
     name = "thread"
     has_copy = False
 
@@ -90,7 +98,7 @@ class ThreadPlacement(Placement):
         self._for_one_session = for_one_session
         try:
             self._loop = LoopThread("headrace-engine")
-        except BaseException:  # no thread could be started, or Ctrl-C: the engine has workers
+        except BaseException:  # no thread could be started, or Ctrl-C; the engine has workers
             self._engine.executor.kill()
             self._engine.executor.release()
             raise
@@ -121,16 +129,19 @@ class ThreadPlacement(Placement):
         )
 
     def _end(self) -> None:
-        """End the workers and the thread, in that order; warn if user code does not end."""
+        """End the workers, then the thread.
+
+        If user code does not end, a warning is given.
+        """
         if self._ended:
             return
         self._ended = True
         if self._loop.is_current:
-            # The last reference was dropped on the engine's own thread, which cannot wait for
+            # The last reference was dropped on the engine's thread. This thread cannot wait for
             # itself.
             self._loop.start(self._end_on_loop())
             return
-        # processes that have not ended are killed below
+        # Remaining processes are killed below.
         with suppress(TimeoutError, EngineDiedError):
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
@@ -141,8 +152,9 @@ class ThreadPlacement(Placement):
             self._engine.executor.release()
         else:
             warnings.warn(
-                f"the loader did not end within its deadline: {left}. In aget and __aiter__, let CancelledError pass, "
-                f"and move what blocks to a thread with anyio.to_thread.run_sync.",
+                f"the loader did not end within its deadline: {left}. In aget and __aiter__, let "
+                "CancelledError pass, and move what blocks to a thread with "
+                "anyio.to_thread.run_sync.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -155,7 +167,7 @@ class ThreadPlacement(Placement):
 
 
 class ThreadLink(Mailbox):
-    """A link to an engine's session in a thread of this process, on its loop."""
+    """A link to an engine's session in a thread of this process."""
 
     session: EngineSession
 
@@ -169,13 +181,13 @@ class ThreadLink(Mailbox):
         return self._loop.is_current
 
     def send(self, message: Request) -> None:
-        with suppress(EngineDiedError):  # whose message has the reason
+        with suppress(EngineDiedError):  # a `SessionEnd` has the reason
             self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
         self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
-            with suppress(EngineDiedError):  # since the check, and the session with it
+            with suppress(EngineDiedError):  # the engine has died since the check
                 self._loop.call_soon(self.session.leave)
         self.wake()
 

@@ -1,6 +1,7 @@
-"""Worker processes as the pool sees them, and their start: by `multiprocessing`, or by the zygote.
+"""Start of worker processes, and handles of worker processes.
 
-The zygote is started on first use or before, and ended at exit.
+Either `multiprocessing` or the zygote starts a worker. The zygote is started on first use or
+earlier, and ended at exit.
 """
 
 from __future__ import annotations
@@ -33,20 +34,24 @@ from headrace._core.transport.preload import program_sources
 
 
 class WorkerProcess(ABC):
-    """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
+    """A handle of a worker process.
+
+    The pool owns the handle, and calls `release` when the process has ended.
+    """
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        # a descriptor that becomes readable when the process has started or ended
+        # A descriptor, readable once the process has ended. For a fork of the zygote, it is also
+        # readable once the process has started.
         self.sentinel = sentinel
-        self.pid = pid  # None until it has started
-        # a signal's number is negative; None while it runs, or if that is unknown
+        self.pid = pid  # None until the process has started
+        # Negative: the number of a signal. None: the process runs, or the exit code is unknown.
         self.exit_code: int | None = None
-        # why it could not be started; None if it was, or if that is not yet known
+        # The reason why the process could not be started; None unless the start has failed.
         self.refusal: OSError | None = None
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the process has ended; does not block."""
+        """Return True if the process has ended, without blocking."""
 
     def how_it_ended(self) -> str:
         if self.refusal is not None:
@@ -61,7 +66,7 @@ class WorkerProcess(ABC):
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:
-            with suppress(ProcessLookupError):  # it has ended since the check
+            with suppress(ProcessLookupError):  # the process has ended since the check
                 os.kill(self.pid, number)
 
     @abstractmethod
@@ -76,14 +81,19 @@ def launch_worker(
     workers: int,
     modules: tuple[str, ...],
 ) -> tuple[WorkerProcess, Connection]:
-    """Start a worker, from any thread; returns its process, and the engine's end of its channel.
+    """Start a worker from any thread.
 
-    It is started by `context`, of `multiprocessing`, with the task; or forked by the zygote, which
-    imports `modules` first, and the first message, a `BootMessage`, has the task.
+    With a `context`, `multiprocessing` starts the worker and passes the task. Without a context,
+    the zygote imports `modules` and forks the worker. The first message, a `BootMessage`, then
+    carries the task.
+
+    Returns:
+        The worker process, and the engine's end of the worker's channel.
     """
     if context is None:
         return _forked(FORK, (), modules)
-    # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+    # The connection takes 4 descriptors, and the pipes of multiprocessing up to 4. If a pipe cannot
+    # be opened, multiprocessing leaks the open pipes.
     check_free(8)
     ours, theirs = Connection.pair()
 
@@ -101,7 +111,7 @@ def launch_worker(
         try:
             process = start(task)
         except (AttributeError, TypeError, pickle.PicklingError):
-            # a lambda, for example: cloudpickle can
+            # Only cloudpickle can pickle a lambda, for example.
             process = start(cloudpickle.dumps(task))
     except BaseException:  # Ctrl-C too: nothing owns the connection yet
         ours.close()
@@ -114,10 +124,10 @@ def launch_worker(
 class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
         self._descriptor: int | None = None
-        # macOS; it has ended, and was reaped by the program
+        # AttributeError: macOS. OSError: the process has ended and was reaped.
         with suppress(AttributeError, OSError):
             self._descriptor = os.pidfd_open(process.pid or 0)
-        # The pipe of `multiprocessing` is also held open by forks of the worker.
+        # Prefer the pidfd: forks of the worker hold the sentinel pipe of `multiprocessing` open.
         super().__init__(
             process.sentinel if self._descriptor is None else self._descriptor, process.pid
         )
@@ -125,28 +135,31 @@ class _ContextProcess(WorkerProcess):
 
     def ended(self) -> bool:
         if self.exit_code is None and connection.wait([self.sentinel], 0):
-            # None if the program, or the kernel for it, has reaped the process
+            # None if the program, or the kernel for the program, has reaped the process
             self.exit_code = self._process.exitcode
             return True
         return self.exit_code is not None
 
     def release(self) -> None:
         if not self.ended():
-            self._process.join(1.0)  # s; it has just been killed
+            self._process.join(1.0)  # seconds; the process has just been killed
         if self._descriptor is not None:
             os.close(self._descriptor)
             self.sentinel, self._descriptor = self._process.sentinel, None
-        with suppress(ValueError):  # still running: multiprocessing's own exit hook will join it
+        with suppress(ValueError):  # still running; multiprocessing joins it at exit
             self._process.close()
 
 
-# All of headrace that unpickling in a worker or in a loader's process needs: it is imported once,
-# in the zygote.
+# All modules of headrace needed for unpickling in a worker or in a loader's process. The zygote
+# imports them once.
 IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
 def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    """Fork a process, `modules` imported, that can itself request processes of the zygote (see `adopt_control`)."""
+    """Fork a process with a control socket of the zygote.
+
+    The process imports `modules` and can itself request processes (see `adopt_control`).
+    """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
@@ -169,7 +182,10 @@ def _forked(
 
 
 class _ZygoteProcess(WorkerProcess):
-    """A child of the zygote, which writes the pid, and later the exit status, to the status pipe."""
+    """A handle of a child of the zygote.
+
+    The zygote writes the child's pid, and later the exit status, to the status pipe.
+    """
 
     def __init__(self, status: int) -> None:
         super().__init__(status, None)
@@ -180,13 +196,13 @@ class _ZygoteProcess(WorkerProcess):
         while not self._ended:
             try:
                 record = os.read(self.sentinel, EXIT_STATUS.size)
-            except BlockingIOError:  # nothing new: it runs
+            except BlockingIOError:  # no new record: the child runs
                 break
-            # the zygote was killed: this worker is no longer watched, so it must end too
+            # The zygote was killed. A worker without supervision must end too.
             if not record:
                 self._ended = True
                 if self.pid is not None:
-                    with suppress(ProcessLookupError):  # it ended with the zygote
+                    with suppress(ProcessLookupError):  # the child ended with the zygote
                         os.kill(self.pid, signal.SIGKILL)
             elif self.pid is None:
                 (number,) = EXIT_STATUS.unpack(record)
@@ -213,31 +229,35 @@ class _ZygoteProcess(WorkerProcess):
 
 
 class _Zygote:
-    """The zygote: its control socket and, in the process that started it, its process."""
+    """The zygote's control socket and templates.
+
+    `process` is None in a fork of the zygote.
+    """
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self.control = control
         self.process = process
         self.used = False
-        # Of each template the modules that it has imported, the program's sources then, and its
-        # control socket.
+        # For each template: the imported modules, the program's sources at the time of the import,
+        # and the control socket.
         self._templates: list[
             tuple[tuple[str, ...], frozenset[tuple[str, int, int]], socket.socket]
         ] = []
 
     @classmethod
     def start(cls) -> _Zygote:
-        # A worker may spawn a process, which imports a main module without a guard: it would start
-        # workers again.
+        # If a worker spawns a process, a main module is imported. Without a guard, the main module
+        # would start workers again.
         multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
         frozen = getattr(sys, "frozen", False)  # by PyInstaller, for example
         configured = os.fsdecode(multiprocessing.spawn.get_executable() or b"")
         if frozen and configured == sys.executable:
             raise OSError(
-                "this program is frozen (sys.frozen), so that sys.executable would start the program again in place of "
-                "a worker. Call multiprocessing.freeze_support() at the start of the program, and give the loader "
-                "multiprocessing_context='spawn' and placement='thread'; or give multiprocessing.set_executable() the "
-                "path of a Python interpreter that has the program's packages"
+                "this program is frozen (sys.frozen), so that sys.executable would start the "
+                "program again in place of a worker. Call multiprocessing.freeze_support() at the "
+                "start of the program, and give the loader multiprocessing_context='spawn' and "
+                "placement='thread'; or give multiprocessing.set_executable() the path of a Python "
+                "interpreter that has the program's packages"
             )
         executable = configured if frozen or not sys.executable else sys.executable
         control, theirs = socket.socketpair()
@@ -251,8 +271,8 @@ class _Zygote:
                     [executable, "-c", start],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # Ctrl-C in a terminal goes to a whole group, and would hit an interpreter still
-                    # starting.
+                    # Ctrl-C in a terminal signals the whole process group, and would interrupt an
+                    # interpreter during the start.
                     process_group=0,
                 )
             except BaseException:  # Ctrl-C too: nothing owns the socket yet
@@ -261,8 +281,11 @@ class _Zygote:
         return cls(control, process)
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
-        """The control socket of a template that has imported `modules`; starts the template if there is none."""
-        # the process that forked this one has made a template, if any
+        """Return the control socket of a template with `modules`.
+
+        If no template has imported the modules, start a template.
+        """
+        # A fork of the zygote makes no templates: the parent has made the template, if any.
         if self.process is None or not modules:
             return self.control
         sources = program_sources()
@@ -282,10 +305,12 @@ class _Zygote:
         return control
 
     def close(self, *, inherited: bool = False) -> None:
-        """Close the control sockets; the processes at the other ends exit when all copies are closed.
+        """Close the control sockets.
 
-        With `inherited`, this is a fork of the process that started it, and has nothing to wait
-        for.
+        A process at the other end exits once all copies of the control socket are closed.
+
+        Args:
+            inherited: This process is a fork of the owner, and so cannot wait for the zygote.
         """
         for control in (*(template for _, _, template in self._templates), self.control):
             control.close()
@@ -294,32 +319,33 @@ class _Zygote:
         if inherited:
             self.process.returncode = 0
             return
-        try:  # it exits in milliseconds unless it is still importing torch
+        try:  # the zygote exits in milliseconds unless torch is still being imported
             self.process.wait(timeout=0.5 if self.used else 0)  # seconds
-        except subprocess.TimeoutExpired:  # it imports
+        except subprocess.TimeoutExpired:  # the zygote is importing
             self.process.kill()
             self.process.wait()
 
 
 _lock = threading.RLock()
-# one for a process, shared by its loaders; ended by `_end_zygote` at exit
+# The zygote of this process, shared by all loaders. `_end_zygote` ends the zygote at exit.
 _zygote: _Zygote | None = None
 
 
 def adopt_control(control: socket.socket) -> None:
-    """Use the zygote that forked this process, instead of starting one."""
+    """Use the parent zygote of this process, and start no other."""
     global _zygote
     with _lock:
         _zygote = _Zygote(control, None)
 
 
 def start_early() -> None:
-    """Start the zygote, if there is none, so that it imports torch while the program goes on.
+    """Start the zygote before its first use.
 
-    Why it cannot be started is for the first use to say.
+    The zygote imports torch while the program goes on. An error is ignored here: the first use
+    starts the zygote again and raises.
     """
     global _zygote
-    with _lock, suppress(OSError, RuntimeError):  # it is tried again at the first use, which raises
+    with _lock, suppress(OSError, RuntimeError):
         if _zygote is None:
             _zygote = _Zygote.start()
 
@@ -327,7 +353,7 @@ def start_early() -> None:
 def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
     global _zygote
     with _lock:
-        for _ in range(2):  # a zygote that was killed is replaced once
+        for _ in range(2):  # a killed zygote is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
@@ -337,21 +363,21 @@ def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[in
             except (BrokenPipeError, ConnectionResetError):
                 _end_zygote()
         raise OSError(
-            "the process that forks workers ends as soon as it starts; its error is on standard error. "
-            "Check that `python -c 'import torch'` works with this interpreter."
+            "the process that forks workers ends as soon as it starts; its error is on standard "
+            "error. Check that `python -c 'import torch'` works with this interpreter."
         )
 
 
 def _end_zygote(*, inherited: bool = False) -> None:
     global _zygote, _lock
     if inherited:
-        _lock = threading.RLock()  # which another thread may have held
+        _lock = threading.RLock()  # another thread may have held the lock during the fork
     with _lock:
         zygote, _zygote = _zygote, None
         if zygote is not None:
             zygote.close(inherited=inherited)
 
 
-# Registered when this module is imported, and so before any loader's own hook: it runs after them.
+# Registered at import, before the exit hooks of loaders, and therefore run after the hooks.
 atexit.register(_end_zygote)
 os.register_at_fork(after_in_child=functools.partial(_end_zygote, inherited=True))

@@ -1,4 +1,4 @@
-"""Settings of Python and torch that workers and the loader's process get from the training process."""
+"""Settings of Python and torch, copied from the trainer to workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from headrace._core.torchcompat.private import set_deterministic_algorithms
 
 
 class Settings(NamedTuple):
-    """A process's settings: each by itself, since its value may be an object of a user's class, which needs modules."""
+    """Pickled settings of a process, by name.
+
+    Each setting is pickled separately. A value may be an object of a user's class, and unpickling
+    then imports the user's modules.
+    """
 
     pickled: Mapping[str, bytes]
 
     @classmethod
     def here(cls) -> Settings:
-        """The current settings of this process; one that cannot be pickled is left out with a warning."""
+        """Return the current settings of this process.
+
+        If a setting cannot be pickled, a warning says so, and the setting is left out.
+        """
         pickled = {}
         for name, (read, _) in _SETTINGS.items():
             try:
                 pickled[name] = cloudpickle.dumps(read())
-            except Exception as error:  # user code: a class of warnings, or a plug-in's function
+            except Exception as error:  # user code: a class of warnings, or a function of a plug-in
                 warnings.warn(
                     f"workers do not get the {name} of this process: {error}",
                     RuntimeWarning,
@@ -48,14 +55,18 @@ def _warning_filters() -> list[tuple[str, bytes]]:
 
 
 def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
-    # Filters with warning classes of modules that are not imported here are not carried over.
+    # Leave out filters with warning classes of modules not imported here.
     known = [cloudpickle.loads(pickled) for module, pickled in filters if module in sys.modules]
     warnings.resetwarnings()
     warnings.filters[:] = known  # type: ignore[index]
 
 
 def _logging() -> tuple[Any, ...]:
-    """The levels, disabled loggers, what `disable` and `captureWarnings` were given, and the names of levels."""
+    """Return the logging configuration.
+
+    The items are: the level of the root logger, levels and disabled flags of other loggers, the
+    argument of `logging.disable`, the names of levels, and whether warnings are captured.
+    """
     loggers = {
         name: (logger.level, logger.disabled)
         for name, logger in logging.root.manager.loggerDict.items()
@@ -92,7 +103,7 @@ def _deterministic() -> tuple[bool, bool]:
     )
 
 
-# The settings: a function that reads each, and one that sets it if it differs.
+# For each setting: the reading function and the writing function.
 _SETTINGS: dict[str, tuple[Callable[[], object], Callable[[Any], object]]] = {
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "time-out of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),

@@ -1,8 +1,9 @@
-"""Numbered worker processes under supervision: requests in, answers out, dead workers replaced.
+"""Numbered worker processes: requests, answers, and replacement of dead workers.
 
-A request goes to the first free worker, or to the one it is pinned to. A worker that dies is
-replaced under the same number, and its request is tried once more; a worker that dies repeatedly
-before it has answered anything breaks the pool, so that processes are not started for ever.
+A request goes to the first free worker. A pinned request goes to the worker with a given number.
+If a worker dies, a new process takes over the number, and the request is tried once more. If a
+worker dies repeatedly before the first answer, the pool breaks: otherwise the pool would start
+processes for ever.
 """
 
 from __future__ import annotations
@@ -38,59 +39,67 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
-# a request whose worker died is tried once more: another process may be the cause (memory)
+# If a worker dies, its request is tried once more: another process may be the cause (memory).
 ATTEMPTS = 2
-# Pinned requests are sent while the worker is still busy with the one before, so that it need not
-# wait for the next. Other requests go to a free worker, so that none waits for a slow one.
+# A worker may hold this many pinned requests, so the worker need not wait for the next request.
+# Other requests only go to free workers, so no request waits behind a slow request.
 PINNED_AHEAD = 2
-# the same, while batches are quick: those of an epoch that is left are answered in vain
+# The same limit while batches are quick. The limit is not higher, because workers still answer the
+# requests after the consumer has left an epoch.
 PINNED_QUICK = 16
-# seconds in which workers finish their current request when the pool is closed, as torch's have
+# Seconds in which workers may finish the current request when the pool is closed, as in torch.
 WORK_DEADLINE = 5.0
-STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
+STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer; the pool then breaks
 _log = logging.getLogger("headrace")
 
 
 @dataclass(slots=True, eq=False)
 class Job:
+    """A request for a worker, and the future of the answer."""
+
     request: object  # the task's argument
-    # where tasks are sent, with the request to a worker that lacks it; None: the last
+    # The task to run, if the pool sends tasks. A worker without the task gets the task with the
+    # request. None: the latest task.
     task: SharedPickle | None = None
-    # the number of the worker to use, None for any; later of the one that it was sent to
+    # Before sending: the worker to use, or None for any worker. After sending: the worker in use.
     worker: int | None = None
-    batch: int | None = None  # the batch's number, and its indices, for `WorkerDiedError`
+    # Number and indices of the batch, for `WorkerDiedError`.
+    batch: int | None = None
     indices: tuple[object, ...] = ()
-    # a description of a request that has a task of its own; None for a batch
+    # A description of a request with a separate task, for error messages. None for a batch.
     doing: str | None = None
-    plain: bool = False  # whether the request holds no object of the user's
-    attempt: int = 1  # counts the workers that it was given to
+    plain: bool = False  # whether the request holds no object of a user's class
+    attempt: int = 1  # number of workers so far, including the current worker
     answer: asyncio.Future[Answer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error, unless it is answered or its caller was cancelled."""
+        """Set an error as the answer, unless the job is answered or cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
 class NumberedWorker:
-    """One process of a numbered worker; its replacement takes over the number and the pinned jobs."""
+    """A process with a worker number.
+
+    A replacement takes over the number and the pinned jobs.
+    """
 
     number: int
     process: WorkerProcess
     connection: Connection
-    pinned: deque[Job] = field(default_factory=deque)  # jobs that have to go to this number
-    # processes of this number that have died since the last answer, this one included
+    pinned: deque[Job] = field(default_factory=deque)  # waiting jobs for this number
+    # Processes of this number started since the last answer, including this process.
     failed_starts: int = 1
-    started: bool = False  # whether it has begun to read jobs
-    # None before it is connected, and after it was closed by this end
+    started: bool = False  # whether the process has begun to read jobs
+    # None before the connection, and after this end has closed the channel.
     channel: EngineChannel | None = None
-    connected: bool = False  # whether the connection is or was the channel's, which closes it
-    # the numbers of the tasks that it has, if tasks are sent
+    connected: bool = False  # whether a channel has taken over the connection and closes it
+    # Numbers of the tasks in the process, if the pool sends tasks.
     loaded: set[int] = field(default_factory=set)
-    jobs: deque[Job] = field(default_factory=deque)  # those that were sent to it, in order
+    jobs: deque[Job] = field(default_factory=deque)  # jobs sent to the process, in order
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     def close_channel(self) -> None:
@@ -107,7 +116,12 @@ class NumberedWorker:
         self.close_channel()
 
     def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
-        """The error that reports the end of the process, which was doing `job`, and could not be replaced."""
+        """Return the error for the end of the process.
+
+        Args:
+            job: The job of the process when the process ended.
+            obstacle: The reason why the process, or a replacement, could not be started.
+        """
         batch, indices = (None, ()) if job is None else (job.batch, job.indices)
         attempts = self.failed_starts if job is None else job.attempt
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
@@ -118,19 +132,27 @@ class NumberedWorker:
             )
         elif batch is not None:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
-            remedy = "Run the transform and collate_fn over these indices with num_workers=0 to see the crash"
+            remedy = (
+                "Run the transform and collate_fn over these indices with num_workers=0 to see "
+                "the crash"
+            )
         elif attempts:
             doing = "while starting"
-            remedy = "Call worker_init_fn, and import what the transform needs, in this process to see the crash"
+            remedy = (
+                "Call worker_init_fn, and import what the transform needs, in this process to see "
+                "the crash"
+            )
         else:
             doing, remedy = "while idle", "None of your code was running in it"
-        # which people and tools look for
+        # People and tools look for torch's words.
         torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         if code is not None and code < 0:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+        attempt = f", attempt {attempts}" if attempts else ""
         message = (
-            f"worker {self.number} (pid {pid}) {how} {doing}{f', attempt {attempts}' if attempts else ''}. {remedy}; "
-            f"if it was killed, look for the out-of-memory killer in the kernel's log. In torch's words: {torchs}."
+            f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. {remedy}; if it was killed, "
+            "look for the out-of-memory killer in the kernel's log. "
+            f"In torch's words: {torchs}."
         )
         if obstacle is not None:
             ended = "" if pid is None else f" (pid {pid}) {how}, and"
@@ -142,32 +164,37 @@ class NumberedWorker:
 
 
 class Pool:
-    """Worker processes that run tasks; the engine owns it.
+    """Worker processes for tasks, owned by the engine.
 
-    Construct and `launch` from any thread; then `open`, `run` and `close` on one event loop. Where
-    the zygote forks the workers, the first task is pickled here, and its error of pickling is
-    raised.
+    Construct and `launch` the pool from any thread. Then call `open`, `run` and `close` on one
+    event loop. If the zygote forks the workers, the constructor pickles the first task and raises
+    pickling errors.
 
-    A task may have state that cannot be rebuilt (a stream's position). With `stateful`, a dead
-    worker is not replaced, and its requests are not tried again.
+    Args:
+        task: The first task.
+        numbers: The numbers of the workers. `resize` keeps start and step.
+        context: The context of `multiprocessing` for starting workers, and the workers inherit the
+            task. None: the zygote forks the workers, and the pool sends tasks.
+        stateful: The state of the task cannot be rebuilt (for example the position of a stream). A
+            dead worker is then not replaced, and no request is tried again.
     """
 
     def __init__(
         self,
         task: WorkerTask | SharedPickle,
         *,
-        numbers: range,  # of the workers; those that are added go on in its steps
-        context: BaseContext
-        | None,  # starts the workers, which inherit the task; None: the zygote, and tasks are sent
+        numbers: range,
+        context: BaseContext | None,
         stateful: bool,
     ) -> None:
         self._inherited: WorkerTask | None = None
-        self._latest: SharedPickle | None = None  # the first task of new workers
+        self._latest: SharedPickle | None = None  # the first task for new workers
         self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
         if context is None:
             self._latest = task if isinstance(task, SharedPickle) else SharedPickle.dumps(task)
             self._in_use[self._latest.number] = self._latest
-            self._settings = Settings.here()  # not in `open`: some belong to the caller's thread
+            # Here and not in `open`, because some settings belong to the caller's thread.
+            self._settings = Settings.here()
         else:
             self._inherited = task.loads() if isinstance(task, SharedPickle) else task
         self._numbers = numbers
@@ -175,11 +202,12 @@ class Pool:
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
         self._workers: dict[int, NumberedWorker] = {}
-        self._leaving: set[NumberedWorker] = set()  # they end when they are idle
+        self._leaving: set[NumberedWorker] = set()  # workers to end as soon as they are idle
         self.pinned_ahead = PINNED_AHEAD
         self._waiting: deque[Job] = deque()
-        self.broken: WorkerDiedError | None = None  # why it runs nothing any more
-        self.deaths = 0  # of processes that had started, since the reader of this set it to 0
+        self.broken: WorkerDiedError | None = None  # the reason why the pool runs no more jobs
+        # Deaths of started processes since the reader of this count last set it to 0.
+        self.deaths = 0
         self._closing = False
 
     @property
@@ -187,7 +215,7 @@ class Pool:
         return len(self._numbers)
 
     def launch(self) -> None:
-        """Start the processes, without waiting until they run."""
+        """Start the processes, without waiting for them to run."""
         try:
             for number in self._numbers:
                 self._workers[number] = self._start(number)
@@ -204,13 +232,14 @@ class Pool:
 
     async def open(self) -> None:
         for worker in list(self._workers.values()):
-            if not worker.connected:  # by `resize`, which may come before
+            if not worker.connected:  # `resize` may have connected the worker already
                 self._connect(worker)
 
     def resize(self, stop: int) -> None:
-        """Have workers with the numbers below `stop`; others end when they have answered their jobs.
+        """Change the workers to the numbers below `stop`.
 
-        At least one number is below `stop`.
+        A surplus worker ends after answering the remaining jobs. At least one number is below
+        `stop`.
         """
         self._numbers = range(self._numbers.start, stop, self._numbers.step)
         if self.broken is not None or self._closing:
@@ -225,7 +254,7 @@ class Pool:
                     with explained(f"start worker {number}"):
                         worker = self._workers[number] = self._start(number)
                     self._connect(worker)
-        except OSError as error:  # the others go on
+        except OSError as error:  # the other workers go on
             _log.warning("%s", error)
 
     def _connect(self, worker: NumberedWorker) -> None:
@@ -250,7 +279,8 @@ class Pool:
             if worker.process.ended():
                 asyncio.get_running_loop().remove_reader(worker.process.sentinel)
                 worker.exited.set()
-                if worker.channel is not None:  # so that it is known which job it has ended in
+                # After the last answers, the first remaining job is the job of the dead process.
+                if worker.channel is not None:
                     worker.channel.receive_rest()
                 if not self._closing:
                     self._on_exit(worker)
@@ -259,7 +289,12 @@ class Pool:
             asyncio.get_running_loop().add_reader(worker.process.sentinel, check)
 
     async def run(self, job: Job) -> Answer:
-        """Have a worker answer a job. Raises `WorkerDiedError`, or whatever pickling the request raises."""
+        """Wait for a worker's answer to a job.
+
+        Raises:
+            WorkerDiedError: The worker died, or the pool is broken.
+            Exception: The request could not be pickled.
+        """
         if self.broken is not None:
             raise copy.copy(self.broken)
         if job.task is None:
@@ -278,39 +313,44 @@ class Pool:
         return await job.answer
 
     def broadcast(self, request: Callable[[int], object]) -> None:
-        """Send each worker, by its number, a request ahead of later ones, without waiting for the answers."""
+        """Send a request to every worker, without waiting for answers.
+
+        Workers receive the request before later requests. `request` returns the request for a
+        worker number.
+        """
         if self.broken is not None:
             return
         for worker in self._workers.values():
             job = Job(request(worker.number), self._latest)
-            # it is retrieved
+            # Retrieve the exception, because no other code does.
             job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
             worker.pinned.append(job)
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
-        """The number of the worker that the request for a batch has been sent to, if it has been."""
+        """Return the worker with the request for a batch, or None."""
         return next(
             (w.number for w in self._all() if any(job.batch == batch for job in w.jobs)), None
         )
 
     async def close(self, deadline: float) -> None:
-        """End all workers by closing their channels: each finishes the request that it is busy with.
+        """End all workers by closing their channels.
 
-        A worker may be writing a file. One that has not ended after `WORK_DEADLINE` is sent
-        SIGTERM, and SIGKILL after `deadline` seconds more.
+        Each worker first finishes the current request, because a worker may be writing a file.
+        After `WORK_DEADLINE`, remaining workers get SIGTERM, and SIGKILL after `deadline` more
+        seconds.
         """
         self._closing = True
         for worker in self._all():
             worker.close_channel()
-            self._watch(worker)  # if it could not be connected
+            self._watch(worker)  # for a worker without a channel
         living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._all()]
         for last, patience in (
             (signal.SIGTERM, WORK_DEADLINE),
             (signal.SIGKILL, deadline),
             (None, 1.0),
         ):
-            # SIGKILL takes milliseconds
+            # The last wait follows SIGKILL, and ends within milliseconds.
             late = (await asyncio.wait(living, timeout=patience))[1] if living else ()
             if not late:
                 break
@@ -324,7 +364,10 @@ class Pool:
         self._forget()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers; from any thread, when the loop cannot close the pool."""
+        """Send SIGKILL to all workers.
+
+        Call from any thread, if the loop cannot close the pool.
+        """
         for worker in self._all():
             worker.process.signal(signal.SIGKILL)
 
@@ -336,7 +379,10 @@ class Pool:
         self._forget()
 
     def _forget(self) -> None:
-        """Free descriptors and shared memory now, not when the cycles of this pool are collected."""
+        """Free descriptors and shared memory before garbage collection.
+
+        The pool is part of reference cycles.
+        """
         self._workers.clear()
         self._leaving.clear()
         self._latest = None
@@ -347,21 +393,24 @@ class Pool:
     def _next_job(self, worker: NumberedWorker) -> None:
         if worker in self._leaving:
             if not worker.jobs:
-                worker.close_channel()  # its process ends by itself
+                worker.close_channel()  # the process then ends by itself
             return
         while worker.channel is not None:
-            # Those that wait are first: for pinned requests, they are those of a dead worker.
+            # Waiting jobs go first. If requests are pinned, waiting jobs come from a dead worker.
             queue, most = (
                 (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             )
             if not queue or len(worker.jobs) >= most:
                 return
             job = queue.popleft()
-            if not job.answer.done():  # otherwise its caller was cancelled
+            if not job.answer.done():  # otherwise the caller was cancelled
                 self._send(worker, worker.channel, job)
 
     def _send(self, worker: NumberedWorker, channel: EngineChannel, job: Job) -> None:
-        """Send a job, with its task if the worker lacks it; an error of pickling is the job's answer."""
+        """Send a job, and the task if necessary.
+
+        A pickling error becomes the job's answer.
+        """
         task, number = job.task, INHERITED if job.task is None else job.task.number
         ships = task is not None and number not in worker.loaded
         try:
@@ -389,7 +438,7 @@ class Pool:
         elif isinstance(obj, BaseException):
             obj = Answer(error=obj, step="unpack")
         worker.failed_starts = 0
-        if obj.step == "receive":  # the task may have been sent with it
+        if obj.step == "receive":  # a task may have been lost together with the request
             worker.loaded.clear()
         job = worker.jobs.popleft() if worker.jobs else None
         if job is not None and not job.answer.done():
@@ -397,9 +446,9 @@ class Pool:
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
-        # otherwise it was closed here, and the process ends by itself
+        # Without a channel, this end has closed the channel, and the process ends by itself.
         if worker.channel is not None:
-            worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
+            worker.process.signal(signal.SIGKILL)  # a worker cannot work without a channel
 
     def _on_exit(self, worker: NumberedWorker) -> None:
         if worker in self._leaving and not worker.jobs:
@@ -409,11 +458,11 @@ class Pool:
         refusal = worker.process.refusal
         self.deaths += refusal is None
         job = worker.jobs.popleft() if worker.jobs else None
-        suspect = job if worker.started else None  # before, it had not read its job
+        suspect = job if worker.started else None  # a worker reads no job before the start
         died = worker.death(suspect)
         worker.close_channel()
         again = worker.pinned if self._stateful else self._waiting
-        # it had not started these, which are all pinned
+        # The worker had not begun the remaining jobs. All remaining jobs are pinned.
         worker.pinned.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
@@ -422,8 +471,8 @@ class Pool:
             job.attempt += suspect is not None
             again.appendleft(job)
         if suspect is not None:
-            worker.failed_starts = 0  # the job's attempts are the bound here
-        if worker in self._leaving:  # its jobs go to the others
+            worker.failed_starts = 0  # the attempts of the job are the limit here
+        if worker in self._leaving:  # other workers take over the jobs
             self._leaving.remove(worker)
             worker.release()
             for candidate in self._workers.values():
@@ -445,7 +494,7 @@ class Pool:
             worker.failed_starts += 1
             self._break(worker.death(None, obstacle=error))
             return
-        if suspect is None or not suspect.answer.done():  # else the error reports it
+        if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
             _log.warning("%s Another process has taken its place.", died)
         successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
         self._workers[worker.number] = successor
@@ -456,7 +505,10 @@ class Pool:
             self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:
-        """Fail all requests, with a copy of the error each: their consumer adds a note of its own."""
+        """Fail all requests.
+
+        Each request gets a copy of the error, because each consumer adds a note to the error.
+        """
         self.broken = died
         for queue in [self._waiting, *(worker.pinned for worker in self._workers.values())]:
             while queue:

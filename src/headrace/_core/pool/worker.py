@@ -1,7 +1,7 @@
-"""The child: the main functions of a worker process.
+"""The main functions of a worker process, run in the child.
 
-A worker runs a *task*: a callable that takes a request and returns an answer. It has one thread,
-answers in order, and ends when the engine closes the channel.
+A worker runs a *task*: a callable from a request to an answer. A worker has one thread, answers in
+order, and ends when the engine closes the channel.
 """
 
 from __future__ import annotations
@@ -30,26 +30,30 @@ from headrace.collate import collate_into
 
 class WorkerTask(Protocol):
     def start(self, worker: int, workers: int) -> None:
-        """Called once, in the worker, before the first request."""
+        """Prepare in the worker, before the first request; called once."""
 
     def __call__(self, request: Any, /) -> Any:
-        """Answer one request; exceptions are sent back."""
+        """Answer one request. An exception is sent back to the engine."""
 
 
 ProcessMain = Callable[[BlockingChannel, Connection, socket.socket, Callable[[], None]], None]
-"""The main function of a process that is not a worker. Its arguments: a channel on the connection to the process that
-requested this one, the connection, a socket for requesting processes from the zygote, and a function to be called
-before user code is unpickled, which may raise."""
+"""The main function of a process other than a worker.
+
+Args: a channel on the connection to the requesting process; the connection; a control socket for
+requests to the zygote; a function to call before unpickling user code, which may raise."""
 
 
 class Answer(NamedTuple):
-    """A worker's answer to one request: a value or an error, with the step that failed."""
+    """A worker's answer to one request.
+
+    An answer is a value, or an error with the failed step.
+    """
 
     value: Any = None
     error: BaseException | None = None
     step: str = "run"
     traceback: str | None = None
-    """The traceback as the worker would print it."""
+    """The traceback, formatted by the worker."""
 
     @classmethod
     def failed(cls, error: BaseException, step: str = "run") -> Answer:
@@ -58,25 +62,24 @@ class Answer(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A task's result without objects of the user's, which the plain pickler takes."""
+    """A task's result for the plain pickler: no object of a user's class."""
 
     value: object
 
 
 class Started:
-    """The first message of a worker: its task has started."""
+    """The first message of a worker: the task has started."""
 
 
 class ProcessEnvironment(NamedTuple):
-    """What a forked child would inherit of the process that requests it."""
+    """The requesting process's environment, for forks of the zygote."""
 
     path: list[str]
     arguments: list[str]
     directory: str
     environment: dict[str, str]
-    script: dict[
-        str, object
-    ]  # of the main module its file, which `multiprocessing` runs in processes that it spawns
+    # The `__file__` of the main module; `multiprocessing` runs the file in spawned processes.
+    script: dict[str, object]
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
@@ -98,33 +101,37 @@ class ProcessEnvironment(NamedTuple):
 
 
 class BootMessage(NamedTuple):
-    """The first message to a process that the zygote has forked."""
+    """The first message to a process forked by the zygote."""
 
     environment: ProcessEnvironment
     settings: Settings
     modules: tuple[str, ...]
     task: SharedPickle | ProcessMain
     worker: int | None
-    """Its number; None for the loader's process."""
+    """The worker's number; None for the loader's process."""
     workers: int
 
     def prepare(self) -> None:
-        """Import modules and apply settings, before the task is unpickled; errors of user code are raised."""
-        # first, as in the process that has sent this: imports change settings too
+        """Import modules and apply settings, before the task is unpickled.
+
+        Errors of user code are raised.
+        """
+        # Imports come first, as in the sending process: imports change settings too.
         import_modules(self.modules)
         forward_records(self.worker)
         self.settings.adopt()
 
 
 Request = tuple[object, int, SharedPickle | None, frozenset[int]]
-"""A request to a worker: the argument of its task, and the task's number; the task itself, if the worker lacks it, and
-then the numbers of the tasks that may still be requested (those of overlapping epochs)."""
+"""A request to a worker: the argument of the task, the number of the task, the task, and task
+numbers. The task is None if the worker has the task already. Otherwise the task numbers name all
+tasks still in use, because overlapping epochs use several tasks."""
 
-INHERITED = 0  # the number of a task that was not sent
+INHERITED = 0  # the number of an inherited task
 
 
 def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
-    """The main function of a process that the zygote has forked: receive what to run, and run it."""
+    """Run a process forked by the zygote, as the first message says."""
     channel = BlockingChannel(connection)
     try:
         message: BootMessage = channel.receive()
@@ -135,7 +142,7 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         assert message.worker is not None
         worker = Worker(channel, message.worker, message.workers)
         worker.begin(message.prepare, message.task.number, message.task.loads)
-        del message  # its shared memory is kept alive only by the objects loaded from it
+        del message  # then only the loaded objects keep the shared memory alive
         worker.serve()
     else:
         assert control is not None
@@ -144,7 +151,10 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
 
 
 def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int) -> None:
-    """The main function of a process started by `multiprocessing`, with a task that is inherited or pickled."""
+    """Run a worker started by `multiprocessing`.
+
+    `task` is inherited, or pickled.
+    """
     prefer_references()
     worker = Worker(BlockingChannel(connection), number, workers)
     worker.begin(
@@ -155,14 +165,14 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
 
 def _begin_process(name: str) -> None:
     current_process().name = name
-    torch.set_num_threads(1)  # as in torch's workers: processes and their threads have the cores
+    torch.set_num_threads(1)  # as in torch: the processes and their threads share the cores
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGTERM
-    # Ctrl-C goes to the whole process group; the consumer decides, and closes the channel.
+    # Ctrl-C goes to the whole process group. The consumer decides, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Worker:
-    """The worker of this process, and its tasks by their numbers."""
+    """The worker of this process, with tasks by number."""
 
     def __init__(self, channel: BlockingChannel, number: int, workers: int) -> None:
         self._channel = channel
@@ -174,21 +184,24 @@ class Worker:
     def begin(
         self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]
     ) -> None:
-        """Make this process a worker, prepare it, and add the first task, as `add` does."""
+        """Set up this process as a worker, and add the first task."""
         _begin_process(f"headrace-worker-{self._position[0]}")
-        # Existing objects are the parent's, or modules. In a forked process a collection would copy
-        # each of their pages: once in the first seconds, 165 ms in which no batch is made (170,000
-        # objects after importing torch; benchmarks/drop_in.py).
+        # Existing objects are modules, or come from the parent. In a forked process, a collection
+        # would copy each page of the objects. The first collection took 165 ms, without a batch in
+        # this time (170,000 objects after importing torch; benchmarks/drop_in.py).
         gc.freeze()
         try:
             prepare()
         except BaseException as error:
-            # a setting cannot be applied: the error answers each request
+            # A setting cannot be applied: this error answers each request.
             self._broken = error
         self.add(number, make)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
-        """Make and start a task; if that fails, the error answers each of its requests."""
+        """Make and start a task.
+
+        If this fails, each request for the task gets the error as answer.
+        """
         try:
             if self._broken is not None:
                 raise self._broken
@@ -210,7 +223,10 @@ class Worker:
             self._channel.close()
 
     def answer_next(self) -> bool:
-        """Wait for a request, and answer it; False at the end of the channel."""
+        """Wait for a request and answer.
+
+        Return False at the end of the channel.
+        """
         try:
             payload, number, shipped, in_use = self._channel.receive()
         except Disconnected:
@@ -224,7 +240,7 @@ class Worker:
                 self.add(number, shipped.loads)
         task = self._tasks[number]
         answer = task if isinstance(task, Answer) else self._run(task, payload)
-        del payload, shipped  # its slab is returned with this answer
+        del payload, shipped  # so that the slab of the request is returned with this answer
         self._send(answer)
         return True
 

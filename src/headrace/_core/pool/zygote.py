@@ -1,15 +1,16 @@
-"""The zygote: a small process that has torch imported and forks workers on request (the word is Android's).
+"""The zygote: a small process with torch imported, which forks workers.
 
-It is started with a fresh interpreter, so no thread, lock or event loop of the trainer is
-inherited, and it runs neither user code nor the main module: docs/design/0004 has the reasons.
+The name is Android's. The zygote starts with a fresh interpreter, and so inherits no thread, lock
+or event loop of the trainer. It runs neither user code nor the main module. The reasons are in
+docs/design/0004.
 
-Modules that functions need are imported once too, in a *template*: a fork of the zygote that
-imports them and then does as the zygote does. If a template cannot be forked, since a module has
-started threads, or dies, the process that forked it answers its requests, and workers import
-modules themselves.
+Modules for user functions are imported once too, in a *template*. A template is a fork of the
+zygote: it imports the modules and then serves requests like the zygote. If a module has
+started threads, or if the template dies, the parent answers the template's requests, and workers
+import modules themselves.
 
-The zygote belongs to the process that started it, serves every loader there, and ends, with all its
-workers, when that process does: its control socket then reads as closed.
+The process that starts the zygote owns the zygote. All loaders of the owner use the same zygote.
+When the owner ends, the control socket reads as closed, and the zygote ends with all workers.
 """
 
 from __future__ import annotations
@@ -34,26 +35,31 @@ from headrace._core.pool.worker import serve_boot_message
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import has_threads, import_modules
 
-# A status pipe's records: first the pid, or a negative errno; then the exit status, as
-# os.waitstatus_to_exitcode gives it.
+# A record of a status pipe. The first record is the pid, or a negative errno. The second record is
+# the exit status, as returned by os.waitstatus_to_exitcode.
 EXIT_STATUS = struct.Struct("<i")
 
-# Requests: one byte each, with descriptors.
-FORK = b"f"  # the writing end of the process's status pipe, the two sockets of its connection
-FORK_WITH_CONTROL = b"c"  # the same, and then a socket pair: a control socket of the process's own
-# the template's control socket; a file with its environment and the names of modules, pickled
+# Requests: one byte each, sent with descriptors.
+FORK = b"f"  # the writing end of the status pipe, and the two sockets of the connection
+# As FORK, and a socket pair for the control socket of the new process.
+FORK_WITH_CONTROL = b"c"
+# The template's control socket, and a file with the pickled environment and names of modules.
 FORK_TEMPLATE = b"t"
 _DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
-    """Serve requests until the first control socket closes, then kill the remaining processes and exit."""
-    # SIGINT goes to the whole terminal group; the consumer decides what it means.
+    """Serve requests until the first control socket closes.
+
+    Then kill the remaining processes and exit.
+    """
+    # SIGINT goes to the whole process group of the terminal. The consumer decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGCHLD
-    # in each engine it takes a third of the CPU time of its start (benchmarks/engines.py)
+    # Per engine, the import takes a third of the CPU time of the start (benchmarks/engines.py).
     import_event_loop()
-    import numpy.random  # noqa: F401  # most engines and workers use these, and programs without them do not wait for them
+    # Most engines and workers use these modules. Other programs do not wait for the import.
+    import numpy.random  # noqa: F401
     import obstore  # noqa: F401
 
     _serve(socket.socket(fileno=control_descriptor))
@@ -69,17 +75,18 @@ def _serve(control: socket.socket) -> None:
 
 
 class _Zygote:
-    """Forked processes, and the control sockets by which they were requested."""
+    """Forked processes, and the control sockets of the requesting processes."""
 
     def __init__(self, first: socket.socket) -> None:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
-        self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
-        # the pid of a living process → the control socket that requested it
+        self._statuses: dict[int, int] = {}  # pid of a living process → status pipe
+        # pid of a living process → descriptor of the requesting control socket
         self._requester_of: dict[int, int] = {}
-        # the pid of a living template → its control socket
+        # pid of a living template → control socket
         self._templates: dict[int, socket.socket] = {}
-        self._reserve = Reserve(1)  # so that the first descriptor, the status pipe, always arrives
+        # A free descriptor, so that the first sent descriptor (the status pipe) always arrives.
+        self._reserve = Reserve(1)
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
@@ -90,8 +97,8 @@ class _Zygote:
         self._poller.register(self._first, select.POLLIN)
 
     def serve(self) -> None:
-        # Imported while nothing is requested: the first request does not wait for what it may not
-        # need.
+        # Import the remaining names of headrace between requests. The first request then does not
+        # wait for unneeded modules.
         unused = list((headrace := sys.modules["headrace"]).__all__)
         while True:
             if not (requests := self._poller.poll(0 if unused else None)):
@@ -102,13 +109,13 @@ class _Zygote:
                 elif not self._answer(self._controls[descriptor]):
                     if descriptor == self._first:
                         return
-                    # The process that requested these, and would end them, has ended.
+                    # The requesting process has ended, and can no longer end its processes.
                     self.kill(of=descriptor)
                     self._poller.unregister(descriptor)
                     self._controls.pop(descriptor).close()
 
     def _answer(self, control: socket.socket) -> bool:
-        """Answer a request; False if the control socket has closed."""
+        """Answer a request. Return False if the control socket has closed."""
         with self._reserve.given_up():
             request, descriptors, _, _ = socket.recv_fds(control, 1, max(_DESCRIPTORS.values()))
         if not request:
@@ -119,9 +126,9 @@ class _Zygote:
                 answer = self._fork_template if request == FORK_TEMPLATE else self._fork_process
                 answer(control, *descriptors)
                 return True
-        except OSError as error:  # the limit of processes, or no memory
+        except OSError as error:  # no memory, or the limit of processes is reached
             reason = error.errno or errno.EAGAIN
-        # its requests are answered here, without its imports
+        # Without a template, answer the template's requests here, without imported modules.
         if descriptors and request == FORK_TEMPLATE:
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
@@ -148,8 +155,8 @@ class _Zygote:
             os.close(descriptor)
         if own:
             self._listen_to(socket.socket(fileno=own[0]))
-        # The pid goes first on the status pipe; the exit status follows when there is one.
-        with suppress(BrokenPipeError):  # the requester has ended; its control socket closes too
+        # The pid goes first on the status pipe. The exit status follows when the process ends.
+        with suppress(BrokenPipeError):  # the requester has ended, and so its control socket closes
             os.write(status, EXIT_STATUS.pack(pid))
 
     def _fork_template(self, _: socket.socket, own: int, request: int) -> None:
@@ -159,7 +166,7 @@ class _Zygote:
             environment.adopt()
             import_modules(modules)
             gc.freeze()
-            _flush_output()  # before each fork copies buffered output of modules
+            _flush_output()  # otherwise each fork would copy the buffered output of modules
             if not has_threads():
                 _serve(socket.socket(fileno=own))
 
@@ -175,16 +182,17 @@ class _Zygote:
             _die_with(zygote)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.close()
-            # Collections were off. Here they do not search what was imported, which would copy its
-            # pages, and took 8 µs for each sample in an engine with a thousand fetches in flight.
+            # Garbage collection was off. Collections in this process shall not visit the imported
+            # objects: a visit copies memory pages, and cost 8 µs for each sample in an engine with
+            # a thousand fetches in flight.
             gc.freeze()
             gc.enable()
             run()
             code = 0
-        except BaseException:  # printed as an interpreter does: the process ends here
+        except BaseException:  # print the error as an interpreter does: the process ends here
             traceback.print_exc()
         finally:
-            # Never return to the zygote's loop. Exit hooks of user code are not run, as in any
+            # Never return to the zygote's loop. Exit hooks of user code do not run, as in any
             # forked worker.
             _flush_output()
             os._exit(code)
@@ -194,12 +202,12 @@ class _Zygote:
         self._poller.register(control, select.POLLIN)
 
     def _reap(self) -> None:
-        with suppress(BlockingIOError):  # one reading takes what several signals wrote
+        with suppress(BlockingIOError):  # a single read takes the bytes of several signals
             os.read(self._woken, 4096)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:  # none is left
+            except ChildProcessError:  # no child is left
                 return
             if not pid:
                 return
@@ -209,10 +217,14 @@ class _Zygote:
                 os.close(pipe)
                 del self._requester_of[pid]
             if (control := self._templates.pop(pid, None)) is not None:
-                self._listen_to(control)  # which reads as closed if that is why the template ended
+                # If the requester has ended, the socket reads as closed, and `serve` drops it.
+                self._listen_to(control)
 
     def close(self) -> None:
-        """Close all descriptors: in this process, where forked ones see it as the end, or in a fork."""
+        """Close all descriptors, in the zygote or in a fork.
+
+        When the zygote closes the control sockets, forked processes read an end of file.
+        """
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
@@ -221,16 +233,22 @@ class _Zygote:
         self._reserve.close()
 
     def kill(self, *, of: int | None) -> None:
-        """Kill the processes that one control socket requested; all of them, if `of` is None."""
+        """Kill the processes requested by the control socket `of`.
+
+        None: kill all processes.
+        """
         for pid, requester in self._requester_of.items():
             if of is None or requester == of:
-                os.kill(pid, signal.SIGKILL)  # one that has ended is there until `_reap` forgets it
+                os.kill(pid, signal.SIGKILL)  # safe: until `_reap`, the pid cannot be reused
 
 
 def _flush_output() -> None:
-    """Write what user code has printed, which is buffered where the output is a file or a pipe."""
+    """Flush the output of user code.
+
+    Python buffers the output if standard output is a file or a pipe.
+    """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the user's stream; or there is none, or its pipe is closed
+        with suppress(Exception):  # the stream is the user's, or absent, or a closed pipe
             stream.flush()
 
 
@@ -239,8 +257,11 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies: a killed zygote cannot end busy workers."""
+    """Have the kernel kill this process when the parent dies.
+
+    A killed zygote cannot end busy workers.
+    """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)

@@ -1,18 +1,20 @@
-"""Channels between processes: a Unix socket that carries pickled messages as frames.
+"""Channels between processes: Unix sockets for pickled messages.
 
-Both ends allocate slabs (recycled shared memory): a fetched sample's bytes for the worker, a
-batch's tensors for the engine. Their descriptors are sent over a second socket, each before the
-first frame that refers to it.
+A channel carries messages as frames over a Unix socket. Both ends allocate slabs (recycled shared
+memory): for the bytes of fetched samples on the way to a worker, and for the tensors of batches on
+the way to the engine. A second socket carries the descriptors of slabs. A descriptor is sent before
+the first frame that refers to the slab.
 
-The worker's end blocks (`BlockingChannel`); the engine's is read on its event loop
-(`EngineChannel`). A frame is a header, a table, the pickle, and the region of its buffers (see
-`pickling`) unless that is in a slab::
+The worker's end blocks (`BlockingChannel`). The engine's end is read on the event loop
+(`EngineChannel`). The parts of a frame are::
 
-    ┌ header:   pickle size u32 · number of buffers u32 · region size u64 · slab u32 · number of
-    returned slabs u32 │           · first descriptor u32 · number of descriptors u32 ├ table:
-    for each buffer, offset u64 · size u64; then the numbers of the returned slabs, u32 each ├
+    header:  pickle size u32, number of buffers u32, region size u64, slab u32,
+             number of returned slabs u32, first descriptor u32, number of descriptors u32
+    table:   offset u64 and size u64 of each buffer, then the u32 numbers of the returned slabs
     pickle
-    └ region:   the buffers, each at its offset; only if slab is 0
+    region:  the buffers, each at the offset in the table; absent if `slab` is not 0
+
+The region (see `pickling`) is in the slab if `slab` is not 0.
 """
 
 from __future__ import annotations
@@ -38,29 +40,30 @@ from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
-_IOV_MAX = 512  # pieces for one sendmsg; the kernel's limit is 1,024
-# bytes; more than a region that goes without a slab, so that most frames come in one read
+_JOINED = 16 * 1024  # bytes; a larger pickle is sent separately, without a copy
+_IOV_MAX = 512  # number of pieces in a call of sendmsg; the kernel's limit is 1,024
+# In bytes. Larger than a region without a slab: a single read then receives most frames.
 _BUFFER_SIZE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One end of a channel: the socket for frames, and the one for descriptors of slabs."""
+    """An end of a channel: sockets for frames and for descriptors."""
 
     frames: socket.socket
     descriptors: socket.socket
 
     def __post_init__(self) -> None:
         for end in (self.frames, self.descriptors):
-            end.setblocking(True)  # whatever `socket.setdefaulttimeout` is
+            end.setblocking(True)  # regardless of `socket.setdefaulttimeout`
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
-        """Two connected ends; the first is this process's, and is closed in its forks.
+        """Return two connected ends, for this process and another process.
 
-        The other process sees the end only when no copy of the first one is open: not one in a
-        worker that is forked for it, nor in those that are forked for other loaders or by the user.
+        Forks of this process close the first end. Otherwise an open copy in a fork would hide the
+        closing of the first end from the other process. Such a fork may be a worker, started for
+        this channel or for another loader, or a fork made by the user.
         """
         frames = socket.socketpair()
         try:
@@ -86,7 +89,7 @@ _not_for_forks: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def _close_in_fork() -> None:
     for sock in list(_not_for_forks):
-        with suppress(OSError):  # it is closed already
+        with suppress(OSError):  # already closed
             os.close(sock.detach())
 
 
@@ -94,14 +97,17 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Disconnected(EOFError):
-    """The other end of a channel is closed; no error of user code is one of these."""
+    """The other end of a channel is closed.
+
+    User code never raises this class.
+    """
 
 
 class _Channel:
-    """Messages to frames and back, for one end of a channel.
+    """Messages to frames and back, for an end of a channel.
 
-    Small frames are read together, into one buffer. An incomplete one gets memory of its own, so
-    that a large region is read straight into the memory that its views will keep.
+    Small frames are read together into a shared buffer. An incomplete frame gets separate memory: a
+    large region is then read straight into the memory of the later views.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -109,20 +115,23 @@ class _Channel:
         self._socket = connection.frames
         self._allocator = Allocator(connection.descriptors)
         self._mapper = Mapper(connection.descriptors)
-        # memory for the next message, so that sending it need not copy it
+        # Memory for the next message. Data made in the arena need no copy for sending.
         self.arena = Arena(self._allocator)
-        self._arrived: deque[object] = deque()  # objects, or the errors of unpickling them
+        self._arrived: deque[object] = deque()  # received objects, or errors of unpickling
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
-        self._start = self._filled = 0  # the range of received bytes that are not yet parsed
-        self._header: tuple[int, ...] | None = None  # of the frame whose rest is read
-        self._size = _HEADER.size  # of the header, or the rest
+        self._start = self._filled = 0  # range of received bytes, not yet parsed
+        self._header: tuple[int, ...] | None = None  # header of the frame being read
+        self._size = _HEADER.size  # size of the header, or of the rest of the frame
 
     def _frame(self, message: Message) -> list[memoryview]:
-        """The pieces of a frame, in order. Buffers are copied into a slab, except those that the arena has in its own.
+        """Return the pieces of a frame, in order.
 
-        OSError if the descriptors of the object cannot be sent: then nothing of the frame may be
-        sent.
+        Buffers are copied into a slab. Buffers in the slab of the arena need no copy.
+
+        Raises:
+            OSError: The descriptors of the message cannot be sent. The caller may then send no
+                piece of the frame.
         """
         if not message.buffers:
             return self._preamble(message, 0, (), 0)
@@ -134,7 +143,7 @@ class _Channel:
                 missing.append((offset, buffer))
             offsets.append(offset)
         slab = arena.finish(end)
-        if slab is None:  # nothing was allocated in the arena, or more than it holds
+        if slab is None:  # the arena has no slab, or the buffers exceed the slab
             missing = list(zip(offsets, message.buffers, strict=True))
             slab = self._allocator.allocate(end)
         memory = np.empty(end, dtype=np.uint8).data if slab is None else slab.memory
@@ -147,7 +156,11 @@ class _Channel:
     def _preamble(
         self, message: Message, slab: int, offsets: Sequence[int], size: int
     ) -> list[memoryview]:
-        """A frame up to its region; all of it if the region is in slab number `slab`. Raises as `_frame` does."""
+        """Return the pieces of a frame before the region.
+
+        If the region is in the slab number `slab`, the pieces are the whole frame. Raises the same
+        errors as `_frame`.
+        """
         count = len(message.descriptors)
         first = self._allocator.send_descriptors(message.descriptors) if count else 0
         returned = self._mapper.returned()
@@ -161,7 +174,11 @@ class _Channel:
         return [memoryview(b"".join(head)), memoryview(message.pickled)]
 
     def _write(self, pieces: list[memoryview]) -> None:
-        """Send pieces, and remove from the list what is sent; BlockingIOError if the socket does not take all."""
+        """Send pieces, and remove sent pieces from the list.
+
+        Raises:
+            BlockingIOError: The socket has no room for the rest.
+        """
         while pieces:
             sent = self._socket.sendmsg(pieces[:_IOV_MAX])
             while pieces and sent >= len(pieces[0]):
@@ -170,7 +187,14 @@ class _Channel:
                 pieces[0] = pieces[0][sent:]
 
     def _read(self, flags: int = 0) -> bool:
-        """Read once, and parse; returns whether there may be more. Raises `Disconnected`."""
+        """Read once, and parse the received bytes.
+
+        Returns:
+            Whether there may be more to read.
+
+        Raises:
+            Disconnected: The other end is closed.
+        """
         buffer = self._memory[self._filled :]
         try:
             count = self._socket.recv_into(buffer, 0, flags)
@@ -185,7 +209,7 @@ class _Channel:
             if (header := self._header) is None:
                 self._header = _HEADER.unpack(part)
                 pickled, buffers, size, slab, returned, _, _ = self._header
-                # where it begins
+                # The offset of the region in the frame, after the header.
                 self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
                 self._size = self._region + (0 if slab else size)
             else:
@@ -193,24 +217,27 @@ class _Channel:
                 region = part[self._region :]
                 if self._memory is not self._shared:
                     self._memory, self._start, self._filled = self._shared, 0, 0
-                elif region:  # its views outlive the next read; numpy does not clear it
+                elif region:  # views outlive the next read; unlike bytearray, numpy does not clear
                     region, shared = np.empty(len(region), dtype=np.uint8).data, region
                     region[:] = shared
                 self._load(header, part[: self._region], region)
-        # move an incomplete part to memory that has room for the rest of it
+        # Move an incomplete frame to memory with room for the rest of the frame.
         if self._memory is self._shared:
             begun = self._memory[self._start : self._filled]
             if self._header is not None:
                 padding = -self._region % ALIGNMENT
                 self._memory = np.empty(padding + self._size, dtype=np.uint8).data[padding:]
             elif self._start:
-                begun = memoryview(bytes(begun))  # it may overlap with where it goes
+                begun = memoryview(bytes(begun))  # source and destination may overlap
             self._memory[: len(begun)] = begun
             self._start, self._filled = 0, len(begun)
         return count == len(buffer)
 
     def _load(self, header: tuple[int, ...], body: memoryview, region: memoryview) -> None:
-        """Unpickle the object in a frame; `region` is used if there is no slab."""
+        """Unpickle the object in a frame.
+
+        `region` is used if there is no slab.
+        """
         _, buffers, size, slab, returned, first, count = header
         table = buffers * _EXTENT.size
         begin = table + returned * _NUMBER.size
@@ -230,7 +257,7 @@ class _Channel:
             else:
                 self._arrived.append(obj)
         except BaseException as error:
-            # user code: __setstate__ of a user's class; or no memory for a slab
+            # user code: __setstate__ of a user's class; or there is no memory for a slab
             self._arrived.append(error)
 
 
@@ -238,11 +265,14 @@ class BlockingChannel(_Channel):
     """The worker's end: `send` and `receive` block."""
 
     def send(self, obj: object, *, plain: bool = False) -> None:
-        """Pickle and send `obj`; errors of pickling are raised before anything is sent."""
+        """Pickle and send `obj`.
+
+        Pickling errors are raised before anything is sent.
+        """
         self.send_message(dump_message(obj, plain=plain))
 
     def send_message(self, message: Message) -> None:
-        """Send a message, behind the log records of this process."""
+        """Send the log records of this process, then a message."""
         for record in unsent_records():
             self._send_whole(dump_message(record, plain=True))
         self._send_whole(message)
@@ -255,16 +285,22 @@ class BlockingChannel(_Channel):
                 try:
                     self._write(pieces)
                 except BlockingIOError:
-                    # a wait on uvloop's loop has made the descriptor non-blocking
+                    # A wait on an event loop of uvloop has made the descriptor non-blocking.
                     wait_writable(self._socket)
         except BaseException:
-            # Ctrl-C, say: the other end must not take later messages for the rest of this one
-            with suppress(OSError):  # it has closed the connection
+            # For example Ctrl-C. The other end must not take a later message for the rest of this
+            # frame.
+            with suppress(OSError):  # the other end has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise
 
     def receive(self) -> Any:
-        """The next object; raises `Disconnected`, or the error of unpickling it."""
+        """Return the next object.
+
+        Raises:
+            Disconnected: The other end is closed.
+            Exception: The object cannot be unpickled.
+        """
         while not self._arrived:
             self._read()
         obj = self._arrived.popleft()
@@ -273,27 +309,37 @@ class BlockingChannel(_Channel):
         return obj
 
     def receive_ready(self) -> Iterator[Any]:
-        """The objects that have arrived, or the errors of unpickling them; does not block."""
+        """Yield the objects received so far, without blocking.
+
+        An error of unpickling is yielded in place of the object.
+        """
         more = True
         while more:
             try:
                 more = self._read(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 more = False
-            while self._arrived:  # before the next read, which may find the end
+            while self._arrived:  # before the next read, because the next read may raise
                 yield self._arrived.popleft()
 
     def close(self) -> None:
-        """Close the channel; the socket for descriptors stays open while received slabs are in use."""
+        """Close the channel.
+
+        The socket for descriptors stays open while received slabs are in use.
+        """
         self._socket.close()
         self._mapper.close()
 
 
 class EngineChannel(_Channel):
-    """The engine's end, on the running event loop; owns the connection.
+    """The engine's end, on the running event loop.
 
-    `on_object` is called with each object that arrives, or with the error of unpickling it;
-    `on_lost` once, when the other end closes or by `close`.
+    The channel owns the connection.
+
+    Args:
+        connection: The connection.
+        on_object: Called with each received object, or with the error of unpickling it.
+        on_lost: Called once, after the other end or `close` has closed the channel.
     """
 
     def __init__(
@@ -313,7 +359,10 @@ class EngineChannel(_Channel):
         self._loop.add_reader(self._socket, self._on_readable)
 
     def send(self, message: Message) -> None:
-        """Send a message; what the other end has not room for is kept here."""
+        """Send a message.
+
+        Bytes without room in the socket are kept and sent later.
+        """
         if self._closed:
             return
         forwarded = self._allocator.forward(message.buffers) if message.buffers else None
@@ -328,7 +377,7 @@ class EngineChannel(_Channel):
             self._write(self._unsent)
         except BlockingIOError:
             return False
-        except OSError:  # the other end has ended, which is read after the objects that it has sent
+        except OSError:  # the other end has closed; a later read finds the end after all objects
             self._unsent.clear()
         return True
 
@@ -337,12 +386,12 @@ class EngineChannel(_Channel):
             self._loop.remove_writer(self._socket)
 
     def receive_rest(self) -> None:
-        """Receive what the other end has sent, which has ended."""
+        """Receive the remaining objects of an ended process."""
         while not self._closed and self._on_readable():
             pass
 
     def _on_readable(self) -> bool:
-        """Read once; returns whether there may be more."""
+        """Read once, and return whether there may be more."""
         more = False
         try:
             more = self._read()
@@ -355,7 +404,10 @@ class EngineChannel(_Channel):
         return more
 
     def close(self) -> None:
-        """Close the connection: a waiting worker sees the end, and exits. Idempotent."""
+        """Close the connection.
+
+        A waiting worker reads the end and exits. Further calls do nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -365,8 +417,8 @@ class EngineChannel(_Channel):
         self._socket.close()
         descriptors = self._connection.descriptors
         if self._allocator.kept:
-            # The other end may still use slabs of a third process. It closes its socket when it no
-            # longer does.
+            # The other end may still use forwarded slabs of a third process. Afterwards the other
+            # end closes the socket for descriptors.
             self._loop.add_reader(descriptors, self._on_views_collected)
         else:
             descriptors.close()

@@ -1,9 +1,10 @@
-"""Exceptions as pickles that restore the same exception.
+"""Exceptions as pickles for exact copies.
 
-Python pickles an exception as a call of its class with its `args`. That fails if the constructor
-takes other arguments than it passes to `super().__init__`, and otherwise composes the message a
-second time. Here the constructor of a user's class is not called, unless the class has slots: its
-builtin base class makes the object, and its attributes are set.
+Python pickles an exception as a call of the class with `args`. The call fails if the constructor
+takes other arguments than the arguments of `super().__init__`. Otherwise the constructor would
+compose the message a second time. Therefore this module does not call the constructor of a user's
+class: the builtin base class makes the object, and the attributes are set afterwards. A class with
+slots is an exception: its constructor is called.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from headrace._core.text import set_cause
 
 
 def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
-    """How to pickle `error` with its cause; a class's own `__reduce__` takes precedence."""
+    """Return the reduction of `error`, with the cause.
+
+    A `__reduce__` of the class takes precedence.
+    """
     reduced = error.__reduce_ex__(5)
     if isinstance(reduced, str):  # the name of a global
         return reduced
     make, arguments, *state = reduced
     if _reduced_by_a_builtin(type(error)):
         make, arguments = _make, (type(error), arguments, error.args)
-    notes = vars(error).get("__notes__")  # not by the __getattr__ of a user's class
+    notes = vars(error).get("__notes__")  # bypasses a `__getattr__` of the user's class
     return _restore, (make, arguments, state[0] if state else None, notes, error.__cause__)
 
 
 def without_unpicklable_parts(
     error: BaseException, is_picklable: Callable[[object], bool]
 ) -> BaseException:
-    """A copy of `error` with its class and message, and those attributes that can be pickled."""
+    """Return a copy of `error` with class, message and picklable attributes."""
     arguments = error.args if is_picklable(error.args) else (str(error),)
     state = {name: value for name, value in vars(error).items() if is_picklable(value)}
     return _restore(_make, (type(error), arguments, arguments), state, None, None)
@@ -39,7 +43,8 @@ def without_unpicklable_parts(
 def _reduced_by_a_builtin(cls: type[BaseException]) -> bool:
     reduce: object = cls.__reduce__
     own = cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table
-    own = own or bool(copyreg._slotnames(cls))  # type: ignore[attr-defined]  # which pickle leaves to the constructor
+    # pickle leaves slots to the constructor.
+    own = own or bool(copyreg._slotnames(cls))  # type: ignore[attr-defined]
     return (
         not own
         and isinstance(reduce, MethodDescriptorType)
@@ -68,11 +73,11 @@ def _make(
 ) -> BaseException:
     builtin = cls
     while builtin.__module__ != "builtins":
-        builtin = builtin.__base__  # type: ignore[assignment]  # the base that lays out the object
+        builtin = builtin.__base__  # type: ignore[assignment]  # the base with the memory layout
     try:
         error = builtin.__new__(cls, *arguments)
         builtin.__init__(error, *arguments)
-    except TypeError:  # the layout is of an extension module, or its builtin base lacks arguments
+    except TypeError:  # the layout comes from an extension module, or the base lacks arguments
         error = cls(*arguments)
     vars(BaseException)["args"].__set__(error, args)
     return error

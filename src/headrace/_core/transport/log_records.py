@@ -1,9 +1,9 @@
-"""Log records of workers and of the loader's process, for the handlers of the training process.
+"""Log records of child processes, sent to the training process.
 
-A record is a message of its own, sent before the next message to the process that requested this
-one. That process passes the record on, or handles it if it is the training process. So a record
-arrives before the batch that is made after it; the last records of a process that is killed are
-lost.
+A worker or the loader's process sends a record as a separate message, before the next message to
+the parent process. The parent passes the record on. In the training process, the handlers of the
+program receive the record. So a record arrives before later batches. If a process is killed, the
+last records of the process are lost.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from contextlib import suppress
 from logging.handlers import QueueHandler
 from typing import NamedTuple
 
-_MOST_UNSENT = 100_000  # records, of which the oldest are lost
+_MOST_UNSENT = 100_000  # records; the oldest records beyond are lost
 
 
 class Record(NamedTuple):
+    """A pickled log record."""
+
     pickled: bytes
 
     def handle(self) -> None:
@@ -30,34 +32,34 @@ class Record(NamedTuple):
         try:
             record: logging.LogRecord = pickle.loads(self.pickled)
             logging.getLogger(record.name).handle(record)
-        except Exception:  # user code: a filter, or the class of something in `extra`
+        except Exception:  # user code: a filter, or the class of an object in `extra`
             if logging.raiseExceptions:
                 sys.excepthook(*sys.exc_info())
 
 
-_forwards = False  # whether this process's records go to another one
+_forwards = False  # whether this process sends records to another process
 _unsent: deque[Record] = deque(maxlen=_MOST_UNSENT)
 
 
 def unsent_records() -> Iterator[Record]:
-    """Take the records of this process, to send them."""
+    """Take the records of this process, for sending."""
     with suppress(IndexError):
         while True:
             yield _unsent.popleft()
 
 
 def forward_records(worker: int | None) -> None:
-    """Send all records of this process to the training process's handlers, and to none of its own.
+    """Send all records of this process to the training process.
 
-    `worker` becomes an attribute of the records; it is None in the loader's process.
+    The handlers of this process are removed. `worker` becomes an attribute of the records; None
+    stands for the loader's process.
     """
     global _forwards
     _forwards = True
     root = logging.getLogger()
     for logger in [root, *logging.root.manager.loggerDict.values()]:
-        if isinstance(
-            logger, logging.Logger
-        ):  # the trainer's handlers and filters are for the trainer's process
+        # Handlers and filters of the trainer belong to the trainer's process.
+        if isinstance(logger, logging.Logger):
             logger.handlers.clear()
             logger.filters.clear()
             logger.propagate = True
@@ -65,7 +67,10 @@ def forward_records(worker: int | None) -> None:
 
 
 class _Forwarding(QueueHandler):
-    """Sends records, each with its message composed and its traceback formatted, since both may hold any object."""
+    """Sends records with composed messages and formatted tracebacks.
+
+    Message arguments and tracebacks may hold any object.
+    """
 
     def __init__(self, worker: int | None) -> None:
         super().__init__(None)  # type: ignore[arg-type]  # no queue
@@ -75,7 +80,7 @@ class _Forwarding(QueueHandler):
         record.worker = self._worker
         try:
             pickled = pickle.dumps(record)
-        except Exception:  # values of `extra=`
+        except Exception:  # values in `extra=`
             for name, value in vars(record).items():
                 setattr(
                     record,

@@ -1,10 +1,9 @@
-"""Objects to bytes and back: pickle protocol 5 with every large buffer out of band.
+"""Objects to bytes and back, with large buffers out of band.
 
-A message is a pickle and the buffers it refers to (tensors, arrays, memoryviews), laid out one
-after the other in a *region*, each aligned to 64 bytes. Unpickling makes views into the region;
-nothing is copied.
+A message is a pickle (protocol 5), and the buffers of tensors, arrays and memoryviews. The buffers
+lie in a *region*, each aligned to 64 bytes. Unpickling makes views into the region without a copy.
 
-Classes and functions are pickled by cloudpickle's rules, so that a batch class of a script or a
+Classes and functions are pickled by the rules of cloudpickle. So a batch class from a script or a
 notebook is the same class after the way to a worker and back.
 """
 
@@ -39,15 +38,19 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Message(NamedTuple):
-    """A pickled object; its buffers are referred to, not copied."""
+    """A pickled object, with references to the object's buffers."""
 
     pickled: bytes
-    buffers: list[memoryview]  # flat byte views, in the order in which the pickle refers to them
+    buffers: list[memoryview]  # flat views of bytes, in the order of the pickle
     descriptors: Sequence[Descriptor] = ()
 
 
 def dump_message(obj: object, *, plain: bool = False) -> Message:
-    """Pickle `obj`; with `plain`, without a look for tensors and classes of `__main__` in it: ten times as fast."""
+    """Pickle `obj`.
+
+    With `plain`, the pickler does not look for tensors or for classes of `__main__`: ten times as
+    fast.
+    """
     found: list[pickle.PickleBuffer] = []
     descriptors: list[Descriptor] = []
     if plain:
@@ -58,10 +61,10 @@ def dump_message(obj: object, *, plain: bool = False) -> Message:
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
-    """A `PickleBuffer` of the memory of `view`.
+    """Return a `PickleBuffer` for the memory of `view`.
 
-    Not `PickleBuffer(view)`: CPython 3.11 crashes if the collector clears a memoryview under a
-    PickleBuffer of it. An array of the same memory in between hides it from the collector.
+    CPython 3.11 crashes if the garbage collector clears a memoryview under a `PickleBuffer`. An
+    array for the same memory hides the memoryview from the garbage collector.
     """
     dense = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     array: Any = np.frombuffer(dense, dtype=np.uint8) if len(dense) else b""
@@ -69,7 +72,10 @@ def out_of_band(view: memoryview) -> pickle.PickleBuffer:
 
 
 def copy_of(buffer: Any) -> memoryview:
-    """A copy of a buffer's bytes. NumPy asks for huge pages: 64 MB take a fifth of the time of `bytearray`."""
+    """Return a copy of a buffer's bytes.
+
+    NumPy asks the kernel for huge pages: 64 MB take a fifth of the time of `bytearray`.
+    """
     return np.array(memoryview(buffer), dtype=np.uint8).data
 
 
@@ -78,7 +84,7 @@ def load_message(
     buffers: Sequence[memoryview],
     descriptors: Sequence[Descriptor] = (),
 ) -> object:
-    """The object, its tensors and arrays views of `buffers`."""
+    """Return the object, with tensors and arrays as views of `buffers`."""
     if not descriptors:
         return pickle.loads(pickled, buffers=buffers)
     with received(descriptors):
@@ -86,19 +92,23 @@ def load_message(
 
 
 def format_error(error: BaseException) -> str:
-    """`error` with its traceback, as Python prints an uncaught one; without headrace's notes, which travel with it."""
+    """Return `error` with the traceback, as Python prints an uncaught error.
+
+    Notes of headrace are left out, because the notes travel with the error.
+    """
     try:
         return "".join(
             part for part in traceback.format_exception(error) if not part.startswith("headrace: ")
         )
-    except BaseException:  # user code: an exception whose notes or class cannot be printed
+    except BaseException:  # user code: notes or a class without a printable form
         return f"{type(error).__name__}: {error_message(error)}\n"
 
 
 def picklable_error(error: E) -> E | RemoteError:
-    """An exception whose copy has the same text: `error`, or one without some attributes, or a `RemoteError`.
+    """Return an exception whose copy has the same text as `error`.
 
-    Both directions are tried here, in the worker, which can still report a failure.
+    The result is `error`, a copy without some attributes, or a `RemoteError`. The function tries
+    both pickling and unpickling in the worker, where a failure can still be reported.
     """
     text = _text_of(error)
     for cause in dict.fromkeys((error.__cause__, None)):
@@ -116,12 +126,15 @@ def picklable_error(error: E) -> E | RemoteError:
 
 
 def _text_of(error: BaseException) -> str:
-    """The message of an error without addresses of objects, which are others in a copy."""
+    """Return an error's message without addresses of objects.
+
+    The addresses differ in a copy.
+    """
     return re.sub(" at 0x[0-9a-f]+", "", error_message(error))
 
 
 def noted_error(error: E, where: str) -> E | RemoteError:
-    """An error that another process can unpickle, with its traceback in a note."""
+    """Return an error for another process, with the traceback in a note."""
     traceback = format_error(error).rstrip()
     portable = picklable_error(error)
     add_note(portable, f"{where}:\n{traceback}")
@@ -132,7 +145,7 @@ _LOST: Any = object()
 
 
 def _copied(obj: object) -> Any:
-    """The object as another process would have it; `_LOST` if that is impossible."""
+    """Return the object as another process unpickles it, or `_LOST`."""
     try:
         found: list[pickle.PickleBuffer] = []
         return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
@@ -146,13 +159,19 @@ _has_receivers_main = False
 
 
 def prefer_references() -> None:
-    """Refer to what the main module defines from now on: in workers that `multiprocessing` started, which have it."""
+    """Pickle objects of the main module by reference from now on.
+
+    For workers started by `multiprocessing`, where the receiver has the main module.
+    """
     global _has_receivers_main
     _has_receivers_main = True
 
 
 def _is_known(obj: type | types.FunctionType) -> bool:
-    """Whether the receiver has `obj` for certain: it is pickled by reference, without cloudpickle's search."""
+    """Whether the receiver certainly has `obj`.
+
+    `obj` is then pickled by reference, without a search by cloudpickle.
+    """
     module: object = obj.__module__
     if not isinstance(module, str):
         return False
@@ -165,7 +184,11 @@ def _is_known(obj: type | types.FunctionType) -> bool:
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
-    """As cloudpickle, which from 3.1.3 on leaves out the file, for which tracebacks and warnings look."""
+    """Reduce code as cloudpickle does, with the file name.
+
+    From 3.1.3 on, cloudpickle leaves out the file name. Tracebacks and warnings need the name to
+    show source lines.
+    """
     make, arguments, *rest = _CLOUDPICKLES[types.CodeType](code)
     if code.co_filename in arguments:
         return make, arguments, *rest
@@ -182,24 +205,32 @@ _REDUCERS = {types.CodeType: _reduce_code}
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with tensors and byte buffers out of band, and with the causes of exceptions."""
+    """cloudpickle, with tensors and byte buffers out of band.
 
-    descriptors: list[Descriptor]  # those that were met
+    Exceptions are pickled together with causes.
+    """
+
+    descriptors: list[Descriptor]  # descriptors found so far
 
     @property
     def dispatch_table(self) -> dict[type, Any]:
-        """Read once for each pickle. cloudpickle's own is a `ChainMap`: 1.5 µs for each object of a user's class."""
+        """The table of reducers, read once for each pickle.
+
+        The table of cloudpickle is a `ChainMap`, and costs 1.5 µs for each object of a user's
+        class.
+        """
         return copyreg.dispatch_table | _CLOUDPICKLES | _REDUCERS  # type: ignore[no-any-return]
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is torch.Tensor:
             return _reduce_tensor(obj)
-        if isinstance(obj, np.dtype) or obj is np.dtype or obj is _restore_array:  # in each batch
+        # The next objects are in each batch.
+        if isinstance(obj, np.dtype) or obj is np.dtype or obj is _restore_array:
             return NotImplemented
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
-            return obj.copy().__reduce_ex__(5)  # which arrives writable, as any copy of an array is
+            return obj.copy().__reduce_ex__(5)  # arrives writable, like any copy of an array
         if is_table(obj):
             return _restore_table, (pickle.PickleBuffer(_table_bytes(obj)),)
         if isinstance(obj, BaseException):
@@ -214,12 +245,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if type(reduced) is not tuple or len(reduced) < 6:  # by reference
                 return reduced
             _, arguments, state, *_ = reduced
-            if isinstance(obj, type) and not issubclass(
-                obj, enum.Enum
-            ):  # what cloudpickle leaves out
+            # Add the parts that cloudpickle leaves out.
+            if isinstance(obj, type) and not issubclass(obj, enum.Enum):
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
-                state[0].pop("__slotnames__", None)  # which pickling an object of the class adds
+                state[0].pop("__slotnames__", None)  # added by pickling an object of the class
             return reduced
         return NotImplemented
 
@@ -230,7 +260,14 @@ def dump_parts(
     descriptors: list[Descriptor],
     pickler: type[pickle.Pickler] = Pickler,
 ) -> bytes:
-    """The pickle of `obj`; its buffers are given to `buffer_callback`, its descriptors appended to `descriptors`."""
+    """Return the pickle of `obj`.
+
+    Args:
+        obj: The object.
+        buffer_callback: Called with each buffer.
+        descriptors: The descriptors in `obj` are appended to this list.
+        pickler: The class of the pickler.
+    """
     stream = io.BytesIO()
     pickling: Any = pickler(stream, protocol=5, buffer_callback=buffer_callback)
     pickling.descriptors = descriptors
@@ -240,12 +277,12 @@ def dump_parts(
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:
     try:
-        values: Any = tensor.numpy()  # faster than a look at each property of the tensor
+        values: Any = tensor.numpy()  # faster than checking each property of the tensor
     except (TypeError, RuntimeError):
         pass
     else:
         if values.nbytes and values.flags.c_contiguous:
-            # Not `bytearray(values)`, which takes an array of one integer for a length.
+            # `bytearray(values)` would take an array with a single integer for a length.
             buffer = (
                 bytearray(values.data) if values.nbytes <= SMALL else pickle.PickleBuffer(values)
             )
@@ -256,19 +293,20 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         or tensor.layout is not torch.strided
         or not tensor.is_cpu
     ):
-        return NotImplemented  # torch's own pickling is used
+        return NotImplemented  # use torch's own pickling
     if 0 in tensor.stride() and tensor.numel() > 1 and not tensor.requires_grad:
         sizes = [
             1 if stride == 0 else size
             for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         ]
-        if math.prod(sizes) < tensor.numel():  # made by `expand`: its own elements are sent once
+        # Made by `expand`: send each element once.
+        if math.prod(sizes) < tensor.numel():
             return torch.Tensor.expand, (tensor.as_strided(sizes, tensor.stride()), tensor.shape)
     dense = tensor.detach().resolve_conj().resolve_neg()
     strides = None
     if not dense.is_contiguous():
-        # Channels last, transposed: dense bytes in another order, which is kept. Any other layout
-        # becomes contiguous.
+        # Keep dense bytes in another order (channels last, transposed). Any other layout becomes
+        # contiguous.
         if dense.stride() == torch.empty_like(dense, device="meta").stride():
             strides = dense.stride()
         else:
@@ -321,7 +359,10 @@ def _restore_memoryview(
 
 
 def _table_bytes(table: Any) -> Any:
-    """A `pyarrow.Table` as an Arrow stream: pyarrow would pickle all of what the table is a slice of."""
+    """Return a `pyarrow.Table` as an Arrow stream.
+
+    If the table is a slice, pyarrow would pickle the whole underlying table.
+    """
     import pyarrow
 
     stream = pyarrow.BufferOutputStream()
@@ -337,7 +378,10 @@ def _restore_table(data: Any) -> Any:
 
 
 class PickledPayload:
-    """A pickled object, and the buffers it refers to; other processes forward it without running the classes in it."""
+    """A pickled object with buffers, for forwarding.
+
+    Other processes forward the payload without unpickling, so no user class runs there.
+    """
 
     __slots__ = ("buffers", "pickled")
 
@@ -347,7 +391,10 @@ class PickledPayload:
 
     @classmethod
     def dumps(cls, obj: object, *, copied: bool = False) -> PickledPayload:
-        """Pickle `obj`, its large buffers copied if `copied`, else referred to; errors of pickling are raised."""
+        """Pickle `obj`, and raise pickling errors.
+
+        Large buffers are copied if `copied`. Otherwise the payload refers to the buffers.
+        """
         buffers: list[memoryview] = []
 
         def keep_large(buffer: pickle.PickleBuffer) -> bool:
@@ -366,10 +413,13 @@ class PickledPayload:
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
     def loads(self) -> object:
-        """The object: small buffers copied, others views of the region that holds all of them."""
+        """Return the object.
+
+        Small buffers are copied. Large buffers become views of the region with all buffers.
+        """
         small = SMALL_PART * sum(buffer.nbytes for buffer in self.buffers)
         buffers = [copy_of(buffer) if buffer.nbytes < small else buffer for buffer in self.buffers]
-        return pickle.loads(self.pickled, buffers=buffers)  # any objects, to pickle
+        return pickle.loads(self.pickled, buffers=buffers)
 
     def __reduce__(self) -> tuple[object, ...]:
         pickled = (

@@ -1,4 +1,7 @@
-"""Modules that pickled functions need: found in the pickle, and imported before it is unpickled."""
+"""Modules of pickled functions, imported before unpickling.
+
+The names of the modules are found in the pickle.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ from pathlib import Path
 
 import cloudpickle
 
-# A short string and the opcode that remembers it: how a pickle names a module, in STACK_GLOBAL, in
-# the arguments of cloudpickle's `subimport`, and in the code of a function that is pickled by value
-# and imports a module when called.
+# A short string, followed by the opcode MEMOIZE. Pickles name modules in this form: before the
+# opcode STACK_GLOBAL, in the arguments of cloudpickle's `subimport`, and in the code of a function
+# with an import inside, if the function is pickled by value.
 _NAME = re.compile(rb"\x8c[\x01-\xff]([A-Za-z_][A-Za-z0-9_.]*)\x94")
-# Modules that the zygote has imported already, or whose import is cheap.
+# Modules imported by the zygote already, or with a cheap import.
 _LIGHT = frozenset(
     {"__main__", "__mp_main__", "headrace", "torch", "numpy", "cloudpickle", "obstore"}
 )
 
 
 def modules_named_in(pickled: bytes | memoryview) -> tuple[str, ...]:
-    """The modules of this process that a pickle names, in the order of their import; without the standard library's."""
+    """Return the modules of this process that a pickle names.
+
+    The modules are in the order of import, without the standard library.
+    """
     names = {name.decode() for name in set(_NAME.findall(pickled))} & sys.modules.keys()
     return tuple(name for name in list(sys.modules) if name in names and _is_worthwhile(name))
 
@@ -42,16 +48,20 @@ def _is_worthwhile(name: str) -> bool:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules; errors are ignored here and raised by the unpickling, which names the user of the module."""
+    """Import modules, and ignore errors.
+
+    Unpickling raises the same errors again, and names the user of the module.
+    """
     for name in names:
         with suppress(BaseException):  # user code, SystemExit included
             importlib.import_module(name)
 
 
 def program_sources() -> frozenset[tuple[str, int, int]]:
-    """The source files of the program's own modules, each with its time of modification and size.
+    """Return the source files of the program's own modules.
 
-    They may be edited and reloaded while the program runs (in a notebook, for example).
+    Each file has the modification time in nanoseconds and the size in bytes. The files may be
+    edited and reloaded while the program runs (in a notebook, for example).
     """
     paths = sysconfig.get_paths()
     installed = tuple(
@@ -61,27 +71,27 @@ def program_sources() -> frozenset[tuple[str, int, int]]:
     for module in list(sys.modules.values()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if isinstance(file, str) and os.path.isabs(file) and not file.startswith(installed):
-            with suppress(OSError):  # in an archive, for example
+            with suppress(OSError):  # a file in an archive, for example
                 status = os.stat(file)
                 found.add((file, status.st_mtime_ns, status.st_size))
     return frozenset(found)
 
 
 def has_threads() -> bool:
-    """Whether this process has threads that a fork of it would miss.
+    """Whether a fork of this process would miss threads.
 
-    It is forked to find out: a library that survives forks ends its threads then (OpenBLAS does,
-    which starts some as NumPy and SciPy are imported), or restarts them in the child (jemalloc
-    does, which comes with Arrow).
+    The function forks this process to find out. A library with support for forks then ends threads
+    (OpenBLAS, with threads since the import of NumPy and SciPy), or restarts threads in the child
+    (jemalloc, a part of Arrow).
     """
     with warnings.catch_warnings():
-        # Python 3.12 counts threads before the fork
+        # Python 3.12 counts threads before the fork, and warns.
         warnings.simplefilter("ignore", DeprecationWarning)
         if (pid := os.fork()) == 0:
             os._exit(0)
     os.waitpid(pid, 0)
     names = []
     for file in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             names.append(file.read_text().strip())
     return max(threading.active_count(), len(names) - names.count("jemalloc_bg_thd")) > 1

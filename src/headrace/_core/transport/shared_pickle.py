@@ -1,13 +1,13 @@
-"""Functions and datasets pickled once for several processes, with large buffers in shared memory.
+"""Functions and datasets, pickled once for several processes.
 
-A `SharedPickle` is a pickle whose large parts are in sealed shared memory (a `memfd`). Sending one
-to a process sends descriptors. The process maps the memory privately: pages that it does not write
-to are shared, and those that it writes to become its own, as after a fork.
+The large parts of a `SharedPickle` are in sealed shared memory (a `memfd`). Sending a
+`SharedPickle` to a process sends descriptors. The process maps the memory privately: unchanged
+pages are shared, and changed pages become the process's own, as after a fork.
 
 Shared objects stay shared: `multiprocessing` primitives (`Value`, `Array`, `Lock`, `Queue`,
-`Event`, `Pipe`), proxies of a manager and tensors in shared memory are pickled as for a child of
-`multiprocessing`, by name or as file descriptors. In samples and batches (see `pickling`) they are
-copied.
+`Event`, `Pipe`), proxies of a manager, and tensors in shared memory. The pickle holds names or file
+descriptors, as for a child of `multiprocessing`. In samples and batches (see `pickling`), shared
+objects are copied.
 """
 
 from __future__ import annotations
@@ -37,29 +37,34 @@ from headrace._core.transport.pickling import Pickler, dump_parts, load_message
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.slabs import aligned
 
-LARGE = 64 * 1024  # bytes; smaller buffers stay in the pickle, and are copied with it
+LARGE = 64 * 1024  # bytes; smaller buffers are copied into the pickle
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedPickle:
-    """A pickled object that several processes can load; in each the large buffers are views of the same memory."""
+    """A pickled object for several processes.
+
+    In each process, the large buffers are views of the same memory.
+    """
 
     number: int  # unique in all processes
-    pickled: bytes  # without large buffers; empty if it is large itself, and the last of them
-    memory: Descriptor | None  # holds the large buffers; None if there are none
-    extents: tuple[tuple[int, int], ...]  # offset and size of each in `memory`, in bytes
-    descriptors: tuple[
-        Descriptor, ...
-    ]  # further ones that the pickle refers to: shared tensors, pipes
-    # of the resource tracker, which unlinks named shared memory at exit; if there is one
+    # The pickle without large buffers. If the pickle is large, `pickled` is empty, and the last
+    # buffer in `memory` is the pickle.
+    pickled: bytes
+    memory: Descriptor | None  # the large buffers; None if there are none
+    extents: tuple[tuple[int, int], ...]  # offset and size of each buffer in `memory`, in bytes
+    descriptors: tuple[Descriptor, ...]  # other descriptors in the pickle: shared tensors, pipes
+    # The descriptor of the resource tracker, if any. The tracker unlinks named shared memory at
+    # exit.
     tracker: Descriptor | None
-    modules: tuple[
-        str, ...
-    ]  # those that the pickle names and that should be imported beforehand, see `preload`
+    modules: tuple[str, ...]  # modules in the pickle, for an early import; see `preload`
 
     @classmethod
     def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
-        """Pickle `obj`; `previous` is returned if nothing has changed since. 0.7 GB are compared in a second."""
+        """Pickle `obj`, or return `previous` if nothing has changed.
+
+        The comparison takes a second for 0.7 GB.
+        """
         large: list[memoryview] = []
         descriptors: list[Descriptor] = []
 
@@ -83,8 +88,8 @@ class SharedPickle:
 
     def loads(self) -> Any:
         mine = resource_tracker._resource_tracker
-        # A tracker of this process's own would unlink shared memory of the other's when this
-        # process ends.
+        # Use the tracker of the sending process. Otherwise a new tracker would unlink the shared
+        # memory of the sending process when this process ends.
         if self.tracker is not None and getattr(mine, "_fd", None) is None:
             mine._fd = os.dup(self.tracker.number)  # type: ignore[attr-defined]
         buffers = self._mapped()
@@ -95,7 +100,8 @@ class SharedPickle:
             remedy = f"cloudpickle.register_pickle_by_value(sys.modules[{error.name!r}])"
             add_note(
                 error,
-                f"headrace: if no other process can import it, call {remedy} before the first iter()",
+                f"headrace: if no other process can import it, call {remedy} "
+                "before the first iter()",
             )
             raise
 
@@ -119,7 +125,10 @@ class SharedPickle:
 def _in_new_memory(
     views: Sequence[memoryview],
 ) -> tuple[Descriptor | None, tuple[tuple[int, int], ...]]:
-    """Copy buffers into new shared memory, and seal it against writing; also returns where each lies."""
+    """Copy buffers into new shared memory, and seal the memory.
+
+    Sealed memory cannot be written. The second result is the offset and size of each buffer.
+    """
     if not views:
         return None, ()
     if hasattr(os, "memfd_create"):
@@ -146,15 +155,16 @@ def _in_new_memory(
 
 
 class SharingPickler(Pickler):
-    """A pickler with the reducers of `multiprocessing` and of `torch.multiprocessing`."""
+    """A pickler with the reducers of `multiprocessing` and torch."""
 
     def reducer_override(self, obj: object) -> object:
         if isinstance(
             obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
         ) and _in_shared_memory(obj):
-            if isinstance(obj, torch.UntypedStorage) and get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
-                # Torch's own reducer counts on each pickle being loaded once; here several
-                # processes load it, or none.
+            by_file = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
+            if by_file and isinstance(obj, torch.UntypedStorage):
+                # The reducer of torch expects exactly one load of each pickle. Here several
+                # processes load the pickle, or no process.
                 return open_shared_file, share_by_file(obj)
         elif isinstance(obj, _LEFT_TO_CLOUDPICKLE):
             return super().reducer_override(obj)
@@ -162,7 +172,8 @@ class SharingPickler(Pickler):
         return super().reducer_override(obj) if reduce is None else reduce(obj)
 
 
-# ForkingPickler's reducers for these serve old versions of Python, or share the memory.
+# Leave these types to cloudpickle: the reducers of ForkingPickler serve old versions of Python, or
+# share the memory.
 _LEFT_TO_CLOUDPICKLE = (
     *(types.MethodType, functools.partial, type(list.append), type(int.__add__)),
     *(torch.Tensor, torch.UntypedStorage, torch.TypedStorage),
@@ -182,7 +193,10 @@ def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStor
 def dump_shared(
     obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]
 ) -> bytes:
-    """As `dump_parts`, for a process that shares what `multiprocessing` shares."""
+    """Pickle like `dump_parts`, and keep shared objects shared.
+
+    Shared objects are the same as for a child of `multiprocessing`.
+    """
     before = context.get_spawning_popen()
     context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]
     try:
@@ -192,7 +206,10 @@ def dump_shared(
 
 
 def why_not_picklable(obj: object) -> str | None:
-    """The pickling error of `obj` as text, from Python 3.14 on with the path to the culprit; None if there is none."""
+    """Return the pickling error of `obj` as text, or None.
+
+    From Python 3.14 on, the text has the path to the unpicklable part.
+    """
     try:
         dump_shared(obj, lambda buffer: None, [])
     except Exception as error:
@@ -201,22 +218,25 @@ def why_not_picklable(obj: object) -> str | None:
 
 
 def fingerprint(obj: object) -> bytes | None:
-    """A digest of the pickle of `obj`; None if it cannot be pickled."""
+    """Return a digest of the pickle of `obj`, or None if unpicklable."""
     digest = hashlib.blake2b()
     try:
         digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
-    except Exception:  # the error is raised where the pickle is needed
+    except Exception:  # code that needs the pickle raises the error
         return None
     return digest.digest()
 
 
 class _Spawning:
-    """A stand-in for the child that `multiprocessing` is starting; it collects the descriptors."""
+    """A stand-in for a child process of `multiprocessing`.
+
+    The stand-in collects the descriptors.
+    """
 
     @staticmethod
     def duplicate_for_child(number: int) -> Descriptor:
         return Descriptor.duplicate(number)
 
     @staticmethod
-    def DupFd(descriptor: Descriptor) -> Descriptor:  # multiprocessing's name
+    def DupFd(descriptor: Descriptor) -> Descriptor:  # the name in multiprocessing
         return descriptor

@@ -1,11 +1,13 @@
-"""Slabs: recycled shared memory in which bytes cross from one process to another.
+"""Slabs: recycled shared memory for bytes sent between processes.
 
-A slab is a `memfd`: memory with a descriptor and no name, so nothing is left in /dev/shm and its
-size limit does not apply. It is preallocated, so a shortage is an error here and not a SIGBUS in
-the other process. The writing process owns it (`Allocator`) and sends its descriptor once, over a
-Unix socket; the reading process maps it (`Mapper`), and reports that it is free again when its last
-view has been collected. If the reader keeps everything, more slabs are allocated, up to a limit;
-then bytes are sent over the socket, which is slower.
+A slab is a `memfd`: memory with a descriptor and without a name. So no file is left in /dev/shm,
+and the size limit of /dev/shm does not apply. Slabs are preallocated: a shortage is an error in
+this process, and not a SIGBUS in the other process.
+
+The writing process owns the slab (`Allocator`), and sends the descriptor once, over a Unix socket.
+The reading process maps the slab (`Mapper`). When the last view has been collected, the reading
+process reports the slab as free. If the reader keeps all views, more slabs are allocated, up to a
+limit. Beyond the limit, bytes are sent over the slower socket.
 
 Without memfd (macOS) there are no slabs, and all bytes are sent over the socket.
 """
@@ -27,30 +29,30 @@ import numpy as np
 
 from headrace._core.descriptors import Descriptor, Reserve, shortage
 
-# bytes; buffers begin at multiples of it: a cache line, which vectorised code of torch and NumPy
-# needs
+# In bytes. Buffers begin at multiples of a cache line, as vectorised code of torch and NumPy needs.
 ALIGNMENT = 64
-# A worker uses a slab for each batch of its share of the prefetched ones, and one or two for the
-# consumer's batches: fewer than ten. More means that the consumer keeps batches; further ones are
-# copied, which takes no more memory.
+# Maximum number of slabs. A worker uses a slab for each prefetched batch of the worker, and up to 2
+# slabs for the batches of the consumer: fewer than ten. With more slabs in use, the consumer keeps
+# batches. Further batches are copied, which takes no more memory.
 SLABS = 32
-# Allocations after which an unused slab returns its memory. With 64, the consumer's memory does not
-# grow over 5,000 batches of 4 MB; if memory is never returned, it grows by 6 to 9 %. A new slab
-# costs what a few reuses save.
+# Number of allocations until an unused slab returns its memory. With 64, the consumer's memory does
+# not grow over 5,000 batches of 4 MB. Without a return of memory, the consumer's memory grows by 6
+# to 9 %. A new slab costs as much as a few reuses save.
 IDLE = 64
-# Below this, a region is cheaper to send over the socket than to manage.
+# In bytes. A smaller region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
-# Up to this, the buffer of a tensor of a batch stays in the pickle, where its bytes are copied a
-# few times. A buffer of its own takes 8 µs on the way from a worker to the consumer
+# In bytes. A smaller buffer of a tensor stays in the pickle, where the bytes are copied a few
+# times. A separate buffer takes 8 µs on the way from a worker to the consumer
 # (benchmarks/many_tensors.py).
 SMALL = 4 * 1024
-# A view keeps the memory of its whole region. One of less than this part of its region is copied,
-# so that a program that keeps the view does not keep the region.
+# Share of a region. A view keeps the memory of the whole region alive. A smaller view is copied, so
+# that a program with the view does not keep the region.
 SMALL_PART = 1 / 8
-# Sent with the descriptor of a slab: its number, its size, the number it replaces. With other
+# Sent with the descriptor of a slab: number, size, and number of the replaced slab. Sent with other
+# descriptors: number of the first descriptor, 0, and number of descriptors.
 # descriptors: the number of the first, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
-_MAX_DESCRIPTORS = 250  # descriptors in one message; the kernel's limit is 253
+_MAX_DESCRIPTORS = 250  # descriptors in a message; the kernel's limit is 253
 _INT = struct.Struct("i")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") else None
@@ -63,21 +65,24 @@ if _libc is not None:
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGNMENT`."""
+    """Return `size` rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def address_of(buffer: memoryview) -> int:
-    """The first byte of a buffer in this process."""
+    """Return the address of a buffer's first byte in this process."""
     address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
     return address
 
 
 class Slab:
-    """A slab mapped here, readable and writable, until this and the last view of it are collected.
+    """A slab mapped in this process, readable and writable.
 
-    It keeps no descriptor open, unlike `mmap.mmap` before Python 3.13. Raises OSError if it cannot
-    be mapped.
+    The mapping ends when this object and the last view have been collected. Unlike `mmap.mmap`
+    before Python 3.13, a slab keeps no descriptor open.
+
+    Raises:
+        OSError: The slab cannot be mapped.
     """
 
     __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
@@ -91,40 +96,50 @@ class Slab:
         weakref.finalize(memory, _libc.munmap, address, size).atexit = False
         self.memory = np.frombuffer(cast(Any, memory), dtype=np.uint8).data
         self.address: int = address
-        self.number = number  # its name for both ends; from 1
+        self.number = number  # the slab's number at both ends, from 1
         self.size = size
-        # owned, if a received slab may be forwarded to a third process
+        # Set if this received slab may be forwarded to a third process. The slab owns the
+        # descriptor.
         self.descriptor: int | None = None
-        self.last_use = 0  # the number of the last allocation that returned it
+        self.last_use = 0  # number of the last allocation of this slab
 
     def punch_hole(self) -> None:
-        """Return the memory to the kernel; it reads as zeros in every process then."""
+        """Return the memory to the kernel.
+
+        Every process then reads zeros from the slab.
+        """
         if _libc.madvise(self.address, self.size, mmap.MADV_REMOVE):
             raise OSError(error := ctypes.get_errno(), os.strerror(error))
 
 
 class Allocator:
-    """The slabs that this end of a channel writes, and those of a third process that it forwards."""
+    """The slabs written by this end of a channel.
+
+    Also slabs of a third process, forwarded by this end.
+    """
 
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
         self._slabs: dict[int, Slab] = {}
-        self._free: dict[int, Slab] = {}  # the first freed first
+        self._free: dict[int, Slab] = {}  # in the order of release
         self._punched: list[int] = []
         self._last = 0
         self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
-        # the forwarded buffers that may still be in use
+        # Forwarded buffers, possibly still in use by the other end.
         self.kept: dict[int, list[memoryview]] = {}
-        # forwarded and no longer mapped here; not yet reported to the mapper
+        # Forwarded slabs, no longer mapped here, and not yet reported to the mapper.
         self._gone: list[int] = []
 
     def allocate(self, size: int) -> Slab | None:
-        """A slab of at least `size` bytes to write to; None if there is none: `size` bytes go over the socket."""
+        """Return a slab for writing at least `size` bytes, or None.
+
+        If the result is None, the bytes go over the socket.
+        """
         if size < SMALLEST or _libc is None:
             return None
-        # Of those of one size, the one freed last: it may still be in a CPU cache, and the others
-        # stay idle.
+        # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache,
+        # and other slabs stay idle.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
         if slab is not None:
@@ -145,11 +160,11 @@ class Allocator:
         elif len(self._slabs) >= SLABS:
             if not self._free:
                 return None
-            replaced = next(iter(self._free))  # too small
+            replaced = next(iter(self._free))  # a slab that is too small
             del self._free[replaced]
         self._slabs.pop(replaced, None)
-        # Rounded up to an eighth of a power of two, so that batches of nearly equal size share
-        # slabs.
+        # Rounded up to an eighth of a power of two, so that batches of nearly
+        # equal size share slabs.
         step = max(4096, 1 << max(0, size.bit_length() - 4))
         size = -(-size // step) * step
         try:
@@ -160,30 +175,37 @@ class Allocator:
                 self._announce(size, replaced, descriptor)
             finally:
                 os.close(descriptor)
-        except OSError:  # no memory, no descriptors, no mappings: the socket is used
+        except OSError:  # no memory, descriptors or mappings: use the socket
             return None
         self._slabs[slab.number] = slab
         return slab
 
     def _announce(self, size: int, third: int, *descriptors: int) -> int:
-        """Send descriptors; returns the number that the mapper knows the first of them by."""
+        """Send descriptors, and return the mapper's number of the first."""
         number = self._last + 1
         self._last += len(descriptors)
         socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, third)], descriptors)
         return number
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Free slabs: the mapper's views of them have been collected, or they were not sent."""
+        """Free slabs that are no longer in use.
+
+        The mapper's views have been collected, or the slabs were not sent.
+        """
         for number in numbers:
             self.kept.pop(number, None)
             if number in self._slabs:
                 self._free[number] = self._slabs[number]
 
     def forward(self, buffers: list[memoryview]) -> tuple[int, list[int], int] | None:
-        """Forward received memory to a third process without a copy: one mapped slab that holds all of `buffers`.
+        """Forward received memory to a third process without a copy.
 
-        The buffers are kept alive, and so the slab in use, until it is freed here. Returns the
-        slab's number for the mapper, the offset of each buffer in it, and where the last one ends.
+        Possible if a single mapped slab holds all of `buffers`. The buffers are kept alive, and so
+        the slab stays in use until `free`.
+
+        Returns:
+            The slab's number for the mapper, the offset of each buffer in the slab, and the end of
+            the last buffer. None if the memory cannot be forwarded.
         """
         slab: Slab | None = None
         offsets, end = [], 0
@@ -193,7 +215,7 @@ class Allocator:
                 address = address_of(buffer)
                 holder = slab_at(address, buffer.nbytes)
                 if holder is None or (slab is not None and holder is not slab):
-                    # at the first buffer that is elsewhere, as those of fetched samples are
+                    # At the first buffer outside of slabs, such as the buffer of a fetched sample.
                     return None
                 slab, offset = holder, address - holder.address
             offsets.append(offset)
@@ -207,7 +229,7 @@ class Allocator:
                     slab.size, self._gone.pop() if self._gone else 0, slab.descriptor
                 )
             except OSError:
-                # no descriptors, or the mapper's process has ended: the bytes are copied
+                # no descriptors, or the mapper's process has ended: copy the bytes
                 return None
             self._forwarded[slab] = number
             weakref.finalize(slab, self._gone.append, number).atexit = False
@@ -215,7 +237,11 @@ class Allocator:
         return number, offsets, end
 
     def send_descriptors(self, descriptors: Sequence[Descriptor]) -> int:
-        """Send descriptors that are none of a slab, in few messages; returns the number of the first."""
+        """Send descriptors other than slabs, in few messages.
+
+        Returns:
+            The number of the first descriptor.
+        """
         first = self._last + 1
         for sent in range(0, len(descriptors), _MAX_DESCRIPTORS):
             some = descriptors[sent : sent + _MAX_DESCRIPTORS]
@@ -223,14 +249,17 @@ class Allocator:
         return first
 
 
-# of all mappers, for an allocator that forwards one
+# The slabs of all mappers, for an allocator that forwards slabs.
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()
 _forwards = False
-_reserve: Any = None  # one for the process, for its life
+_reserve: Any = None  # a single reserve for the lifetime of the process
 
 
 def _after_fork() -> None:
-    """Leave the parent's reserve, whose lock another thread of the parent may hold."""
+    """Drop the parent's reserve.
+
+    Another thread of the parent may have held the lock of the reserve.
+    """
     global _reserve
     _reserve = None
 
@@ -239,13 +268,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable_forwarding() -> None:
-    """Keep the descriptors of received slabs from now on, in a process that forwards them to a third."""
+    """Keep the descriptors of received slabs from now on.
+
+    For a process that forwards slabs to a third process.
+    """
     global _forwards
     _forwards = True
 
 
 def slab_at(address: int, size: int) -> Slab | None:
-    """The received slab that holds all of `size` bytes at `address` of this process; None if none does."""
+    """Return the received slab with all of `size` bytes at `address`.
+
+    None if no slab holds the bytes. `address` is an address in this process.
+    """
     for slab in list(_received):
         if 0 <= address - slab.address <= slab.size - size:
             return slab
@@ -253,13 +288,13 @@ def slab_at(address: int, size: int) -> Slab | None:
 
 
 class Mapper:
-    """The slabs that the other end of a channel writes, mapped here."""
+    """The slabs written by the other end of a channel, mapped here."""
 
     def __init__(self, descriptors: socket.socket) -> None:
         global _reserve
         self._descriptors = descriptors
         self._slabs: dict[int, Slab] = {}
-        self._others: dict[int, Descriptor] = {}  # that are none of a slab, and not yet taken
+        self._others: dict[int, Descriptor] = {}  # other descriptors, not yet taken
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
@@ -267,9 +302,13 @@ class Mapper:
             _reserve = Reserve(1)
 
     def view(self, number: int, size: int) -> memoryview:
-        """The first `size` bytes of a slab, writable; it is free again when every view derived from this is collected.
+        """Return a writable view of `size` bytes of a slab.
 
-        It is also free if it cannot be mapped, an OSError, and another call may succeed.
+        The view begins at the start of the slab. The slab is free again when every view derived
+        from the result has been collected.
+
+        Raises:
+            OSError: The slab cannot be mapped. The slab is then free. Another call may succeed.
         """
         try:
             while number not in self._slabs:
@@ -277,39 +316,41 @@ class Mapper:
         except OSError:
             self._returned.append(number)
             raise
-        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive. It is made
-        # of a memoryview: if an array is a view of another, `np.ndarray(..., buffer)` keeps only
-        # the latter alive.
+        # torch.frombuffer, numpy and slices of the memoryview all keep this array alive. The array
+        # is made from a memoryview: from an array of an array, `np.ndarray(..., buffer)` would keep
+        # only the inner array alive.
         slab = self._slabs[number]
         exporter = np.frombuffer(slab.memory, dtype=np.uint8, count=size)
         self._in_use.add(number)
-        # Holds the Slab: its finalizers (a page-locked slab is unlocked then) must not run before
-        # this one.
+        # The finalizer holds the slab, because the finalizers of the slab must run later. (A
+        # finalizer unlocks a page-locked slab.)
         weakref.finalize(exporter, self._on_view_collected, number, slab).atexit = False
         return exporter.data
 
-    def _on_view_collected(
-        self, number: int, slab: Slab
-    ) -> None:  # on the thread that collects the last view
+    # Runs on the thread that collects the last view.
+    def _on_view_collected(self, number: int, slab: Slab) -> None:
         self._in_use.discard(number)
         self._returned.append(number)
         if self._closed and not self._in_use:
             self._descriptors.close()
 
     def close(self) -> None:
-        """Receive nothing more. The socket closes, and so reports, when the last view has been collected."""
+        """Receive no more slabs.
+
+        The socket closes when the last view has been collected, and the allocator sees the end.
+        """
         self._closed = True
         if not self._in_use:
             self._descriptors.close()
-        else:  # a view that a program holds until it exits does not report
+        else:  # a view held until the exit of the program reports nothing
             weakref.finalize(self, self._descriptors.close)
 
     def returned(self) -> list[int]:
-        """The numbers of the slabs that have become free since the last call, for the allocator."""
+        """Return the slabs freed since the last call, for the allocator."""
         return [self._returned.popleft() for _ in range(len(self._returned))]
 
     def take_descriptors(self, first: int, count: int) -> list[Descriptor]:
-        """The descriptors sent by `Allocator.send_descriptors`."""
+        """Return the descriptors sent by `Allocator.send_descriptors`."""
         numbers = range(first, first + count)
         while any(number not in self._others for number in numbers):
             self._receive()
@@ -317,9 +358,9 @@ class Mapper:
 
     def _receive(self) -> None:
         with _reserve.given_up():
-            # The allocator sends a descriptor before the frame that refers to it, so this does not
-            # block. The message is left in the socket until it has been used, so that it can be
-            # read again after a shortage.
+            # The allocator sends a descriptor before the frame that refers to the slab, so this
+            # call does not block. The message stays in the socket until the end of this function.
+            # After a shortage, another call reads the message again.
             space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
             message, carried, flags, _ = self._descriptors.recvmsg(
                 _ANNOUNCEMENT.size, space, socket.MSG_PEEK
@@ -333,15 +374,15 @@ class Mapper:
                 number, size, replaced = _ANNOUNCEMENT.unpack(message)
                 slab = Slab(number, numbers[0], size) if size else None
                 self._descriptors.recv(_ANNOUNCEMENT.size)
-            except BaseException:  # Ctrl-C too: nothing else owns these descriptors yet
+            except BaseException:  # Ctrl-C too: nothing else owns the descriptors yet
                 for each in numbers:
                     os.close(each)
                 raise
             if slab is None:
                 self._others.update(enumerate(map(Descriptor, numbers), number))
                 return
-            # Forwarded only while enough descriptors are left for sockets to stores and for
-            # processes.
+            # Keep the descriptor for forwarding, if enough descriptors are left for sockets to
+            # stores and for processes.
             if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
                 slab.descriptor = numbers[0]
                 weakref.finalize(slab, os.close, numbers[0]).atexit = False
@@ -353,7 +394,10 @@ class Mapper:
 
 
 class Arena:
-    """The slab in which a worker makes its answer, so that it need not be copied there when it is sent."""
+    """The slab in which a worker makes an answer.
+
+    An answer in the slab needs no copy for sending.
+    """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
@@ -362,12 +406,15 @@ class Arena:
         self.used = 0  # bytes
 
     def begin(self) -> None:
-        """Allocate a slab of the size of the last answer."""
+        """Allocate a slab with the size of the last answer."""
         self.abandon()
         self._slab = self._allocator.allocate(self._expected)
 
     def empty(self, size: int) -> memoryview | None:
-        """Uninitialised memory in the slab; None if it does not fit, or is so small that it stays in the pickle."""
+        """Return uninitialised memory in the slab, or None.
+
+        None if `size` bytes do not fit, or if `size` is so small that the bytes stay in the pickle.
+        """
         start, end = self.used, self.used + size
         if size <= SMALL or self._slab is None or end > self._slab.size:
             return None
@@ -375,14 +422,17 @@ class Arena:
         return self._slab.memory[start:end]
 
     def offset_of(self, buffer: memoryview) -> int | None:
-        """The offset of a buffer in the slab; None if it is elsewhere."""
+        """Return the offset of a buffer in the slab, or None if outside."""
         if self._slab is None or not buffer.nbytes:
             return None
         offset = address_of(buffer) - self._slab.address
         return offset if 0 <= offset < self.used else None
 
     def finish(self, size: int) -> Slab | None:
-        """Take the slab out, to be sent with `size` bytes; None if they do not fit, or nothing was allocated in it."""
+        """Take out the slab, for sending `size` bytes.
+
+        Return None if there is no slab, or if the bytes do not fit.
+        """
         self._expected = size
         slab = self._slab
         if slab is None or size > slab.size:

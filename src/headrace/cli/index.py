@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> bool:
         return True
     index = loop.run(build_index(shards, indexing, place))
     print(
-        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
+        f"{place.name}: {len(index):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
     )
     return True
 
@@ -116,10 +116,10 @@ def _build_parts(indexing: Indexing, place: Shard, shards: list[Shard]) -> int:
 def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
     """Print each difference of an index from the store; returns whether there is none."""
     opened, errors = compare(index, shards, indexing)
-    gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
+    gone = np.delete(np.arange(len(index)), opened.numbers).tolist()
     differences = [*map(str, errors)]
     differences += [
-        f"{index.shards[number].name}: in the index {index.name}, not in the store"
+        f"{index.shard(number).name}: in the index {index.name}, not in the store"
         for number in gone
     ]
     for difference in differences:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import compression_of, unpack_object
+from headrace._core.shards.compression import unpack_object
 from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.unpacked import UnpackedShards
@@ -42,19 +42,14 @@ class IndexedDataset(RangedShards[T_co]):
     """
 
     def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
-        super().__init__(opened.shards, opened.file.counts[opened.numbers].tolist())
+        super().__init__(opened.shards, opened.file.counts[opened.numbers])
         self._unpacked, self._most_unpacked = UnpackedShards(unpacked_bytes), unpacked_bytes
-        self._compressed = [compression_of(shard.key) is not None for shard in opened.shards]
         self._index, self._numbers = opened.file, opened.numbers
         self._decoder_of = decoder_of
         self._decoders: dict[int, Decoder] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decoders": {}}
-
-    @functools.cached_property
-    def _urls(self) -> tuple[str, ...]:
-        return tuple(shard.name for shard in self._shards)
 
     def _at(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
         """Numbers of the samples' shards here and in the index, and places in the index."""
@@ -90,21 +85,21 @@ class IndexedDataset(RangedShards[T_co]):
     @functools.cached_property
     def blocks(self) -> Blocks:
         """The sizes of blocks for a random order: compressed shards, or some of their parts."""
-        if not any(self._compressed):
+        index, numbers = self._index, self._numbers
+        if not (pieces := int(index.pieces[numbers].sum())):
             return super().blocks
-        rows = [self._index.shards[number] for number in self._numbers.tolist()]
-        nbytes = sum(row.end for row in rows)
-        parts = sum(len(row.borders()) - 1 for row in rows)
-        size = -(-len(self) // max(len(rows), parts // PARTS_IN_BLOCK))
+        nbytes = int(index.ends[numbers].sum())
+        size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
         return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
         """Read bytes of a shard; a part of a compressed shard is unpacked once for all samples that wait."""
-        if not self._compressed[number]:
+        place = self._numbers[number]
+        if not self._index.pieces[place]:
             return await super().read_range(number, start, stop, index=index)
-        borders = self._index.shards[self._numbers[number]].borders()
+        borders = self._index.shard(place).borders()
         first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
         parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 

@@ -15,8 +15,7 @@ from headrace._core.shards.indexing import (
     Indexing,
     OpenedIndex,
     beside,
-    fetch_index,
-    indexed_shards,
+    open_all,
     open_index,
     place_of,
 )
@@ -162,21 +161,26 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         own = [name for name in _parameters(cls) if name not in of_streams]
         check_keywords(f"{cls.__name__}.index", options, own)
         opened = None if store is None else as_store(store)
-        loop = background_loop()
-        if shards is None:
-            if index is None:
-                raise TypeError(f"{cls.__name__}.index: give shards, or index=")
-            shards = indexed_shards(loop.run(fetch_index(place_of(index, opened))), opened)
-        stream = cls(shards, store=opened, **options)
-        found = stream._parts
-        place = beside(found) if index is None else place_of(index, opened)
-        if save and place is None:
-            raise ValueError(
-                "save=True: no folder has all shards; give index=, for the place of the index"
-            )
-        indexing = Indexing(stream.index_decoder)
-        opening = open_index(found, indexing, place, required=index is not None, save=save)
-        return stream._indexed(loop.run(opening), unpacked_bytes)
+        place = None if index is None else place_of(index, opened)
+        if shards is not None:
+            named = shards
+        elif place is not None:
+            named = [place]  # the stream only has the options
+        else:
+            raise TypeError(f"{cls.__name__}.index: give shards, or index=")
+        stream = cls(named, store=opened, **options)
+        indexing = Indexing(stream._for_decoding().index_decoder)
+        if shards is None and place is not None:
+            opening = open_all(place, indexing, opened)
+        else:
+            found, required = stream._parts, place is not None
+            place = place or beside(found)
+            if save and place is None:
+                raise ValueError(
+                    "save=True: no folder has all shards; give index=, for the place of the index"
+                )
+            opening = open_index(found, indexing, place, required=required, save=save)
+        return stream._indexed(background_loop().run(opening), unpacked_bytes)
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """The map-style dataset of shards in an index."""

@@ -1,20 +1,23 @@
 """The file format of an index: where the samples of a dataset's shards are.
 
-The first 64 bytes have the magic, a hash of the rest, the length of the header, and the CRC-32 of
-what follows, which is checked when an index is mapped. The header is JSON, padded to 8 bytes. Three
-little-endian arrays follow:
+The first 64 bytes are the magic, a hash of all bytes after the hash, the length of the header, and
+the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
+is JSON, padded to 8 bytes. Little-endian arrays follow, in the order of `ARRAYS`:
 
-- for each 4 GiB of a shard but the first, the number of the first sample there (int64);
-- for each sample, the offset in these 4 GiB (uint32);
-- the length of each sample, if lengths were asked for (uint32).
+- before each shard and after the last: the number of samples, bytes of text and pieces (int64);
+- for each shard: size, end of the last sample, number of the format, 1 if a sample is bad (int64);
+- for each piece of a compressed shard: offsets in the object and in the unpacked bytes (int64);
+- for each 4 GiB of a shard after the first 4 GiB: the number of the first sample there (int64);
+- for each sample: the offset within 4 GiB (uint32);
+- for each sample: the length, if lengths were asked for (uint32);
+- for each shard: a line of JSON with the name, the entity tag, the time and the problem.
 
-A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
-the unpacked bytes.
+A sample ends where the next sample of the shard begins. Offsets in a compressed shard are offsets
+of the unpacked bytes.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import mmap
@@ -28,19 +31,16 @@ import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.discovery import shard_errors
-from headrace._core.store.head import Head
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-MAGIC = b"headrace index 3"
-PREFIX = struct.Struct(
-    "<16s 32s Q Q"
-)  # magic, hash of all that follows, bytes of the header, CRC-32
+MAGIC = b"headrace index 4"
+PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<u4", "<u4")
+ARRAYS = ("<i8", "<i8", "<i8", "<i8", "<u4", "<u4", "u1")
 PART_BITS = 32  # of an offset within 4 GiB
 
 
@@ -48,16 +48,16 @@ class IndexedShard(NamedTuple):
     """A shard in an index.
 
     Attributes:
-        name: the shard's name after that of the index's folder.
-        format: what its samples are, as "tar".
+        name: name of the shard, without the folder of the index.
+        format: format of the samples, as "tar".
         size: bytes of the object.
-        etag: entity tag; None if unknown, and for local files: their tags depend on the machine.
+        etag: entity tag; None if unknown, and for local files: a copy has another tag.
         modified: time of the last modification; None if unknown.
         samples: number of samples.
         end: the byte after the last sample, unpacked.
-        problem: error of the first sample that breaks a rule of its shard; None if there is none.
-        begins: the places from which a compressed shard can be unpacked, as base 64 of int64:
-            offset in the object and offset in the unpacked bytes of each.
+        problem: error of the first sample that breaks a rule of the shard; None without an error.
+        begins: offset in the object and offset in the unpacked bytes of each piece of a compressed
+            shard that can be unpacked alone.
     """
 
     name: str
@@ -68,38 +68,36 @@ class IndexedShard(NamedTuple):
     samples: int
     end: int
     problem: str | None
-    begins: str
+    begins: Sequence[Sequence[int]] = ()
 
     def borders(self) -> IntArray:
-        """Borders of the parts of a compressed shard: offsets in the object and in the unpacked bytes."""
-        begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
-        return np.append(begins, (self.size, self.end)).reshape(-1, 2)
-
-    def head(self, key: str, *, moved: bool = False) -> Head:
-        """The indexed version of the shard, under a key."""
-        # Copies in another place have other tags and times.
-        etag, modified = (None, None) if moved else (self.etag, self.modified)
-        return Head(key, self.size, etag, modified)
+        """Return the borders of the pieces: offsets in the object and in the unpacked bytes."""
+        return np.array([*self.begins, (self.size, self.end)])
 
 
 class IndexFile:
-    """An index, mapped from its file or held in memory.
+    """An index, mapped from a file or held in memory.
 
-    A pickled index is the path and the hash of its file, which is mapped again. Without a path,
-    the pickle has the bytes.
+    All arrays are views of the file. An object for a shard is made when `shard` is called.
+    A pickled index is the path and the hash of the file. Without a path, the pickle has the bytes.
 
     Args:
         name: path or URL of the file, for errors.
         data: all bytes of the file.
-        path: the file from which `data` are mapped; None if there is none.
+        path: the file from which `data` are mapped; None for bytes in memory.
         digest: the expected hash; None for any.
 
     Attributes:
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
-        shards: the shards, sorted by name.
-        counts: number of samples of each shard, int64.
+        formats: formats of the samples.
+        counts: number of samples of each shard, int64. Shards are sorted by name.
         firsts: number of the first sample of each shard, int64.
+        pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
+        sizes: bytes of each shard's object, int64.
+        ends: the byte after the last sample of each shard, unpacked, int64.
+        kinds: number of each shard's format, int64.
+        flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
         length: the function that gave the lengths; empty without lengths.
 
@@ -133,22 +131,47 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, self.length = header["folder"], header["length"]
-        self.shards = [IndexedShard(*row) for row in header["shards"]]
-        self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
-        self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
-        self._ends = np.cumsum(self.counts)
-        self.firsts = self._ends - self.counts
-        total = int(self.counts.sum())
+        self.folder, self.length, self.formats = (
+            header[name] for name in ("folder", "length", "formats")
+        )
         offset, arrays = PREFIX.size + length, []
-        lengths = total if self.length else 0
-        for count, kind in zip((header["parts"], total, lengths), ARRAYS, strict=True):
+        for count, kind in zip(header["counts"], ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._parts, self._begins, self.lengths = arrays
+        before, columns, begins, self._parts, self._begins, lengths, self._texts = arrays
+        self.lengths: NDArray[np.uint32] = lengths
+        self._before, self._pieces = before.reshape(3, -1), begins.reshape(-1, 2)
+        self.counts, _, self.pieces = np.diff(self._before)
+        self.firsts = self._before[0, :-1]
+        self.sizes, self.ends, self.kinds, self.flawed = columns.reshape(4, len(self))
         self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all shards, without the folder of the index."""
+        return [json.loads(line)[0] for line in self._texts.tobytes().splitlines()]
+
+    def shard(self, number: int) -> IndexedShard:
+        """Return the entry of a shard."""
+        places = self._before[:, number : number + 2].tolist()
+        _, text, pieces = (slice(*place) for place in places)
+        name, etag, modified, problem = json.loads(self._texts[text].tobytes())
+        return IndexedShard(
+            name=name,
+            format=self.formats[self.kinds[number]],
+            size=int(self.sizes[number]),
+            etag=etag,
+            modified=modified,
+            samples=int(self.counts[number]),
+            end=int(self.ends[number]),
+            problem=problem,
+            begins=self._pieces[pieces].tolist(),
+        )
 
     def verify(self) -> None:
         """Raise `ShardError` if the hash is not that of the content, which is read."""
@@ -163,8 +186,8 @@ class IndexFile:
         Raises:
             ShardError: a sample is not within its shard.
         """
-        is_last = places + 1 == self._ends[shards]
-        starts, ends = self.starts(shards, places), self._shard_ends[shards]
+        is_last = places + 1 == self._before[0, shards + 1]
+        starts, ends = self.starts(shards, places), self.ends[shards]
         stops = np.where(is_last, ends, self.starts(shards, np.where(is_last, places, places + 1)))
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
@@ -179,19 +202,16 @@ class IndexFile:
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """The bytes of an index of the shards in a folder, of the indices of one shard each."""
-        parts = sorted(parts, key=lambda part: part.shards[0].name)
-        shards = [
-            part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts
-        ]
-        firsts = np.cumsum([0, *(shard.samples for shard in shards)]).tolist()
+        parts = sorted(parts, key=lambda part: part.shard(0).name)
+        shards = [part.shard(0) for part in parts]
+        shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
+        firsts = np.cumsum([0, *(shard.samples for shard in shards)])
         columns = [
-            np.concatenate(
-                [part._parts + first for part, first in zip(parts, firsts, strict=False)]
-            ),
-            np.concatenate([part._begins for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
+            [part._parts + first for part, first in zip(parts, firsts, strict=False)],
+            [part._begins for part in parts],
+            [part.lengths for part in parts],
         ]
-        return _dump(folder, shards, parts[0].length, columns)
+        return _dump(folder, shards, parts[0].length, [*map(np.concatenate, columns)])
 
     @staticmethod
     def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
@@ -215,16 +235,35 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 def _dump(
     folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
 ) -> bytes:
-    content = {"folder": folder, "length": length, "parts": len(arrays[0]), "shards": shards}
+    formats = sorted({shard.format for shard in shards})
+    texts, counts, columns = list[bytes](), [(0, 0, 0)], []
+    for shard in shards:
+        text = json.dumps([shard.name, shard.etag, shard.modified, shard.problem])
+        texts.append(text.encode() + b"\n")
+        counts.append((shard.samples, len(texts[-1]), len(shard.begins)))
+        is_flawed = shard.problem is not None
+        columns.append((shard.size, shard.end, formats.index(shard.format), is_flawed))
+    arrays = [
+        np.cumsum(counts, axis=0).T,
+        np.array(columns).T,
+        np.array([piece for shard in shards for piece in shard.begins]),
+        *arrays,
+        np.frombuffer(b"".join(texts), "u1"),
+    ]
+    content = {
+        "folder": folder,
+        "length": length,
+        "formats": formats,
+        "counts": [array.size for array in arrays],
+    }
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     parts = [header]
     parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
     check = zlib.crc32(b"".join(parts))
     rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
-    return b"".join(
-        [PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts]
-    )
+    digest = content_digest([rest, *parts])
+    return b"".join([PREFIX.pack(MAGIC, digest, len(header), check), *parts])
 
 
 def content_digest(parts: Iterable[Buffer]) -> bytes:

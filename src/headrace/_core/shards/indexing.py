@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import json
@@ -27,7 +26,7 @@ from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
-from headrace._core.store.head import check_version
+from headrace._core.store.head import Head, check_version
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 NAME = "headrace.index"
 PARTS = ".parts"  # what the name of the folder of parts has after that of the index
+MOST_SHARDS = 1024  # whose objects are kept
 PARALLEL_REQUESTS = 64  # small ones, of which a store serves many at a time
 PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
@@ -131,7 +131,7 @@ class IndexingDecoder(Decoder):
             samples=len(self._begins),
             end=self._end,
             problem=self._problem,
-            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
+            begins=begins,
         )
         columns = np.array(self._begins), np.array(self._lengths)
         return IndexFile.of_shard(row, *columns, self._indexing.length_name)
@@ -257,40 +257,83 @@ def compare(
     index: IndexFile, shards: Sequence[Shard], indexing: Indexing
 ) -> tuple[OpenedIndex, list[ShardError]]:
     """The shards that an index has, in their versions there, and an error for each difference."""
-    known = {row.name: number for number, row in enumerate(index.shards)}
+    known = {name: number for number, name in enumerate(index.names)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions, errors = [], [], []
     for shard in shards:
-        problem = None
         number = known.get(shard.name.removeprefix(folder))
-        if number is None:
-            problem = f"not in the index {index.name}"
-        else:
-            row, format = index.shards[number], indexing.decoder_of(shard).format
-            if row.format != format:
-                problem = f"indexed as {row.format} in {index.name}, and not as {format}"
-            head = row.head(shard.key, moved=moved)
-            try:
-                check_version(head.size, head.etag, head.modified, shard.head or head)
-            except RequestFailure:
-                problem = f"replaced since the index {index.name} was made"
+        try:
+            if number is None:
+                raise _outdated(f"not in the index {index.name}", shard, folder)
             numbers.append(number)
-            # The version of what was moved is only known from a listing.
-            versions.append(replace(shard, head=shard.head if moved and shard.head else head))
-        if problem is not None:
-            what = f"{problem}; make it again: headrace index {folder or 'URL'}"
-            errors.append(ShardError(what, shard=shard.name))
+            versions.append(_indexed_version(index, index.shard(number), shard, indexing))
+        except ShardError as error:
+            errors.append(error)
     return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
 
 
-def indexed_shards(index: IndexFile, store: Store | None) -> list[Shard]:
-    """All shards of an index, where they were when it was made; in a store that was given."""
+def _indexed_version(
+    index: IndexFile, row: IndexedShard, shard: Shard, indexing: Indexing
+) -> Shard:
+    """Return a shard in the version of its entry; raise `ShardError` if the shard differs."""
+    folder = shard.name.removesuffix(row.name)
+    format = indexing.decoder_of(shard).format
+    if row.format != format:
+        what = f"indexed as {row.format} in {index.name}, and not as {format}"
+        raise _outdated(what, shard, folder)
+    # A copy in another place has another tag and time.
+    moved = folder != index.folder
+    head = Head(shard.key, row.size, *((None, None) if moved else (row.etag, row.modified)))
+    found = shard.head or head
+    try:
+        check_version(head.size, head.etag, head.modified, found)
+    except RequestFailure:
+        what = f"replaced since the index {index.name} was made"
+        raise _outdated(what, shard, folder) from None
+    return replace(shard, head=found if moved else head)
+
+
+def _outdated(what: str, shard: Shard, folder: str) -> ShardError:
+    what = f"{what}; make it again: headrace index {folder or 'URL'}"
+    return ShardError(what, shard=shard.name)
+
+
+class _AllShards(Sequence[Shard]):
+    """All shards of an index. A shard's object is made when the shard is read."""
+
+    def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
+        self._index, self._indexing, self._folder = index, indexing, folder
+        self._made: dict[int, Shard] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllShards, (self._index, self._indexing, self._folder)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, number: Any) -> Any:
+        shard = self._made.get(number)
+        if shard is None:
+            row = self._index.shard(range(len(self))[number])
+            shard = replace(self._folder, key=self._folder.key + row.name)
+            shard = _indexed_version(self._index, row, shard, self._indexing)
+            if len(self._made) == MOST_SHARDS:
+                self._made.clear()
+            self._made[number] = shard
+        return shard
+
+
+async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
+    """Open all shards of an index, where they were when it was made; in a store that was given."""
+    index = await fetch_index(place)
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
-    store = store or Store(base)
-    return [Shard(store, folder + row.name, row.head(folder + row.name)) for row in index.shards]
+    shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
+    for number in np.unique(index.kinds, return_index=True)[1].tolist():
+        shards[number]  # an error if the format is not that of the dataset
+    return OpenedIndex(index, shards, np.arange(len(index)))
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:

@@ -35,7 +35,9 @@ def write_index(path: Path, shards: int, samples: int) -> None:
     parts = []
     for number in range(shards):
         name = f"{URL}/{number:05d}.tar"
-        row = IndexedShard(name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None)
+        row = IndexedShard(
+            name, "tar", end + 1024, f'"{number:032x}"', None, samples, end, None, ""
+        )
         parts.append(IndexFile(name, IndexFile.of_shard(row, begins, none, "")))
     path.write_bytes(IndexFile.joined(f"{URL}/", parts))
 

@@ -396,7 +396,7 @@ def test_offsets_beyond_four_gib_are_exact():
         zip(begins, np.split(sizes, [13, 13, 25]), strict=True)
     ):
         end = int(own.sum())
-        row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None)
+        row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
         parts.append(
             IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), ""))
         )
@@ -408,7 +408,7 @@ def test_offsets_beyond_four_gib_are_exact():
 
 def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
     """Each number of the arrays is replaced, and the hash computed again: nothing outside of a shard is read."""
-    from headrace._core.shards.index_file import HASHED_FROM, content_digest
+    from headrace._core.shards.index_file import HASHED_FROM, PREFIX, content_digest
 
     whole = list(hr.TarDataset.index(folder, save=True))
     path = folder / "headrace.index"
@@ -419,7 +419,8 @@ def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(fold
         mutated = bytearray(data)
         at = draw.randrange(begin, len(data))
         mutated[at] ^= 1 << draw.randrange(8)
-        mutated[16:48] = content_digest([bytes(mutated[HASHED_FROM:])])
+        mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
+        mutated[16:48] = content_digest(mutated[HASHED_FROM:])
         path.write_bytes(mutated)
         try:
             dataset = hr.TarDataset.index(folder)

@@ -4,13 +4,12 @@ The first 64 bytes are the magic, a hash of all bytes after the hash, the length
 the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
 is JSON, padded to 8 bytes. Little-endian arrays follow, in the order of `ARRAYS`:
 
-- before each shard and after the last: the number of samples, bytes of text and pieces (int64);
-- for each shard: size, end of the last sample, number of the format, 1 if a sample is bad (int64);
-- for each piece of a compressed shard: offsets in the object and in the unpacked bytes (int64);
+- for each shard: the first sample, the first byte of the entry, both ends, and the columns `ends`,
+  `pieces` and `flawed` of `IndexFile` (int64);
 - for each 4 GiB of a shard after the first 4 GiB: the number of the first sample there (int64);
 - for each sample: the offset within 4 GiB (uint32);
 - for each sample: the length, if lengths were asked for (uint32);
-- for each shard: a line of JSON with the name, the entity tag, the time and the problem.
+- for each shard: an `IndexedShard` as JSON (bytes).
 
 A sample ends where the next sample of the shard begins. Offsets in a compressed shard are offsets
 of the unpacked bytes.
@@ -18,29 +17,33 @@ of the unpacked bytes.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.discovery import shard_errors
+from headrace._core.store.head import Head
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
 MAGIC = b"headrace index 4"
 PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<i8", "<i8", "<i8", "<u4", "<u4", "u1")
+ARRAYS = ("<i8", "<i8", "<u4", "<u4", "u1")
+COLUMNS = 7
 PART_BITS = 32  # of an offset within 4 GiB
 
 
@@ -57,7 +60,7 @@ class IndexedShard(NamedTuple):
         end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of the shard; None without an error.
         begins: offset in the object and offset in the unpacked bytes of each piece of a compressed
-            shard that can be unpacked alone.
+            shard that can be unpacked alone, as base 64 of int64.
     """
 
     name: str
@@ -68,11 +71,18 @@ class IndexedShard(NamedTuple):
     samples: int
     end: int
     problem: str | None
-    begins: Sequence[Sequence[int]] = ()
+    begins: str
 
     def borders(self) -> IntArray:
         """Return the borders of the pieces: offsets in the object and in the unpacked bytes."""
-        return np.array([*self.begins, (self.size, self.end)])
+        begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
+        return np.append(begins, (self.size, self.end)).reshape(-1, 2)
+
+    def head(self, key: str, *, moved: bool = False) -> Head:
+        """Return the indexed version of the shard, under a key."""
+        # Copies in another place have other tags and times.
+        etag, modified = (None, None) if moved else (self.etag, self.modified)
+        return Head(key, self.size, etag, modified)
 
 
 class IndexFile:
@@ -90,13 +100,11 @@ class IndexFile:
     Attributes:
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
-        formats: formats of the samples.
-        counts: number of samples of each shard, int64. Shards are sorted by name.
-        firsts: number of the first sample of each shard, int64.
-        pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
-        sizes: bytes of each shard's object, int64.
+        kinds: for each format, the number of a shard of the format.
+        firsts: number of the first sample of each shard, int64. Shards are sorted by name.
+        counts: number of samples of each shard, int64.
         ends: the byte after the last sample of each shard, unpacked, int64.
-        kinds: number of each shard's format, int64.
+        pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
         flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
         length: the function that gave the lengths; empty without lengths.
@@ -109,8 +117,7 @@ class IndexFile:
         self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
     ) -> None:
         self.name, self.path, self._data = name, path, data
-        what = "no index of shards, or a damaged one; make it again by `headrace index`"
-        with shard_errors(what, name):
+        with shard_errors(DAMAGED, name):
             self._parse(memoryview(data).cast("B"), digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,54 +138,29 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, self.length, self.formats = (
-            header[name] for name in ("folder", "length", "formats")
-        )
+        self.folder, self.length, self.kinds = header["folder"], header["length"], header["kinds"]
         offset, arrays = PREFIX.size + length, []
         for count, kind in zip(header["counts"], ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes in place of {offset}")
-        before, columns, begins, self._parts, self._begins, lengths, self._texts = arrays
+        columns, self._parts, self._begins, lengths, self._texts = arrays
         self.lengths: NDArray[np.uint32] = lengths
-        self._before, self._pieces = before.reshape(3, -1), begins.reshape(-1, 2)
-        self.counts, _, self.pieces = np.diff(self._before)
-        self.firsts = self._before[0, :-1]
-        self.sizes, self.ends, self.kinds, self.flawed = columns.reshape(4, len(self))
+        columns = columns.reshape(COLUMNS, -1)
+        self.firsts, self._text_firsts, self._ends, self._text_ends = columns[:4]
+        self.ends, self.pieces, self.flawed = columns[4:]
+        self.counts: IntArray = self._ends - self.firsts
         self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
 
     def __len__(self) -> int:
         return len(self.counts)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all shards, without the folder of the index."""
-        return [json.loads(line)[0] for line in self._texts.tobytes().splitlines()]
-
     def shard(self, number: int) -> IndexedShard:
         """Return the entry of a shard."""
-        places = self._before[:, number : number + 2].tolist()
-        _, text, pieces = (slice(*place) for place in places)
-        name, etag, modified, problem = json.loads(self._texts[text].tobytes())
-        return IndexedShard(
-            name=name,
-            format=self.formats[self.kinds[number]],
-            size=int(self.sizes[number]),
-            etag=etag,
-            modified=modified,
-            samples=int(self.counts[number]),
-            end=int(self.ends[number]),
-            problem=problem,
-            begins=self._pieces[pieces].tolist(),
-        )
-
-    def verify(self) -> None:
-        """Raise `ShardError` if the hash is not that of the content, which is read."""
-        if self.digest != content_digest([memoryview(self._data)[HASHED_FROM:]]):
-            raise ShardError(
-                "the index is damaged; make it again by `headrace index`", shard=self.name
-            )
+        text = self._texts[self._text_firsts[number] : self._text_ends[number]]
+        with shard_errors(DAMAGED, self.name):
+            return IndexedShard(*json.loads(text.tobytes()))
 
     def bounds(self, shards: IntArray, places: IntArray) -> tuple[IntArray, IntArray]:
         """Start and stop of the samples at `places`, in their shards, which are known.
@@ -186,7 +168,7 @@ class IndexFile:
         Raises:
             ShardError: a sample is not within its shard.
         """
-        is_last = places + 1 == self._before[0, shards + 1]
+        is_last = places + 1 == self._ends[shards]
         starts, ends = self.starts(shards, places), self.ends[shards]
         stops = np.where(is_last, ends, self.starts(shards, np.where(is_last, places, places + 1)))
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
@@ -235,40 +217,27 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 def _dump(
     folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
 ) -> bytes:
-    formats = sorted({shard.format for shard in shards})
-    texts, counts, columns = list[bytes](), [(0, 0, 0)], []
-    for shard in shards:
-        text = json.dumps([shard.name, shard.etag, shard.modified, shard.problem])
-        texts.append(text.encode() + b"\n")
-        counts.append((shard.samples, len(texts[-1]), len(shard.begins)))
-        is_flawed = shard.problem is not None
-        columns.append((shard.size, shard.end, formats.index(shard.format), is_flawed))
-    arrays = [
-        np.cumsum(counts, axis=0).T,
-        np.array(columns).T,
-        np.array([piece for shard in shards for piece in shard.begins]),
-        *arrays,
-        np.frombuffer(b"".join(texts), "u1"),
-    ]
+    texts = [json.dumps(shard).encode() for shard in shards]
+    counts = np.array([[shard.samples for shard in shards], [*map(len, texts)]])
+    ends = np.cumsum(counts, axis=1)
+    others = [[shard.end, len(shard.borders()) - 1, bool(shard.problem)] for shard in shards]
+    columns = np.concatenate([ends - counts, ends, np.transpose(others)])
+    arrays = [columns, *arrays, np.frombuffer(b"".join(texts), "u1")]
+    kinds = {shard.format: number for number, shard in enumerate(shards)}
     content = {
         "folder": folder,
         "length": length,
-        "formats": formats,
+        "kinds": [*kinds.values()],
         "counts": [array.size for array in arrays],
     }
-    header = json.dumps(content, separators=(",", ":")).encode()
+    header = json.dumps(content).encode()
     header += b" " * (-len(header) % 8)
-    parts = [header]
-    parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
-    check = zlib.crc32(b"".join(parts))
-    rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
-    digest = content_digest([rest, *parts])
-    return b"".join([PREFIX.pack(MAGIC, digest, len(header), check), *parts])
+    parts = [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
+    body = b"".join([header, *parts])
+    rest = PREFIX.pack(MAGIC, b"", len(header), zlib.crc32(body))[HASHED_FROM:] + body
+    return MAGIC + content_digest(rest) + rest
 
 
-def content_digest(parts: Iterable[Buffer]) -> bytes:
-    """Hash of bytes in some pieces."""
-    digest = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def content_digest(data: Buffer) -> bytes:
+    """Return the hash of bytes."""
+    return hashlib.blake2b(data, digest_size=32).digest()

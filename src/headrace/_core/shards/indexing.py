@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -26,7 +27,7 @@ from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
-from headrace._core.store.head import Head, check_version
+from headrace._core.store.head import check_version
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -131,7 +132,7 @@ class IndexingDecoder(Decoder):
             samples=len(self._begins),
             end=self._end,
             problem=self._problem,
-            begins=begins,
+            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
         columns = np.array(self._begins), np.array(self._lengths)
         return IndexFile.of_shard(row, *columns, self._indexing.length_name)
@@ -209,7 +210,7 @@ async def fetch_index(place: Shard) -> IndexFile:
     with contextlib.suppress(ShardError, ObjectNotFoundError):
         return await fetch_index(cached)
     data = await place.read(0, place.size)
-    IndexFile(place.name, data).verify()
+    IndexFile(place.name, data)  # an error if the bytes are damaged
     return await _stored(cached, data)
 
 
@@ -257,7 +258,7 @@ def compare(
     index: IndexFile, shards: Sequence[Shard], indexing: Indexing
 ) -> tuple[OpenedIndex, list[ShardError]]:
     """The shards that an index has, in their versions there, and an error for each difference."""
-    known = {name: number for number, name in enumerate(index.names)}
+    known = {index.shard(number).name: number for number in range(len(index))}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions, errors = [], [], []
@@ -282,9 +283,8 @@ def _indexed_version(
     if row.format != format:
         what = f"indexed as {row.format} in {index.name}, and not as {format}"
         raise _outdated(what, shard, folder)
-    # A copy in another place has another tag and time.
     moved = folder != index.folder
-    head = Head(shard.key, row.size, *((None, None) if moved else (row.etag, row.modified)))
+    head = row.head(shard.key, moved=moved)
     found = shard.head or head
     try:
         check_version(head.size, head.etag, head.modified, found)
@@ -331,7 +331,7 @@ async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> Ope
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
     shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
-    for number in np.unique(index.kinds, return_index=True)[1].tolist():
+    for number in index.kinds:
         shards[number]  # an error if the format is not that of the dataset
     return OpenedIndex(index, shards, np.arange(len(index)))
 

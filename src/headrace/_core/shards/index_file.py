@@ -4,8 +4,8 @@ The first 64 bytes are the magic, a hash of all bytes after the hash, the length
 the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
 is JSON, padded to 8 bytes. Little-endian arrays follow, in the order of `ARRAYS`:
 
-- for each shard: the first sample, the first byte of the entry, both ends, and the columns `ends`,
-  `pieces` and `flawed` of `IndexFile` (int64);
+- for each shard: columns of `IndexFile.counts`, of the sizes of the entries in the last array, of
+  `IndexFile.ends`, of `IndexFile.pieces` and of `IndexFile.flawed` (int64);
 - for each 4 GiB of a shard after the first 4 GiB: the number of the first sample there (int64);
 - for each sample: the offset within 4 GiB (uint32);
 - for each sample: the length, if lengths were asked for (uint32);
@@ -43,7 +43,6 @@ MAGIC = b"headrace index 4"
 PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
 ARRAYS = ("<i8", "<i8", "<u4", "<u4", "u1")
-COLUMNS = 7
 PART_BITS = 32  # of an offset within 4 GiB
 
 
@@ -143,14 +142,13 @@ class IndexFile:
         for count, kind in zip(header["counts"], ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
-        if offset != len(data):
-            raise ValueError(f"{len(data)} bytes in place of {offset}")
         columns, self._parts, self._begins, lengths, self._texts = arrays
         self.lengths: NDArray[np.uint32] = lengths
-        columns = columns.reshape(COLUMNS, -1)
-        self.firsts, self._text_firsts, self._ends, self._text_ends = columns[:4]
-        self.ends, self.pieces, self.flawed = columns[4:]
-        self.counts: IntArray = self._ends - self.firsts
+        self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
+        self._ends, self._text_ends = np.cumsum((self.counts, sizes), axis=1)
+        self.firsts, self._text_firsts = self._ends - self.counts, self._text_ends - sizes
+        if offset != len(data) or self.counts.sum() != len(self._begins):
+            raise ValueError("the lengths of its arrays are wrong")
         self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
 
     def __len__(self) -> int:
@@ -218,11 +216,11 @@ def _dump(
     folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
 ) -> bytes:
     texts = [json.dumps(shard).encode() for shard in shards]
-    counts = np.array([[shard.samples for shard in shards], [*map(len, texts)]])
-    ends = np.cumsum(counts, axis=1)
-    others = [[shard.end, len(shard.borders()) - 1, bool(shard.problem)] for shard in shards]
-    columns = np.concatenate([ends - counts, ends, np.transpose(others)])
-    arrays = [columns, *arrays, np.frombuffer(b"".join(texts), "u1")]
+    rows = [
+        (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
+        for shard, text in zip(shards, texts, strict=True)
+    ]
+    arrays = [np.transpose(rows), *arrays, np.frombuffer(b"".join(texts), "u1")]
     kinds = {shard.format: number for number, shard in enumerate(shards)}
     content = {
         "folder": folder,

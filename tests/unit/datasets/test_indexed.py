@@ -407,17 +407,17 @@ def test_offsets_beyond_four_gib_are_exact():
 
 
 def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
-    """Each number of the arrays is replaced, and the hash computed again: nothing outside of a shard is read."""
+    """Hash and checksum are computed again: nothing outside of a shard is read."""
     from headrace._core.shards.index_file import HASHED_FROM, PREFIX, content_digest
 
     whole = list(hr.TarDataset.index(folder, save=True))
     path = folder / "headrace.index"
     data = path.read_bytes()
     draw = random.Random(0)
-    begin = data.index(b"]}") + 2
+    entries = data.index(b'["0000.tar"')  # after the offsets, 4 bytes each
     for _ in range(200):
         mutated = bytearray(data)
-        at = draw.randrange(begin, len(data))
+        at = draw.randrange(entries - 60 * 4, entries)
         mutated[at] ^= 1 << draw.randrange(8)
         mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
         mutated[16:48] = content_digest(mutated[HASHED_FROM:])
@@ -425,7 +425,7 @@ def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(fold
         try:
             dataset = hr.TarDataset.index(folder)
             assert dataset.__getitems__(range(60)) == whole
-        except (ShardError, StoreError):
+        except ShardError:
             pass
 
 

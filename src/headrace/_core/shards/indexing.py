@@ -12,7 +12,7 @@ import re
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ import obstore
 from obstore.store import MemoryStore
 
 from headrace._core.array_types import IntArray
+from headrace._core.shards.dali_index import sample_borders
 from headrace._core.shards.discovery import Shard, split_url
 from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
 from headrace._core.shards.positions import PartPosition
@@ -87,54 +88,56 @@ class IndexingDecoder(Decoder):
     """Notes where the samples of another decoder begin and end; yields nothing.
 
     A sample begins where the sample before ends.
+
+    Attributes:
+        borders: borders of the samples, in unpacked bytes from 0.
     """
 
     def __init__(self, shard: Shard, indexing: Indexing) -> None:
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
-        self.pages = self._decoder.pages
-        self._begins, self._lengths = array("q"), array("I")
-        self._end = 0  # of the last complete sample
+        self.pages, self.format = self._decoder.pages, self._decoder.format
+        self.borders: MutableSequence[int] = array("q", (0,))
+        self._lengths = array("I")
         self._problem: str | None = None
 
     def feed(self, data: Buffer) -> Iterator[Any]:
-        self._note(self._decoder.feed(data))
-        return iter(())
+        return self._note(self._decoder.feed(data))
 
     def finish(self) -> Iterator[Any]:
-        self._note(self._decoder.finish())
-        return iter(())
+        return self._note(self._decoder.finish())
 
-    def _note(self, samples: Iterator[Any]) -> None:
+    def _note(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
-            self._begins.append(self._end)
-            self._end = self._decoder.complete
+            self.borders.append(self._decoder.complete)
             is_bad = type(sample) is BadRecord
             if is_bad and self._problem is None:
                 self._problem = str(sample.error)
             if self._indexing.length is not None:
                 self._lengths.append(0 if is_bad else self._indexing.length(sample))
+        return iter(())
 
     def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
-        """The bytes of an index of the shard, of known version, which was read to its end.
+        """Return the bytes of an index of the shard.
 
-        `begins` are the places from which a compressed shard can be unpacked; see `Codec`.
+        Args:
+            begins: the pieces of a compressed shard that can be unpacked alone; see `Codec`.
         """
         head = self._shard.head
         assert head is not None
         row = IndexedShard(
             name=self._shard.name,
-            format=self._decoder.format,
+            format=self.format,
             size=head.size,
             # The tag of a local file has the number of its inode, which a copy does not keep.
             etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
-            samples=len(self._begins),
-            end=self._end,
+            samples=len(self.borders) - 1,
+            end=self.borders[-1],
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        columns = np.array(self._begins), np.array(self._lengths)
+        columns = np.array(self.borders[:-1]), np.array(self._lengths)
         return IndexFile.of_shard(row, *columns, self._indexing.length_name)
 
 
@@ -258,81 +261,87 @@ def compare(
     index: IndexFile, shards: Sequence[Shard], indexing: Indexing
 ) -> tuple[OpenedIndex, list[ShardError]]:
     """The shards that an index has, in their versions there, and an error for each difference."""
-    known = {index.shard(number).name: number for number in range(len(index))}
+    rows = [index.shard(number) for number in range(len(index))]
+    known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions, errors = [], [], []
     for shard in shards:
-        number = known.get(shard.name.removeprefix(folder))
-        try:
-            if number is None:
-                raise _outdated(f"not in the index {index.name}", shard, folder)
+        row = None
+        if (number := known.get(shard.name.removeprefix(folder))) is not None:
+            row = rows[number]
             numbers.append(number)
-            versions.append(_indexed_version(index, index.shard(number), shard, indexing))
+        try:
+            versions.append(_as_indexed(index, row, shard, indexing, folder))
         except ShardError as error:
             errors.append(error)
     return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
 
 
-def _indexed_version(
-    index: IndexFile, row: IndexedShard, shard: Shard, indexing: Indexing
+def _as_indexed(
+    index: IndexFile, row: IndexedShard | None, shard: Shard, indexing: Indexing, folder: str
 ) -> Shard:
     """Return a shard in the version of its entry; raise `ShardError` if the shard differs."""
-    folder = shard.name.removesuffix(row.name)
-    format = indexing.decoder_of(shard).format
-    if row.format != format:
-        what = f"indexed as {row.format} in {index.name}, and not as {format}"
-        raise _outdated(what, shard, folder)
-    moved = folder != index.folder
-    head = row.head(shard.key, moved=moved)
-    found = shard.head or head
-    try:
-        check_version(head.size, head.etag, head.modified, found)
-    except RequestFailure:
-        what = f"replaced since the index {index.name} was made"
-        raise _outdated(what, shard, folder) from None
-    return replace(shard, head=found if moved else head)
-
-
-def _outdated(what: str, shard: Shard, folder: str) -> ShardError:
-    what = f"{what}; make it again: headrace index {folder or 'URL'}"
-    return ShardError(what, shard=shard.name)
+    problem, found, moved = None, shard.head, folder != index.folder
+    if row is None:
+        problem = f"not in the index {index.name}"
+    else:
+        head, format = row.head(shard.key, moved=moved), indexing.decoder_of(shard).format
+        if row.format != format:
+            problem = f"indexed as {row.format} in {index.name}, and not as {format}"
+        # The version of a copy is only known from a listing.
+        found = found or head
+        try:
+            check_version(head.size, head.etag, head.modified, found)
+        except RequestFailure:
+            problem = f"replaced since the index {index.name} was made"
+        found = found if moved else head
+    if problem is not None:
+        what = f"{problem}; make it again: headrace index {folder or 'URL'}"
+        raise ShardError(what, shard=shard.name)
+    return replace(shard, head=found)
 
 
 class _AllShards(Sequence[Shard]):
-    """All shards of an index. A shard's object is made when the shard is read."""
+    """All shards of an index. The object of a shard is made when the shard is read."""
 
     def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
         self._index, self._indexing, self._folder = index, indexing, folder
         self._made: dict[int, Shard] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _AllShards, (self._index, self._indexing, self._folder)
-
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, number: Any) -> Any:
-        shard = self._made.get(number)
-        if shard is None:
-            row = self._index.shard(range(len(self))[number])
-            shard = replace(self._folder, key=self._folder.key + row.name)
-            shard = _indexed_version(self._index, row, shard, self._indexing)
+        if number not in self._made:
             if len(self._made) == MOST_SHARDS:
                 self._made.clear()
-            self._made[number] = shard
-        return shard
+            row, folder = self._index.shard(number), self._folder
+            shard = replace(folder, key=folder.key + row.name)
+            self._made[number] = _as_indexed(self._index, row, shard, self._indexing, folder.name)
+        return self._made[number]
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
-    """Open all shards of an index, where they were when it was made; in a store that was given."""
+    """Open all shards of an index, in the folder where they were indexed.
+
+    Args:
+        place: where the index is.
+        indexing: how shards are indexed.
+        store: a store that has the folder; None for the store of the folder's URL.
+
+    Raises:
+        ShardError: shards are indexed as another format, or the index is damaged.
+        StoreError: there is no index, or a request failed.
+        ValueError: the shards have no folder in common.
+    """
     index = await fetch_index(place)
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
     shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
     for number in index.kinds:
-        shards[number]  # an error if the format is not that of the dataset
+        shards[number]  # raises an error for another format
     return OpenedIndex(index, shards, np.arange(len(index)))
 
 
@@ -392,6 +401,13 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
 async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
     """The bytes of an index of one shard, which is read; raises `ShardError` if it is damaged."""
     decoder = IndexingDecoder(shard, indexing)
+    if decoder.format == "tar" and indexing.length is None:
+        try:
+            if borders := await sample_borders(shard):
+                decoder.borders = borders
+                return decoder.index()
+        except (ShardError, ValueError) as error:
+            _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
         while not reader.ended:

@@ -1,4 +1,4 @@
-"""Shards with an index, map-style: the base of what `index` of a stream of shards returns."""
+"""Map-style datasets of shards with an index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace._core.array_types import IntArray
 from headrace._core.shards.compression import unpack_object
 from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
@@ -24,20 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_DECODERS", "IndexedDataset"]
 
-# A block in random order has as many parts of a compressed shard, and reads about one more.
-PARTS_IN_BLOCK = 4
-MOST_DECODERS = 1024  # that are kept, of a kilobyte each
+PARTS_IN_BLOCK = 4  # pieces of a compressed shard in a block; a block reads about one more piece
+MOST_DECODERS = 1024  # in memory, a kilobyte each
 
 
 class IndexedDataset(RangedShards[T_co]):
-    """The samples of shards with an index, map-style; made by `index` of a stream.
+    """A map-style dataset of shards with an index; made by `index` of a stream.
 
-    A sample is one ranged GET. A corrupt sample is read a second time.
-    A loader reads samples of its look-ahead that are near each other by one request.
+    A sample is one ranged GET. A corrupt sample is read a second time. A loader reads neighbouring
+    samples of the look-ahead by one request.
 
     Args:
-        opened: the shards, as they are in their index.
-        unpacked_bytes: bytes of unpacked shards that each process keeps.
+        opened: the index and the shards.
+        unpacked_bytes: bytes of unpacked shards in each process.
         decoder_of: makes the decoder of a shard.
     """
 
@@ -51,30 +49,23 @@ class IndexedDataset(RangedShards[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decoders": {}}
 
-    def _at(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
-        """Numbers of the samples' shards here and in the index, and places in the index."""
-        shards, rows, _ = self._rows(indices)
-        numbers = self._numbers[shards]
-        return shards, numbers, self._index.firsts[numbers] + rows
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`; raises `IndexError` if there is no such sample."""
-        shards, numbers, places = self._at(indices)
-        return Ranges(shards, *self._index.bounds(numbers, places))
+        """Return the byte ranges of samples; raises `IndexError` if there is no such sample."""
+        shards, rows, _ = self._rows(indices)
+        return Ranges(shards, *self._index.bounds(self._numbers[shards], rows))
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; raises `ShardError` for invalid bytes."""
+        """Make the sample at `index`; raises `ShardError` for invalid bytes."""
         return self.samples_of([index], [data])[0]
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
         """Make the samples of a batch; raises `ShardError` for invalid bytes."""
-        shards, numbers, places = self._at(indices)
-        starts = self._index.starts(numbers, places)
-        return list(map(self.decode, shards.tolist(), starts.tolist(), data))
+        ranges = self.ranges(indices)
+        return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
 
     @property
     def lengths(self) -> NDArray[np.uint32]:
-        """The length of each sample, as the index has it; raises `ValueError` if the index has none."""
+        """Length of each sample, uint32; raises `ValueError` if the index has no lengths."""
         index = self._index
         if not index.length:
             what = f"the index {index.name} has no lengths"
@@ -84,7 +75,7 @@ class IndexedDataset(RangedShards[T_co]):
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order: compressed shards, or some of their parts."""
+        """Sizes of blocks for a random order: compressed shards, or some of the pieces."""
         index, numbers = self._index, self._numbers
         if not (pieces := int(index.pieces[numbers].sum())):
             return super().blocks
@@ -95,7 +86,10 @@ class IndexedDataset(RangedShards[T_co]):
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read bytes of a shard; a part of a compressed shard is unpacked once for all samples that wait."""
+        """Read bytes of a shard.
+
+        A piece of a compressed shard is unpacked once for all samples that wait.
+        """
         place = self._numbers[number]
         if not self._index.pieces[place]:
             return await super().read_range(number, start, stop, index=index)
@@ -120,8 +114,14 @@ class IndexedDataset(RangedShards[T_co]):
         return np.frombuffer(unpacked, np.uint8)
 
     def decode(self, number: int, start: int, data: memoryview) -> T_co:
-        """Make a sample of bytes at an offset of a shard; raises `ShardError` for invalid bytes."""
-        # A decoder is used again after a sample that was made: that takes a third less time.
+        """Make a sample; raises `ShardError` for invalid bytes.
+
+        Args:
+            number: number of the shard.
+            start: offset of the sample in the shard.
+            data: bytes of the sample.
+        """
+        # A decoder is used again after a good sample: a third less time.
         decoder = self._decoders.pop(number, None) or self._decoder_of(self._shards[number])
         sample: T_co = decoder.whole_sample(data, start)
         if len(self._decoders) < MOST_DECODERS:

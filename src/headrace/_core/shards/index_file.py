@@ -145,8 +145,9 @@ class IndexFile:
         columns, self._parts, self._begins, lengths, self._texts = arrays
         self.lengths: NDArray[np.uint32] = lengths
         self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
-        self._ends, self._text_ends = np.cumsum((self.counts, sizes), axis=1)
-        self.firsts, self._text_firsts = self._ends - self.counts, self._text_ends - sizes
+        self.firsts = np.cumsum(self.counts) - self.counts
+        self._text_ends = np.cumsum(sizes)
+        self._text_firsts = self._text_ends - sizes
         if offset != len(data) or self.counts.sum() != len(self._begins):
             raise ValueError("the lengths of its arrays are wrong")
         self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
@@ -160,24 +161,25 @@ class IndexFile:
         with shard_errors(DAMAGED, self.name):
             return IndexedShard(*json.loads(text.tobytes()))
 
-    def bounds(self, shards: IntArray, places: IntArray) -> tuple[IntArray, IntArray]:
-        """Start and stop of the samples at `places`, in their shards, which are known.
+    def bounds(self, shards: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Return start and stop of samples.
+
+        Args:
+            shards: number of each sample's shard.
+            rows: number of each sample in the shard.
 
         Raises:
-            ShardError: a sample is not within its shard.
+            ShardError: a sample is not within the shard.
         """
-        is_last = places + 1 == self._ends[shards]
-        starts, ends = self.starts(shards, places), self.ends[shards]
-        stops = np.where(is_last, ends, self.starts(shards, np.where(is_last, places, places + 1)))
+        places, is_last = self.firsts[shards] + rows, rows + 1 == self.counts[shards]
+        both = np.stack((places, places + ~is_last))  # each sample, and the next in the shard
+        parts = np.searchsorted(self._parts, both, side="right") - self._parts_before[shards]
+        starts, stops = (parts << PART_BITS) + self._begins[both]
+        ends = self.ends[shards]
+        stops = np.where(is_last, ends, stops)
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
         return starts, stops
-
-    def starts(self, shards: IntArray, places: IntArray) -> IntArray:
-        """Start of the samples at `places`, in their shards, which are known."""
-        parts = np.searchsorted(self._parts, places, side="right") - self._parts_before[shards]
-        starts: IntArray = (parts << PART_BITS) + self._begins[places]
-        return starts
 
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:

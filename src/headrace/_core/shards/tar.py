@@ -1,8 +1,10 @@
-"""Strict parser of the tar format, and the samples of WebDataset shards. Does no I/O.
+"""Parser of tar archives, and decoder of WebDataset shards.
 
-Python's `tarfile` blocks. It also stops without an error in an archive that was cut between two
-members or inside a header, and before a header with a flipped bit. Here an archive ends with two
-zero blocks, or there is an error.
+The module does no I/O.
+
+Python's `tarfile` blocks. `tarfile` also stops without an error in an archive that was cut between
+two members or inside a header, and before a header with a flipped bit. Here an archive ends with
+two zero blocks, or there is an error.
 
 Formats: POSIX.1-2017, *pax* (ustar and extended headers), and the GNU tar manual, *Basic Tar
 Format* (long names, sizes in base 256).
@@ -71,7 +73,9 @@ class Member(NamedTuple):
 
 
 class TarSamples(Decoder):
-    """Decoder of one archive: yields each sample as a dict of the contents of its members.
+    """Decoder of the samples in an archive.
+
+    A sample is a dict with the contents of the members, by field.
 
     Consecutive members with the same key are a sample. Every sample must have `fields`. Other
     fields are not read. Without `fields`, every sample must have exactly the fields of the first
@@ -157,9 +161,10 @@ class TarSamples(Decoder):
             yield self._take()
 
     def members(self, data: Buffer) -> Iterator[Any]:
-        """Parse the next bytes; yield complete files, and samples of the fast path.
+        """Parse the next bytes.
 
-        The iterator must be exhausted.
+        Yields a `Member` for each complete file, and the samples of the fast path. The iterator
+        must be exhausted.
         """
         view = memoryview(data).cast("B")
         begin, end = self._offset, len(view)
@@ -264,7 +269,10 @@ class TarSamples(Decoder):
         return Member(safe, b"0", offset, size, self._is_wanted(safe))
 
     def _take_content(self, pending: Member, view: memoryview, position: int) -> Member | None:
-        """Take bytes of the pending content; return the member if the file is complete."""
+        """Take bytes of the pending content.
+
+        Returns the member if the member is a complete file.
+        """
         step = min(self._missing, len(view) - position)
         self._missing -= step
         self._offset += step
@@ -314,7 +322,7 @@ class TarSamples(Decoder):
         return name.decode("utf-8", "surrogateescape"), size
 
     def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
-        """Yield samples by the fast path, up to the first member that is not plain.
+        """Yield samples by the fast path, while members are plain.
 
         Nearly all members are plain: files within `view`, without extended headers. The general
         path is slower, and judges all other members.
@@ -373,7 +381,7 @@ class TarSamples(Decoder):
         return split is not None and (self._selected is None or split[1] in self._selected)
 
     def _begin(self, key: bytes, name: bytes, offset: int) -> Any:
-        """Begin a sample with a member; return the sample before, or None."""
+        """Begin a sample with a member; return the sample before."""
         complete = self._take() if self._contents else None
         if key in self._seen:
             what = f"sample {_text(key)!r} appears again; members of one sample must be consecutive"
@@ -383,7 +391,7 @@ class TarSamples(Decoder):
         return complete
 
     def _take(self) -> Any:
-        """End the current sample; return the sample, or an error for wrong fields."""
+        """End the current sample; return the sample or an error."""
         key, contents, required = _text(self._key), self._contents, self._required
         broken, self._broken = self._broken, None
         self.complete, self._key, self._contents = self._end, None, {}
@@ -412,13 +420,13 @@ class TarSamples(Decoder):
         member: str | bytes | None = None,
         kind: type[ShardError] = ShardError,
     ) -> ShardError:
-        """Return an error at a place, by default at the next byte after the last file."""
+        """Return an error at a place; by default at the next byte."""
         where = self._offset if offset is None else offset
         return kind(what, shard=self._shard, member=_text(member or self._last), offset=where)
 
 
 def safe_name(name: str, shard: str, offset: int) -> str:
-    """Return the name of a member without a leading ``./``.
+    """Return a safe name, without a leading ``./``.
 
     Raises:
         UnsafeMemberError: the name leads outside the directory where the archive is unpacked.
@@ -438,7 +446,10 @@ def safe_name(name: str, shard: str, offset: int) -> str:
 
 
 def parse_number(field: bytes) -> int | None:
-    """Parse octal digits, or base 256 if the first bit is set (GNU); None if invalid."""
+    """Parse octal digits, or base 256 if the first bit is set (GNU).
+
+    None if the number is invalid.
+    """
     if field[0] & 0x80:
         return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
     digits = field.rstrip(b"\0 ").lstrip(b" ")
@@ -449,7 +460,7 @@ def parse_number(field: bytes) -> int | None:
 
 
 def checksum_holds(header: bytes, field: bytes) -> bool:
-    """Return whether a header has the sum in its checksum field.
+    """Return whether the checksum of a header is right.
 
     The sum is made with blanks in the checksum field.
     """
@@ -466,7 +477,10 @@ def checksum_holds(header: bytes, field: bytes) -> bool:
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
 def sum_with_checksum_field(field: bytes) -> int:
-    """Return the sum of a header with this checksum field; -1 if the field has no number."""
+    """Return the sum of the bytes in a header, by the checksum field.
+
+    -1 if the field has no number.
+    """
     expected = parse_number(field)
     return -1 if expected is None else expected + sum(field) - _BLANKS
 
@@ -488,9 +502,13 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
-    """Return the field for the bytes after the key and a dot in a header, and keep it in `names`.
+    """Return the field of a name in a header, and keep the field in `names`.
 
     None if the fast path cannot judge the name.
+
+    Args:
+        rest: the bytes after the key and a dot.
+        names: fields by these bytes.
     """
     if (match := _PLAIN_FIELD.match(rest)) is None:
         return None
@@ -503,7 +521,10 @@ def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
 def plain_sample(
     data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
 ) -> dict[str, Any] | None:
-    """Make a sample of plain members; None if `TarSamples` has to judge the bytes."""
+    """Make a sample of plain members.
+
+    None if `TarSamples` has to judge the bytes.
+    """
     sample: dict[str, Any] = {"__key__": "", "__url__": shard}
     prefix = b""  # of all names: the key and a dot
     position, end = 0, len(data)

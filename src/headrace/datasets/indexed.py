@@ -28,10 +28,10 @@ MOST_DECODERS = 1024  # in memory, a kilobyte each
 
 
 class IndexedDataset(RangedShards[T_co]):
-    """A map-style dataset of shards with an index; made by `index` of a stream.
+    """A map-style dataset of shards with an index.
 
-    A sample is one ranged GET. A corrupt sample is read a second time. A loader reads neighbouring
-    samples of the look-ahead by one request.
+    `index` of a stream makes the dataset. A sample is one ranged GET. A corrupt sample is read a
+    second time. A loader reads neighbouring samples of the look-ahead by one request.
 
     Args:
         opened: the index and the shards.
@@ -50,7 +50,7 @@ class IndexedDataset(RangedShards[T_co]):
         return {**self.__dict__, "_decoders": {}}
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """Return the byte ranges of samples; raises `IndexError` if there is no such sample."""
+        """Return byte ranges of samples; raises `IndexError` out of range."""
         shards, rows, _ = self._rows(indices)
         return Ranges(shards, *self._index.bounds(self._numbers[shards], rows))
 
@@ -65,7 +65,11 @@ class IndexedDataset(RangedShards[T_co]):
 
     @property
     def lengths(self) -> NDArray[np.uint32]:
-        """Length of each sample, uint32; raises `ValueError` if the index has no lengths."""
+        """Length of each sample, uint32.
+
+        Raises:
+            ValueError: the index has no lengths.
+        """
         index = self._index
         if not index.length:
             what = f"the index {index.name} has no lengths"
@@ -75,7 +79,7 @@ class IndexedDataset(RangedShards[T_co]):
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """Sizes of blocks for a random order: compressed shards, or some of the pieces."""
+        """Sizes of blocks: compressed shards, or some of the pieces."""
         index, numbers = self._index, self._numbers
         if not (pieces := int(index.pieces[numbers].sum())):
             return super().blocks

@@ -129,7 +129,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         One index file has the places of the samples of all shards. The file is ``headrace.index``
         in the folder of the shards, and is made by the command ``headrace index URL``. Without the
         file, each shard is read once, and the index is kept in the user's cache folder
-        (``~/.cache/headrace``) for these versions of the shards. A compressed shard is read as a
+        (``~/.cache/headrace``) for these versions of the shards. A tar shard with an ``.idx`` file of
+        DALI's `wds2idx` is not read, if the file describes the whole shard. A compressed shard is read as a
         whole, or in parts if it has several streams of gzip or frames of zstd. Each part is
         unpacked once for all samples that wait. Blocks: in an async program use ``await
         asyncio.to_thread(TarDataset.index, ...)``.

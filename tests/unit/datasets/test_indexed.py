@@ -495,6 +495,39 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
         hr.TarDataset.index()
 
 
+def test_an_object_of_a_shard_is_made_when_the_shard_is_read(folder):
+    whole = list(hr.TarDataset.index(folder, save=True))
+    dataset = hr.TarDataset.index(index=folder / "headrace.index")
+    (first,) = dataset._shards._made  # whose format was compared
+    assert (len(dataset), len(dataset._shards), dataset.counts) == (60, 6, (10,) * 6)
+    assert (dataset[35], dataset[-1]) == (whole[35], whole[-1])
+    assert {*dataset._shards._made} == {first, 3, 5}
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 3_000
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        read = pool.map(dataset.__class__.__getitem__.__get__(pickle.loads(pickled)), [0, 59])
+    assert read == [whole[0], whole[59]]
+    with hr.DataLoader(dataset, 7, shuffle=True, num_workers=2, collate_fn=list) as loader:
+        assert sorted(sample["__key__"] for batch in loader for sample in batch) == [
+            sample["__key__"] for sample in whole
+        ]
+    (folder / "0003.tar").write_bytes(tars.shard("abcd"))
+    with pytest.raises(ObjectChangedError, match=r"0003\.tar"):
+        dataset[30]
+
+
+def test_each_shard_has_the_format_of_the_dataset(tmp_path):
+    """An index of a.txt and b.jsonl as text is refused for b.jsonl where b.jsonl is read as JSON."""
+    written(tmp_path, {"a.jsonl": b"1\n\n2\n", "b.txt": b"3\n"})
+    index = tmp_path / "headrace.index"
+    assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == ["1", "", "2", "3"]
+    assert len(hr.LinesDataset.index(index=index, format="text")) == 4
+    dataset = hr.LinesDataset.index(index=index)
+    assert dataset[3] == "3"
+    with pytest.raises(ShardError, match=r"indexed as lines of text .* not as .*JSON.*a\.jsonl"):
+        dataset[0]
+
+
 def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards():
     with ObjectServer(numbered(3, 10)) as server:
         store = hr.Store(server.url, options=server.store_options)

@@ -1,8 +1,6 @@
-"""The ``.idx`` file that DALI's tool `wds2idx` writes for a tar shard."""
+"""The ``.idx`` files of DALI's tool `wds2idx` for tar shards."""
 
 from __future__ import annotations
-
-import contextlib
 
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.tar import TAR_BLOCK, TarSamples, safe_name, split_name
@@ -12,9 +10,9 @@ MOST_ZEROS = 1 << 20  # bytes after the last sample: tar rounds the size of an a
 
 
 async def sample_borders(shard: Shard) -> list[int]:
-    """Return the borders of the samples, from the ``.idx`` file of a tar shard.
+    """Return the borders of samples, from the ``.idx`` file.
 
-    The list is empty if there is no file. The file must describe every byte of the shard: members
+    The list is empty without a file. The file must describe every byte of the shard: members
     follow each other without gaps, up to the zeros at the end. Extended headers are gaps: wds2idx
     writes wrong offsets for archives with extended headers. All samples must have the same fields.
     The last sample and the zeros are read, and compared with the file.
@@ -26,11 +24,9 @@ async def sample_borders(shard: Shard) -> list[int]:
         ShardError: the end of the shard is damaged, or the file has an unsafe name.
         ValueError: the file does not describe the shard.
     """
-    text, stem = b"", shard.key.removesuffix(".tar")
-    if stem != shard.key:  # a plain tar
-        with contextlib.suppress(StoreError):
-            text = bytes(await shard.store.read_all(f"{stem}.idx"))
-    if not text:
+    try:
+        text = bytes(await shard.store.read_all(shard.key.removesuffix(".tar") + ".idx"))
+    except StoreError:
         return []
     first, *lines = text.decode().removesuffix("\n").split("\n")
     if not lines or first != f"v1.2 {len(lines)}":
@@ -53,7 +49,7 @@ async def sample_borders(shard: Shard) -> list[int]:
     if not 2 * TAR_BLOCK <= shard.size - end <= MOST_ZEROS:
         raise ValueError(f"samples end at byte {end:,}, and the shard at byte {shard.size:,}")
     data = await shard.read(borders[-2], shard.size)
-    found = TarSamples(shard.name, uniform=False).whole_sample(data, borders[-2])["__key__"]
-    if found != key:
-        raise ValueError(f"the last sample of the shard is {found!r}, and {key!r} of the file")
+    last = TarSamples(shard.name, uniform=False).whole_sample(data, borders[-2])
+    if last["__key__"] != key:
+        raise ValueError(f"the last sample is {last['__key__']!r}, and not {key!r}")
     return borders

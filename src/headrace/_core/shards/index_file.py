@@ -1,4 +1,6 @@
-"""The file format of an index: where the samples of a dataset's shards are.
+"""The file format of an index.
+
+An index has the places of the samples in the shards of a dataset.
 
 The first 64 bytes are the magic, a hash of all bytes after the hash, the length of the header, and
 the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
@@ -73,7 +75,10 @@ class IndexedShard(NamedTuple):
     begins: str
 
     def borders(self) -> IntArray:
-        """Return the borders of the pieces: offsets in the object and in the unpacked bytes."""
+        """Return the borders of the pieces.
+
+        Shape [pieces + 1, 2]: offsets in the object and in the unpacked bytes.
+        """
         begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
         return np.append(begins, (self.size, self.end)).reshape(-1, 2)
 
@@ -183,7 +188,7 @@ class IndexFile:
 
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
-        """The bytes of an index of the shards in a folder, of the indices of one shard each."""
+        """Join indices of single shards in a folder; return the bytes."""
         parts = sorted(parts, key=lambda part: part.shard(0).name)
         shards = [part.shard(0) for part in parts]
         shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
@@ -197,13 +202,24 @@ class IndexFile:
 
     @staticmethod
     def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
-        """The bytes of an index of one shard, of the offsets and lengths of its samples."""
+        """Return the bytes of an index of one shard.
+
+        Args:
+            shard: the entry.
+            begins: offset of each sample, int64.
+            lengths: length of each sample; empty without lengths.
+            length: the function that gave the lengths; empty without lengths.
+        """
         parts = np.repeat(np.arange(1, len(begins)), np.diff(begins >> PART_BITS))
         return _dump("", [shard], length, [parts, begins & (1 << PART_BITS) - 1, lengths])
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
-    """Map the file of an index; raises `ShardError` if the file is not the one expected."""
+    """Map the file of an index.
+
+    Raises:
+        ShardError: there is no file, or the file is damaged or has another hash.
+    """
     try:
         with open(path, "rb") as file:
             empty = not os.fstat(file.fileno()).st_size

@@ -1,4 +1,7 @@
-"""Where the index of shards is found, and how it is built: a part for each shard, then the whole."""
+"""Finding, building and opening the index of shards.
+
+An index is built in parts, a part for each shard. The parts are joined at the end.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 NAME = "headrace.index"
-PARTS = ".parts"  # what the name of the folder of parts has after that of the index
-MOST_SHARDS = 1024  # whose objects are kept
-PARALLEL_REQUESTS = 64  # small ones, of which a store serves many at a time
+PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
+MOST_SHARDS = 1024  # objects of shards in memory
+PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
@@ -52,7 +55,8 @@ class Indexing(NamedTuple):
 
     Attributes:
         decoder_of: makes the decoder of a shard.
-        length: function that gives the length of a sample, as its number of tokens; None for none.
+        length: function of a sample that returns the length, as the number of tokens; None for no
+            lengths.
     """
 
     decoder_of: DecoderOf
@@ -60,22 +64,22 @@ class Indexing(NamedTuple):
 
     @property
     def length_name(self) -> str:
-        """Module and name of `length`; empty if there is none."""
+        """Module and name of `length`; empty without `length`."""
         return "" if self.length is None else f"{self.length.__module__}:{self.length.__qualname__}"
 
     def identity(self, shard: Shard) -> tuple[str, ...]:
-        """What the entry of a shard depends on, beside the shard."""
+        """Return the options by which the entry of a shard is made."""
         code = getattr(self.length, "__code__", None)
         own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
         return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
 
 
 class OpenedIndex(NamedTuple):
-    """An index, and shards in it.
+    """An index and shards.
 
     Attributes:
         file: the index.
-        shards: the shards, with the versions that were indexed.
+        shards: the shards, in the indexed versions.
         numbers: number of each shard in the index.
     """
 
@@ -85,7 +89,9 @@ class OpenedIndex(NamedTuple):
 
 
 class IndexingDecoder(Decoder):
-    """Notes where the samples of another decoder begin and end; yields nothing.
+    """Notes where the samples of another decoder end.
+
+    The decoder yields nothing.
 
     A sample begins where the sample before ends.
 
@@ -121,7 +127,7 @@ class IndexingDecoder(Decoder):
         """Return the bytes of an index of the shard.
 
         Args:
-            begins: the pieces of a compressed shard that can be unpacked alone; see `Codec`.
+            begins: pieces of a compressed shard; see `Codec`.
         """
         head = self._shard.head
         assert head is not None
@@ -129,7 +135,7 @@ class IndexingDecoder(Decoder):
             name=self._shard.name,
             format=self.format,
             size=head.size,
-            # The tag of a local file has the number of its inode, which a copy does not keep.
+            # The tag of a local file has the number of the inode. A copy has another inode.
             etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
             samples=len(self.borders) - 1,
@@ -142,7 +148,10 @@ class IndexingDecoder(Decoder):
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
-    """URL of the folder that has all shards, with a slash at its end; empty if there is none."""
+    """Return the URL of the folder with all shards.
+
+    The URL ends with a slash. Empty if the shards have no folder in common.
+    """
     folder = _common_folder([shard.name for shard in shards])
     return "" if folder.endswith("//") else folder
 
@@ -153,7 +162,10 @@ def _common_folder(names: Sequence[str]) -> str:
 
 
 def beside(shards: Sequence[Shard]) -> Shard | None:
-    """The place of an index in the folder that has all shards; None if there is no such folder."""
+    """Return the place of an index beside shards.
+
+    None if no folder has all shards.
+    """
     folder, store = folder_of(shards), shards[0].store
     if folder and all(shard.store is store for shard in shards):
         return Shard(store, _common_folder([shard.key for shard in shards]) + NAME)
@@ -161,7 +173,10 @@ def beside(shards: Sequence[Shard]) -> Shard | None:
 
 
 def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
-    """The place of an index that a user names: in the store that was given if it is there."""
+    """Return the place of an index by name.
+
+    The place is in the given store, if the name is a key or a URL of the store.
+    """
     name = os.fspath(index)
     if store is not None:
         with contextlib.suppress(ValueError):  # of another store
@@ -173,22 +188,22 @@ def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
 async def open_index(
     shards: Sequence[Shard], indexing: Indexing, place: Shard | None, *, required: bool, save: bool
 ) -> OpenedIndex:
-    """Find the index of shards, or build it.
+    """Find or build the index of shards.
 
     Args:
-        shards: the shards, as the user names them.
+        shards: the shards, as named by the user.
         indexing: how shards are indexed.
-        place: where the index is, if there is one already.
+        place: where an index may be; None for no place.
         required: whether a missing index is an error.
-        save: whether an index that is missing, damaged or of other shards is built, and stored at
-            `place`.
+        save: whether a missing or damaged index, or an index of other shards, is built and stored
+            at `place`.
 
     """
     if place is not None:
         try:
             return match(await fetch_index(place), shards, indexing)
         except StoreError as error:
-            # S3 refuses what does not exist, to those who may not list the bucket.
+            # Without the right to list a bucket, S3 answers 403 for a missing object.
             missing = isinstance(error, ObjectNotFoundError) or error.status == 403
             if not missing or (required and not save):
                 raise
@@ -199,7 +214,9 @@ async def open_index(
 
 
 async def fetch_index(place: Shard) -> IndexFile:
-    """Map an index; from another machine, the file is fetched once into the cache folder.
+    """Map an index.
+
+    The index of a remote store is fetched once into the cache folder.
 
     Raises:
         StoreError: there is no index, or a request failed.
@@ -218,7 +235,7 @@ async def fetch_index(place: Shard) -> IndexFile:
 
 
 async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
-    """Store the bytes of an index; returns the index, mapped if it is in a file."""
+    """Store the bytes of an index; map the index if there is a file."""
     await place.store.put(place.key, bytes(data))
     if place.store.local_root is not None:
         return map_index(_path(place))
@@ -226,7 +243,10 @@ async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
 
 
 def _cached(name: str) -> Shard:
-    """The place of an index in the user's cache folder, or in memory if the folder cannot be used."""
+    """Return the place of an index in the user's cache folder.
+
+    In memory if the folder cannot be used.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(home, "headrace")
     try:
@@ -246,7 +266,7 @@ def _path(place: Shard) -> str:
 
 
 def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> OpenedIndex:
-    """Shards, as they are in an index.
+    """Return shards in the indexed versions.
 
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
@@ -260,7 +280,10 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
 def compare(
     index: IndexFile, shards: Sequence[Shard], indexing: Indexing
 ) -> tuple[OpenedIndex, list[ShardError]]:
-    """The shards that an index has, in their versions there, and an error for each difference."""
+    """Return the shards of an index, and an error for each difference.
+
+    The shards have the indexed versions.
+    """
     rows = [index.shard(number) for number in range(len(index))]
     known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
@@ -281,7 +304,11 @@ def compare(
 def _as_indexed(
     index: IndexFile, row: IndexedShard | None, shard: Shard, indexing: Indexing, folder: str
 ) -> Shard:
-    """Return a shard in the version of its entry; raise `ShardError` if the shard differs."""
+    """Return a shard in the indexed version.
+
+    Raises:
+        ShardError: the shard has no entry, or differs from the entry.
+    """
     problem, found, moved = None, shard.head, folder != index.folder
     if row is None:
         problem = f"not in the index {index.name}"
@@ -303,7 +330,7 @@ def _as_indexed(
 
 
 class _AllShards(Sequence[Shard]):
-    """All shards of an index. The object of a shard is made when the shard is read."""
+    """All shards of an index, each made at the first access."""
 
     def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
         self._index, self._indexing, self._folder = index, indexing, folder
@@ -323,12 +350,12 @@ class _AllShards(Sequence[Shard]):
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
-    """Open all shards of an index, in the folder where they were indexed.
+    """Open all shards of an index, in the folder of the index.
 
     Args:
         place: where the index is.
         indexing: how shards are indexed.
-        store: a store that has the folder; None for the store of the folder's URL.
+        store: a store with the folder; None for the store of the folder's URL.
 
     Raises:
         ShardError: shards are indexed as another format, or the index is damaged.
@@ -346,9 +373,12 @@ async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> Ope
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
-    """The index of these versions of the shards, cached or built; stored at `place` too if given."""
+    """Return the index of these versions of shards, cached or built.
+
+    The index is also stored at `place`, unless `place` is None.
+    """
     shards = await with_heads(shards)
-    # What is in the memory of this process has no name that another process could look for.
+    # Shards in the memory of this process have no name in other processes.
     cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
         cached = _cached(
@@ -367,12 +397,15 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
 
 
 def _warn(what: str) -> None:
-    with contextlib.suppress(Warning):  # if a filter makes it an error: the index is complete
+    with contextlib.suppress(Warning):  # of a filter "error": the index is complete
         warnings.warn(what, RuntimeWarning, stacklevel=2)
 
 
 async def with_heads(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards with sizes and versions; requested where a listing did not give them."""
+    """Return shards with sizes and versions.
+
+    A request is made for each shard without a size in a listing.
+    """
 
     async def one(shard: Shard) -> Shard:
         return replace(shard, head=shard.head or await shard.store.head(shard.key))
@@ -385,7 +418,7 @@ def _hash(values: Sequence[Any]) -> str:
 
 
 def part_name(shard: Shard, indexing: Indexing) -> str:
-    """The name of the part of an index that one version of a shard has."""
+    """Return the name of the part for a version of a shard."""
     head = shard.head
     assert head is not None
     identity = (
@@ -399,7 +432,11 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
 
 
 async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
-    """The bytes of an index of one shard, which is read; raises `ShardError` if it is damaged."""
+    """Read a shard, and return the bytes of an index of the shard.
+
+    Raises:
+        ShardError: the shard is damaged.
+    """
     decoder = IndexingDecoder(shard, indexing)
     if decoder.format == "tar" and indexing.length is None:
         try:
@@ -420,10 +457,12 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
 
 
 async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> list[IndexFile]:
-    """An index of each shard, from the folder of parts, or built and stored there.
+    """Return an index of each shard.
+
+    A part is taken from the folder of parts, or built and stored there.
 
     Args:
-        shards: the shards, with their versions.
+        shards: the shards, with versions.
         indexing: how shards are indexed.
         place: where the index will be.
     """
@@ -442,15 +481,17 @@ async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard)
 
 
 def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
-    """The key of the part that one version of a shard has, of an index at `place`."""
+    """Return the key of the part for a version of a shard."""
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
 async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
-    """Build an index, on the parts that a call before has left, and store the index at `place`.
+    """Build an index and store the index at `place`.
+
+    Parts of an earlier call are used.
 
     Args:
-        shards: the shards, with their versions.
+        shards: the shards, with versions.
         indexing: how shards are indexed.
         place: where to store the index.
 

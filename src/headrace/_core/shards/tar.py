@@ -477,9 +477,9 @@ def checksum_holds(header: bytes, field: bytes) -> bool:
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
 def sum_with_checksum_field(field: bytes) -> int:
-    """Return the sum of the bytes in a header, by the checksum field.
+    """Return the sum of all bytes of a header with a right checksum.
 
-    -1 if the field has no number.
+    The checksum counts blanks in place of the field. -1 if the field has no number.
     """
     expected = parse_number(field)
     return -1 if expected is None else expected + sum(field) - _BLANKS
@@ -502,9 +502,9 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
-    """Return the field of a name in a header, and keep the field in `names`.
+    """Return the field of a name in a header, or None.
 
-    None if the fast path cannot judge the name.
+    None: the fast path cannot judge the name. The field is kept in `names`.
 
     Args:
         rest: the bytes after the key and a dot.
@@ -521,9 +521,9 @@ def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
 def plain_sample(
     data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
 ) -> dict[str, Any] | None:
-    """Make a sample of plain members.
+    """Make a sample of plain members, or return None.
 
-    None if `TarSamples` has to judge the bytes.
+    None: `TarSamples` has to judge the bytes.
     """
     sample: dict[str, Any] = {"__key__": "", "__url__": shard}
     prefix = b""  # of all names: the key and a dot

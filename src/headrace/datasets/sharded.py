@@ -163,16 +163,13 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         check_keywords(f"{cls.__name__}.index", options, own)
         opened = None if store is None else as_store(store)
         place = None if index is None else place_of(index, opened)
-        if shards is not None:
-            named = shards
-        elif place is not None:
-            named = [place]  # the stream only has the options
-        else:
+        if shards is None and place is None:
             raise TypeError(f"{cls.__name__}.index: give shards, or index=")
+        named: Any = [place] if shards is None else shards
         stream = cls(named, store=opened, **options)
         indexing = Indexing(stream._for_decoding().index_decoder)
-        if shards is None and place is not None:
-            opening = open_all(place, indexing, opened)
+        if shards is None:  # the stream only has the options
+            opening = open_all(named[0], indexing, opened)
         else:
             found, required = stream._parts, place is not None
             place = place or beside(found)

@@ -33,7 +33,6 @@ import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.discovery import shard_errors
-from headrace._core.store.head import Head
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
@@ -81,12 +80,6 @@ class IndexedShard(NamedTuple):
         """
         begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
         return np.append(begins, (self.size, self.end)).reshape(-1, 2)
-
-    def head(self, key: str, *, moved: bool = False) -> Head:
-        """Return the indexed version of the shard, under a key."""
-        # Copies in another place have other tags and times.
-        etag, modified = (None, None) if moved else (self.etag, self.modified)
-        return Head(key, self.size, etag, modified)
 
 
 class IndexFile:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -26,12 +25,18 @@ from obstore.store import MemoryStore
 from headrace._core.array_types import IntArray
 from headrace._core.shards.dali_index import sample_borders
 from headrace._core.shards.discovery import Shard, split_url
-from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
+from headrace._core.shards.index_file import (
+    PREFIX,
+    IndexedShard,
+    IndexFile,
+    content_digest,
+    map_index,
+)
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
-from headrace._core.store.head import check_version
+from headrace._core.store.head import Head, check_version
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -313,7 +318,9 @@ def _as_indexed(
     if row is None:
         problem = f"not in the index {index.name}"
     else:
-        head, format = row.head(shard.key, moved=moved), indexing.decoder_of(shard).format
+        # A copy in another place has another tag and time.
+        version = (None, None) if moved else (row.etag, row.modified)
+        head, format = Head(shard.key, row.size, *version), indexing.decoder_of(shard).format
         if row.format != format:
             problem = f"indexed as {row.format} in {index.name}, and not as {format}"
         # The version of a copy is only known from a listing.
@@ -414,7 +421,7 @@ async def with_heads(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _hash(values: Sequence[Any]) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+    return content_digest(json.dumps(values).encode()).hex()
 
 
 def part_name(shard: Shard, indexing: Indexing) -> str:

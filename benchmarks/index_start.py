@@ -1,9 +1,9 @@
 """What an index of 10,000 shards with 10,000,000 samples costs: a start, memory, a position, the state.
 
 The shards are not there, and nothing listens at the address of their store: a dataset opens by its
-index alone. Prints the time of a start; the memory of eight processes that look up samples, beside
-the size of the index; the time to a position in the order of an epoch; and the size of the loader's
-state.
+index alone. Prints the time of a start; the size of a pickled dataset; the memory of eight
+processes that unpickle the dataset and look up samples, beside the size of the index; the time to a
+position in the order of an epoch; and the size of the loader's state.
 
     python benchmarks/index_start.py
 """

@@ -343,17 +343,21 @@ class _AllShards(Sequence[Shard]):
         self._index, self._indexing, self._folder = index, indexing, folder
         self._made: dict[int, Shard] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllShards, (self._index, self._indexing, self._folder)
+
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, number: Any) -> Any:
-        if number not in self._made:
-            if len(self._made) == MOST_SHARDS:
-                self._made.clear()
+        if (shard := self._made.get(number)) is None:
             row, folder = self._index.shard(number), self._folder
             shard = replace(folder, key=folder.key + row.name)
-            self._made[number] = _as_indexed(self._index, row, shard, self._indexing, folder.name)
-        return self._made[number]
+            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
+            if len(self._made) >= MOST_SHARDS:
+                self._made.clear()
+            self._made[number] = shard
+        return shard
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> bool:
         return True
     index = loop.run(build_index(shards, indexing, place))
     print(
-        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, "
+        f"{place.name}: {len(index):,} shards, {index.counts.sum():,} samples, "
         f"{len(index.to_bytes()):,} bytes"
     )
     return True
@@ -135,10 +135,10 @@ def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> boo
         Whether there is no difference.
     """
     opened, errors = compare(index, shards, indexing)
-    gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
+    gone = np.delete(np.arange(len(index)), opened.numbers).tolist()
     differences = [*map(str, errors)]
     differences += [
-        f"{index.shards[number].name}: in the index {index.name}, not in the store"
+        f"{index.shard(number).name}: in the index {index.name}, not in the store"
         for number in gone
     ]
     for difference in differences:

@@ -259,8 +259,8 @@ class IndexedShards(AsyncDataset[T_co]):
 
     blocks: Any
 
-    def __init__(self, shards: Sequence[Shard], counts: Sequence[int]) -> None:
-        self._shards = tuple(shards)
+    def __init__(self, shards: Sequence[Shard], counts: Sequence[int] | IntArray) -> None:
+        self._shards = shards
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._firsts = self._ends - np.asarray(counts, np.int64)
 

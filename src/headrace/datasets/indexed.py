@@ -1,4 +1,4 @@
-"""Shards with an index, map-style: the base of what `index` of a stream of shards returns."""
+"""Map-style datasets of shards with an index."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace._core.array_types import IntArray
-from headrace._core.shards.compression import compression_of, unpack_object
+from headrace._core.shards.compression import unpack_object
 from headrace._core.shards.indexing import DecoderOf, OpenedIndex
 from headrace._core.shards.reading import Decoder
 from headrace._core.shards.unpacked import UnpackedShards
@@ -24,27 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_DECODERS", "IndexedDataset"]
 
-# A block in random order has as many parts of a compressed shard, and reads about one more.
-PARTS_IN_BLOCK = 4
-MOST_DECODERS = 1024  # that are kept, of a kilobyte each
+PARTS_IN_BLOCK = 4  # pieces of a compressed shard in a block; a block reads about one more piece
+MOST_DECODERS = 1024  # in memory, a kilobyte each
 
 
 class IndexedDataset(RangedShards[T_co]):
-    """The samples of shards with an index, map-style; made by `index` of a stream.
+    """A map-style dataset of shards with an index.
 
-    A sample is one ranged GET. A corrupt sample is read a second time.
-    A loader reads samples of its look-ahead that are near each other by one request.
+    `index` of a stream makes the dataset. A sample is one ranged GET. A corrupt sample is read a
+    second time. A loader reads neighbouring samples of the look-ahead by one request.
 
     Args:
-        opened: the shards, as they are in their index.
-        unpacked_bytes: bytes of unpacked shards that each process keeps.
+        opened: the index and the shards.
+        unpacked_bytes: bytes of unpacked shards in each process.
         decoder_of: makes the decoder of a shard.
     """
 
     def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
-        super().__init__(opened.shards, opened.file.counts[opened.numbers].tolist())
+        super().__init__(opened.shards, opened.file.counts[opened.numbers])
         self._unpacked, self._most_unpacked = UnpackedShards(unpacked_bytes), unpacked_bytes
-        self._compressed = [compression_of(shard.key) is not None for shard in opened.shards]
         self._index, self._numbers = opened.file, opened.numbers
         self._decoder_of = decoder_of
         self._decoders: dict[int, Decoder] = {}
@@ -52,34 +49,27 @@ class IndexedDataset(RangedShards[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decoders": {}}
 
-    @functools.cached_property
-    def _urls(self) -> tuple[str, ...]:
-        return tuple(shard.name for shard in self._shards)
-
-    def _at(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
-        """Numbers of the samples' shards here and in the index, and places in the index."""
-        shards, rows, _ = self._rows(indices)
-        numbers = self._numbers[shards]
-        return shards, numbers, self._index.firsts[numbers] + rows
-
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`; raises `IndexError` if there is no such sample."""
-        shards, numbers, places = self._at(indices)
-        return Ranges(shards, *self._index.bounds(numbers, places))
+        """Return byte ranges of samples; raises `IndexError` out of range."""
+        shards, rows, _ = self._rows(indices)
+        return Ranges(shards, *self._index.bounds(self._numbers[shards], rows))
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; raises `ShardError` for invalid bytes."""
+        """Make the sample at `index`; raises `ShardError` for invalid bytes."""
         return self.samples_of([index], [data])[0]
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
         """Make the samples of a batch; raises `ShardError` for invalid bytes."""
-        shards, numbers, places = self._at(indices)
-        starts = self._index.starts(numbers, places)
-        return list(map(self.decode, shards.tolist(), starts.tolist(), data))
+        ranges = self.ranges(indices)
+        return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
 
     @property
     def lengths(self) -> NDArray[np.uint32]:
-        """The length of each sample, as the index has it; raises `ValueError` if the index has none."""
+        """Length of each sample, uint32.
+
+        Raises:
+            ValueError: the index has no lengths.
+        """
         index = self._index
         if not index.length:
             what = f"the index {index.name} has no lengths"
@@ -89,22 +79,25 @@ class IndexedDataset(RangedShards[T_co]):
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order: compressed shards, or some of their parts."""
-        if not any(self._compressed):
+        """Sizes of blocks: compressed shards, or some of the pieces."""
+        index, numbers = self._index, self._numbers
+        if not (pieces := int(index.pieces[numbers].sum())):
             return super().blocks
-        rows = [self._index.shards[number] for number in self._numbers.tolist()]
-        nbytes = sum(row.end for row in rows)
-        parts = sum(len(row.borders()) - 1 for row in rows)
-        size = -(-len(self) // max(len(rows), parts // PARTS_IN_BLOCK))
+        nbytes = int(index.ends[numbers].sum())
+        size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
         return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read bytes of a shard; a part of a compressed shard is unpacked once for all samples that wait."""
-        if not self._compressed[number]:
+        """Read bytes of a shard.
+
+        A piece of a compressed shard is unpacked once for all samples that wait.
+        """
+        place = self._numbers[number]
+        if not self._index.pieces[place]:
             return await super().read_range(number, start, stop, index=index)
-        borders = self._index.shards[self._numbers[number]].borders()
+        borders = self._index.shard(place).borders()
         first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
         parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 
@@ -125,8 +118,14 @@ class IndexedDataset(RangedShards[T_co]):
         return np.frombuffer(unpacked, np.uint8)
 
     def decode(self, number: int, start: int, data: memoryview) -> T_co:
-        """Make a sample of bytes at an offset of a shard; raises `ShardError` for invalid bytes."""
-        # A decoder is used again after a sample that was made: that takes a third less time.
+        """Make a sample; raises `ShardError` for invalid bytes.
+
+        Args:
+            number: number of the shard.
+            start: offset of the sample in the shard.
+            data: bytes of the sample.
+        """
+        # A decoder is used again after a good sample: a third less time.
         decoder = self._decoders.pop(number, None) or self._decoder_of(self._shards[number])
         sample: T_co = decoder.whole_sample(data, start)
         if len(self._decoders) < MOST_DECODERS:

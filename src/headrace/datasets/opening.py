@@ -107,13 +107,13 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
     if answers.new:
         known, content = answers.dump()
         header = json.dumps(known, separators=(",", ":")).encode()
-        parts = [len(header).to_bytes(8, "little"), header, content]
-        loop.run(place.store.put(place.key, b"".join([content_digest(parts), *parts])))
+        whole = b"".join([len(header).to_bytes(8, "little"), header, content])
+        loop.run(place.store.put(place.key, content_digest(whole) + whole))
     return made
 
 
 def _parsed(data: memoryview) -> Answers:
-    if content_digest([data[_DIGEST:]]) != data[:_DIGEST]:
+    if content_digest(data[_DIGEST:]) != data[:_DIGEST]:
         raise ValueError("its hash is not that of its content")
     begin = _DIGEST + 8
     end = begin + int.from_bytes(data[_DIGEST:begin], "little")

@@ -15,8 +15,7 @@ from headrace._core.shards.indexing import (
     Indexing,
     OpenedIndex,
     beside,
-    fetch_index,
-    indexed_shards,
+    open_all,
     open_index,
     place_of,
 )
@@ -132,7 +131,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         of all shards. The file is ``headrace.index`` in the folder of the shards. The command
         ``headrace index URL`` makes the file. Without the file, each shard is read once. The index
         is then kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
-        shards.
+        shards. If a tar shard has an ``.idx`` file of DALI's `wds2idx`, the file is read in place of
+        the shard, provided that the file describes the whole shard.
 
         A compressed shard is read as a whole, or in parts if the shard has several gzip streams or
         zstd frames. Each part is unpacked once for all waiting samples.
@@ -167,21 +167,23 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         own = [name for name in _parameters(cls) if name not in of_streams]
         check_keywords(f"{cls.__name__}.index", options, own)
         opened = None if store is None else as_store(store)
-        loop = background_loop()
-        if shards is None:
-            if index is None:
-                raise TypeError(f"{cls.__name__}.index: give shards, or index=")
-            shards = indexed_shards(loop.run(fetch_index(place_of(index, opened))), opened)
-        stream = cls(shards, store=opened, **options)
-        found = stream._parts
-        place = beside(found) if index is None else place_of(index, opened)
-        if save and place is None:
-            raise ValueError(
-                "save=True: no folder has all shards; give index=, for the place of the index"
-            )
-        indexing = Indexing(stream.index_decoder)
-        opening = open_index(found, indexing, place, required=index is not None, save=save)
-        return stream._indexed(loop.run(opening), unpacked_bytes)
+        place = None if index is None else place_of(index, opened)
+        if shards is None and place is None:
+            raise TypeError(f"{cls.__name__}.index: give shards, or index=")
+        named: Any = [place] if shards is None else shards
+        stream = cls(named, store=opened, **options)
+        indexing = Indexing(stream._for_decoding().index_decoder)
+        if shards is None:  # the stream only has the options
+            opening = open_all(named[0], indexing, opened)
+        else:
+            found, required = stream._parts, place is not None
+            place = place or beside(found)
+            if save and place is None:
+                raise ValueError(
+                    "save=True: no folder has all shards; give index=, for the place of the index"
+                )
+            opening = open_index(found, indexing, place, required=required, save=save)
+        return stream._indexed(background_loop().run(opening), unpacked_bytes)
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """Return the map-style dataset of shards in an index."""

@@ -155,15 +155,15 @@ class IndexedTarDataset(IndexedDataset[dict[str, Any]]):
         uniform: bool,
     ) -> None:
         super().__init__(opened, unpacked_bytes, functools.partial(_sample_decoder, fields))
-        for number in opened.numbers.tolist() if uniform else ():
-            if (problem := opened.file.shards[number].problem) is not None:
-                raise ShardError(problem)
+        flawed = opened.numbers[opened.file.flawed[opened.numbers] > 0]
+        if uniform and len(flawed):
+            raise ShardError(opened.file.shard(flawed[0]).problem or "")
         self._selected = None if fields is None else frozenset(fields)
         self._names: dict[bytes, str] = {}  # fields by the part of a header after the key
 
     def decode(self, number: int, start: int, data: memoryview) -> dict[str, Any]:
         """Make a sample from the sample's members."""
-        sample = plain_sample(data, self._urls[number], self._names, self._selected)
+        sample = plain_sample(data, self._shards[number].name, self._names, self._selected)
         if sample is None:
             sample = self._decoder_of(self._shards[number]).whole_sample(data, start)
         return sample

@@ -259,7 +259,7 @@ def test_a_part_of_a_compressed_shard_is_read_alone(monkeypatch):
         with hr.DataLoader(dataset, 100, shuffle=True, seed=0, collate_fn=len) as loader:
             before = server.requests()["GET"]
             assert sum(loader) == len(dataset)
-        parts = sum(len(row.borders()) - 1 for row in dataset._index.shards)
+        parts = dataset._index.pieces.sum()
         assert server.requests()["GET"] - before < 1.5 * parts
 
 
@@ -401,25 +401,27 @@ def test_offsets_beyond_four_gib_are_exact():
             IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), ""))
         )
     index = IndexFile("all", IndexFile.joined("", parts))
-    starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), np.arange(40))
+    rows = np.concatenate([np.arange(count) for count in index.counts])
+    starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), rows)
     assert starts.tolist() == np.concatenate(begins).tolist()
     assert (stops - starts).tolist() == sizes.tolist()
 
 
 def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
-    """Each number of the arrays is replaced, and the hash computed again: nothing outside of a shard is read."""
-    from headrace._core.shards.index_file import HASHED_FROM, content_digest
+    """Hash and checksum are computed again: nothing outside of a shard is read."""
+    from headrace._core.shards.index_file import HASHED_FROM, PREFIX, content_digest
 
     whole = list(hr.TarDataset.index(folder, save=True))
     path = folder / "headrace.index"
     data = path.read_bytes()
     draw = random.Random(0)
-    begin = data.index(b"]}") + 2
+    entries = data.index(b'["0000.tar"')  # after the offsets, 4 bytes each
     for _ in range(200):
         mutated = bytearray(data)
-        at = draw.randrange(begin, len(data))
+        at = draw.randrange(entries - 60 * 4, entries)
         mutated[at] ^= 1 << draw.randrange(8)
-        mutated[16:48] = content_digest([bytes(mutated[HASHED_FROM:])])
+        mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
+        mutated[16:48] = content_digest(mutated[HASHED_FROM:])
         path.write_bytes(mutated)
         try:
             dataset = hr.TarDataset.index(folder)
@@ -491,6 +493,39 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path):
             hr.LinesDataset.index(index=path.as_uri(), store=store)
     with pytest.raises(TypeError, match="give shards, or index="):
         hr.TarDataset.index()
+
+
+def test_an_object_of_a_shard_is_made_when_the_shard_is_read(folder):
+    whole = list(hr.TarDataset.index(folder, save=True))
+    dataset = hr.TarDataset.index(index=folder / "headrace.index")
+    (first,) = dataset._shards._made  # whose format was compared
+    assert (len(dataset), len(dataset._shards), dataset.counts) == (60, 6, (10,) * 6)
+    assert (dataset[35], dataset[-1]) == (whole[35], whole[-1])
+    assert {*dataset._shards._made} == {first, 3, 5}
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 3_000
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        read = pool.map(dataset.__class__.__getitem__.__get__(pickle.loads(pickled)), [0, 59])
+    assert read == [whole[0], whole[59]]
+    with hr.DataLoader(dataset, 7, shuffle=True, num_workers=2, collate_fn=list) as loader:
+        assert sorted(sample["__key__"] for batch in loader for sample in batch) == [
+            sample["__key__"] for sample in whole
+        ]
+    (folder / "0003.tar").write_bytes(tars.shard("abcd"))
+    with pytest.raises(ObjectChangedError, match=r"0003\.tar"):
+        dataset[30]
+
+
+def test_each_shard_has_the_format_of_the_dataset(tmp_path):
+    """An index of a.txt and b.jsonl as text is refused for b.jsonl where b.jsonl is read as JSON."""
+    written(tmp_path, {"a.jsonl": b"1\n\n2\n", "b.txt": b"3\n"})
+    index = tmp_path / "headrace.index"
+    assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == ["1", "", "2", "3"]
+    assert len(hr.LinesDataset.index(index=index, format="text")) == 4
+    dataset = hr.LinesDataset.index(index=index)
+    assert dataset[3] == "3"
+    with pytest.raises(ShardError, match=r"indexed as lines of text .* not as .*JSON.*a\.jsonl"):
+        dataset[0]
 
 
 def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards():

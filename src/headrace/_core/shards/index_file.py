@@ -1,15 +1,20 @@
-"""The file format of an index: where the samples of a dataset's shards are.
+"""The file format of an index.
 
-The first 64 bytes have the magic, a hash of the rest, the length of the header, and the CRC-32 of
-what follows, which is checked when an index is mapped. The header is JSON, padded to 8 bytes. Three
-little-endian arrays follow:
+An index has the places of the samples in the shards of a dataset.
 
-- for each 4 GiB of a shard but the first, the number of the first sample there (int64);
-- for each sample, the offset in these 4 GiB (uint32);
-- the length of each sample, if lengths were asked for (uint32).
+The first 64 bytes are the magic, a hash of all bytes after the hash, the length of the header, and
+the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
+is JSON, padded to 8 bytes. Little-endian arrays follow, in the order of `ARRAYS`:
 
-A sample ends where the next sample of its shard begins. Offsets in a compressed shard are those of
-the unpacked bytes.
+- for each shard: columns of `IndexFile.counts`, of the sizes of the entries in the last array, of
+  `IndexFile.ends`, of `IndexFile.pieces` and of `IndexFile.flawed` (int64);
+- for each 4 GiB of a shard after the first 4 GiB: the number of the first sample there (int64);
+- for each sample: the offset within 4 GiB (uint32);
+- for each sample: the length, if lengths were asked for (uint32);
+- for each shard: an `IndexedShard` as JSON (bytes).
+
+A sample ends where the next sample of the shard begins. Offsets in a compressed shard are offsets
+of the unpacked bytes.
 """
 
 from __future__ import annotations
@@ -21,26 +26,24 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from headrace._core.array_types import IntArray
 from headrace._core.shards.discovery import shard_errors
-from headrace._core.store.head import Head
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-MAGIC = b"headrace index 3"
-PREFIX = struct.Struct(
-    "<16s 32s Q Q"
-)  # magic, hash of all that follows, bytes of the header, CRC-32
+DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
+MAGIC = b"headrace index 4"
+PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<u4", "<u4")
+ARRAYS = ("<i8", "<i8", "<u4", "<u4", "u1")
 PART_BITS = 32  # of an offset within 4 GiB
 
 
@@ -48,16 +51,16 @@ class IndexedShard(NamedTuple):
     """A shard in an index.
 
     Attributes:
-        name: the shard's name after that of the index's folder.
-        format: what its samples are, as "tar".
+        name: name of the shard, without the folder of the index.
+        format: format of the samples, as "tar".
         size: bytes of the object.
-        etag: entity tag; None if unknown, and for local files: their tags depend on the machine.
+        etag: entity tag; None if unknown, and for local files: a copy has another tag.
         modified: time of the last modification; None if unknown.
         samples: number of samples.
         end: the byte after the last sample, unpacked.
-        problem: error of the first sample that breaks a rule of its shard; None if there is none.
-        begins: the places from which a compressed shard can be unpacked, as base 64 of int64:
-            offset in the object and offset in the unpacked bytes of each.
+        problem: error of the first sample that breaks a rule of the shard; None without an error.
+        begins: offset in the object and offset in the unpacked bytes of each piece of a compressed
+            shard that can be unpacked alone, as base 64 of int64.
     """
 
     name: str
@@ -71,35 +74,35 @@ class IndexedShard(NamedTuple):
     begins: str
 
     def borders(self) -> IntArray:
-        """Borders of the parts of a compressed shard: offsets in the object and in the unpacked bytes."""
+        """Return the borders of the pieces.
+
+        Shape [pieces + 1, 2]: offsets in the object and in the unpacked bytes.
+        """
         begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
         return np.append(begins, (self.size, self.end)).reshape(-1, 2)
 
-    def head(self, key: str, *, moved: bool = False) -> Head:
-        """The indexed version of the shard, under a key."""
-        # Copies in another place have other tags and times.
-        etag, modified = (None, None) if moved else (self.etag, self.modified)
-        return Head(key, self.size, etag, modified)
-
 
 class IndexFile:
-    """An index, mapped from its file or held in memory.
+    """An index, mapped from a file or held in memory.
 
-    A pickled index is the path and the hash of its file, which is mapped again. Without a path,
-    the pickle has the bytes.
+    All arrays are views of the file. An object for a shard is made when `shard` is called.
+    A pickled index is the path and the hash of the file. Without a path, the pickle has the bytes.
 
     Args:
         name: path or URL of the file, for errors.
         data: all bytes of the file.
-        path: the file from which `data` are mapped; None if there is none.
+        path: the file from which `data` are mapped; None for bytes in memory.
         digest: the expected hash; None for any.
 
     Attributes:
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
-        shards: the shards, sorted by name.
+        kinds: for each format, the number of a shard of the format.
+        firsts: number of the first sample of each shard, int64. Shards are sorted by name.
         counts: number of samples of each shard, int64.
-        firsts: number of the first sample of each shard, int64.
+        ends: the byte after the last sample of each shard, unpacked, int64.
+        pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
+        flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
         length: the function that gave the lengths; empty without lengths.
 
@@ -111,8 +114,7 @@ class IndexFile:
         self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
     ) -> None:
         self.name, self.path, self._data = name, path, data
-        what = "no index of shards, or a damaged one; make it again by `headrace index`"
-        with shard_errors(what, name):
+        with shard_errors(DAMAGED, name):
             self._parse(memoryview(data).cast("B"), digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,75 +135,84 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, self.length = header["folder"], header["length"]
-        self.shards = [IndexedShard(*row) for row in header["shards"]]
-        self.counts: IntArray = np.array([shard.samples for shard in self.shards], np.int64)
-        self._shard_ends: IntArray = np.array([shard.end for shard in self.shards], np.int64)
-        self._ends = np.cumsum(self.counts)
-        self.firsts = self._ends - self.counts
-        total = int(self.counts.sum())
+        self.folder, self.length, self.kinds = header["folder"], header["length"], header["kinds"]
         offset, arrays = PREFIX.size + length, []
-        lengths = total if self.length else 0
-        for count, kind in zip((header["parts"], total, lengths), ARRAYS, strict=True):
+        for count, kind in zip(header["counts"], ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
-        if offset != len(data):
-            raise ValueError(f"{len(data)} bytes in place of {offset}")
-        self._parts, self._begins, self.lengths = arrays
+        columns, self._parts, self._begins, lengths, self._texts = arrays
+        self.lengths: NDArray[np.uint32] = lengths
+        self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
+        self.firsts = np.cumsum(self.counts) - self.counts
+        self._text_ends = np.cumsum(sizes)
+        self._text_firsts = self._text_ends - sizes
+        if offset != len(data) or self.counts.sum() != len(self._begins):
+            raise ValueError("the lengths of its arrays are wrong")
         self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
 
-    def verify(self) -> None:
-        """Raise `ShardError` if the hash is not that of the content, which is read."""
-        if self.digest != content_digest([memoryview(self._data)[HASHED_FROM:]]):
-            raise ShardError(
-                "the index is damaged; make it again by `headrace index`", shard=self.name
-            )
+    def __len__(self) -> int:
+        return len(self.counts)
 
-    def bounds(self, shards: IntArray, places: IntArray) -> tuple[IntArray, IntArray]:
-        """Start and stop of the samples at `places`, in their shards, which are known.
+    def shard(self, number: int) -> IndexedShard:
+        """Return the entry of a shard."""
+        text = self._texts[self._text_firsts[number] : self._text_ends[number]]
+        with shard_errors(DAMAGED, self.name):
+            return IndexedShard(*json.loads(text.tobytes()))
+
+    def bounds(self, shards: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Return start and stop of samples.
+
+        Args:
+            shards: number of each sample's shard.
+            rows: number of each sample in the shard.
 
         Raises:
-            ShardError: a sample is not within its shard.
+            ShardError: a sample is not within the shard.
         """
-        is_last = places + 1 == self._ends[shards]
-        starts, ends = self.starts(shards, places), self._shard_ends[shards]
-        stops = np.where(is_last, ends, self.starts(shards, np.where(is_last, places, places + 1)))
+        places, is_last = self.firsts[shards] + rows, rows + 1 == self.counts[shards]
+        both = np.stack((places, places + ~is_last))  # each sample, and the next in the shard
+        parts = np.searchsorted(self._parts, both, side="right") - self._parts_before[shards]
+        starts, stops = (parts << PART_BITS) + self._begins[both]
+        ends = self.ends[shards]
+        stops = np.where(is_last, ends, stops)
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
             raise ShardError("damaged: a sample is not within its shard", shard=self.name)
         return starts, stops
 
-    def starts(self, shards: IntArray, places: IntArray) -> IntArray:
-        """Start of the samples at `places`, in their shards, which are known."""
-        parts = np.searchsorted(self._parts, places, side="right") - self._parts_before[shards]
-        starts: IntArray = (parts << PART_BITS) + self._begins[places]
-        return starts
-
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
-        """The bytes of an index of the shards in a folder, of the indices of one shard each."""
-        parts = sorted(parts, key=lambda part: part.shards[0].name)
-        shards = [
-            part.shards[0]._replace(name=part.shards[0].name.removeprefix(folder)) for part in parts
-        ]
-        firsts = np.cumsum([0, *(shard.samples for shard in shards)]).tolist()
+        """Join indices of single shards in a folder; return the bytes."""
+        parts = sorted(parts, key=lambda part: part.shard(0).name)
+        shards = [part.shard(0) for part in parts]
+        shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
+        firsts = np.cumsum([0, *(shard.samples for shard in shards)])
         columns = [
-            np.concatenate(
-                [part._parts + first for part, first in zip(parts, firsts, strict=False)]
-            ),
-            np.concatenate([part._begins for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
+            [part._parts + first for part, first in zip(parts, firsts, strict=False)],
+            [part._begins for part in parts],
+            [part.lengths for part in parts],
         ]
-        return _dump(folder, shards, parts[0].length, columns)
+        return _dump(folder, shards, parts[0].length, [*map(np.concatenate, columns)])
 
     @staticmethod
     def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
-        """The bytes of an index of one shard, of the offsets and lengths of its samples."""
+        """Return the bytes of an index of one shard.
+
+        Args:
+            shard: the entry.
+            begins: offset of each sample, int64.
+            lengths: length of each sample; empty without lengths.
+            length: the function that gave the lengths; empty without lengths.
+        """
         parts = np.repeat(np.arange(1, len(begins)), np.diff(begins >> PART_BITS))
         return _dump("", [shard], length, [parts, begins & (1 << PART_BITS) - 1, lengths])
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
-    """Map the file of an index; raises `ShardError` if the file is not the one expected."""
+    """Map the file of an index.
+
+    Raises:
+        ShardError: there is no file, or the file is damaged or has another hash.
+    """
     try:
         with open(path, "rb") as file:
             empty = not os.fstat(file.fileno()).st_size
@@ -215,21 +226,27 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 def _dump(
     folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
 ) -> bytes:
-    content = {"folder": folder, "length": length, "parts": len(arrays[0]), "shards": shards}
-    header = json.dumps(content, separators=(",", ":")).encode()
+    texts = [json.dumps(shard).encode() for shard in shards]
+    rows = [
+        (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
+        for shard, text in zip(shards, texts, strict=True)
+    ]
+    arrays = [np.transpose(rows), *arrays, np.frombuffer(b"".join(texts), "u1")]
+    kinds = {shard.format: number for number, shard in enumerate(shards)}
+    content = {
+        "folder": folder,
+        "length": length,
+        "kinds": [*kinds.values()],
+        "counts": [array.size for array in arrays],
+    }
+    header = json.dumps(content).encode()
     header += b" " * (-len(header) % 8)
-    parts = [header]
-    parts += [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
-    check = zlib.crc32(b"".join(parts))
-    rest = PREFIX.pack(MAGIC, bytes(32), len(header), check)[HASHED_FROM:]
-    return b"".join(
-        [PREFIX.pack(MAGIC, content_digest([rest, *parts]), len(header), check), *parts]
-    )
+    parts = [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
+    body = b"".join([header, *parts])
+    rest = PREFIX.pack(MAGIC, b"", len(header), zlib.crc32(body))[HASHED_FROM:] + body
+    return MAGIC + content_digest(rest) + rest
 
 
-def content_digest(parts: Iterable[Buffer]) -> bytes:
-    """Hash of bytes in some pieces."""
-    digest = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def content_digest(data: Buffer) -> bytes:
+    """Return the hash of bytes."""
+    return hashlib.blake2b(data, digest_size=32).digest()

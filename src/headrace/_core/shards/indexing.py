@@ -1,18 +1,20 @@
-"""Where the index of shards is found, and how it is built: a part for each shard, then the whole."""
+"""Finding, building and opening the index of shards.
+
+An index is built in parts, a part for each shard. The parts are joined at the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +23,20 @@ import obstore
 from obstore.store import MemoryStore
 
 from headrace._core.array_types import IntArray
+from headrace._core.shards.dali_index import sample_borders
 from headrace._core.shards.discovery import Shard, split_url
-from headrace._core.shards.index_file import PREFIX, IndexedShard, IndexFile, map_index
+from headrace._core.shards.index_file import (
+    PREFIX,
+    IndexedShard,
+    IndexFile,
+    content_digest,
+    map_index,
+)
 from headrace._core.shards.positions import PartPosition
 from headrace._core.shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
 from headrace._core.store.disk_cache import secure_folder
 from headrace._core.store.errors import RequestFailure
-from headrace._core.store.head import check_version
+from headrace._core.store.head import Head, check_version
 from headrace._core.store.ranges import map_all
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
@@ -36,8 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 NAME = "headrace.index"
-PARTS = ".parts"  # what the name of the folder of parts has after that of the index
-PARALLEL_REQUESTS = 64  # small ones, of which a store serves many at a time
+PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
+MOST_SHARDS = 1024  # objects of shards in memory
+PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
@@ -50,7 +60,8 @@ class Indexing(NamedTuple):
 
     Attributes:
         decoder_of: makes the decoder of a shard.
-        length: function that gives the length of a sample, as its number of tokens; None for none.
+        length: function of a sample that returns the length, as the number of tokens; None for no
+            lengths.
     """
 
     decoder_of: DecoderOf
@@ -58,22 +69,22 @@ class Indexing(NamedTuple):
 
     @property
     def length_name(self) -> str:
-        """Module and name of `length`; empty if there is none."""
+        """Module and name of `length`; empty without `length`."""
         return "" if self.length is None else f"{self.length.__module__}:{self.length.__qualname__}"
 
     def identity(self, shard: Shard) -> tuple[str, ...]:
-        """What the entry of a shard depends on, beside the shard."""
+        """Return the options by which the entry of a shard is made."""
         code = getattr(self.length, "__code__", None)
         own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
         return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
 
 
 class OpenedIndex(NamedTuple):
-    """An index, and shards in it.
+    """An index and shards.
 
     Attributes:
         file: the index.
-        shards: the shards, with the versions that were indexed.
+        shards: the shards, in the indexed versions.
         numbers: number of each shard in the index.
     """
 
@@ -83,62 +94,69 @@ class OpenedIndex(NamedTuple):
 
 
 class IndexingDecoder(Decoder):
-    """Notes where the samples of another decoder begin and end; yields nothing.
+    """Notes where the samples of another decoder end.
+
+    The decoder yields nothing.
 
     A sample begins where the sample before ends.
+
+    Attributes:
+        borders: borders of the samples, in unpacked bytes from 0.
     """
 
     def __init__(self, shard: Shard, indexing: Indexing) -> None:
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
-        self.pages = self._decoder.pages
-        self._begins, self._lengths = array("q"), array("I")
-        self._end = 0  # of the last complete sample
+        self.pages, self.format = self._decoder.pages, self._decoder.format
+        self.borders: MutableSequence[int] = array("q", (0,))
+        self._lengths = array("I")
         self._problem: str | None = None
 
     def feed(self, data: Buffer) -> Iterator[Any]:
-        self._note(self._decoder.feed(data))
-        return iter(())
+        return self._note(self._decoder.feed(data))
 
     def finish(self) -> Iterator[Any]:
-        self._note(self._decoder.finish())
-        return iter(())
+        return self._note(self._decoder.finish())
 
-    def _note(self, samples: Iterator[Any]) -> None:
+    def _note(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
-            self._begins.append(self._end)
-            self._end = self._decoder.complete
+            self.borders.append(self._decoder.complete)
             is_bad = type(sample) is BadRecord
             if is_bad and self._problem is None:
                 self._problem = str(sample.error)
             if self._indexing.length is not None:
                 self._lengths.append(0 if is_bad else self._indexing.length(sample))
+        return iter(())
 
     def index(self, begins: Sequence[tuple[int, int]] = ()) -> bytes:
-        """The bytes of an index of the shard, of known version, which was read to its end.
+        """Return the bytes of an index of the shard.
 
-        `begins` are the places from which a compressed shard can be unpacked; see `Codec`.
+        Args:
+            begins: pieces of a compressed shard; see `Codec`.
         """
         head = self._shard.head
         assert head is not None
         row = IndexedShard(
             name=self._shard.name,
-            format=self._decoder.format,
+            format=self.format,
             size=head.size,
-            # The tag of a local file has the number of its inode, which a copy does not keep.
+            # The tag of a local file has the number of the inode. A copy has another inode.
             etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
-            samples=len(self._begins),
-            end=self._end,
+            samples=len(self.borders) - 1,
+            end=self.borders[-1],
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        columns = np.array(self._begins), np.array(self._lengths)
+        columns = np.array(self.borders[:-1]), np.array(self._lengths)
         return IndexFile.of_shard(row, *columns, self._indexing.length_name)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
-    """URL of the folder that has all shards, with a slash at its end; empty if there is none."""
+    """Return the URL of the folder with all shards.
+
+    The URL ends with a slash. Empty if the shards have no folder in common.
+    """
     folder = _common_folder([shard.name for shard in shards])
     return "" if folder.endswith("//") else folder
 
@@ -149,7 +167,10 @@ def _common_folder(names: Sequence[str]) -> str:
 
 
 def beside(shards: Sequence[Shard]) -> Shard | None:
-    """The place of an index in the folder that has all shards; None if there is no such folder."""
+    """Return the place of an index beside shards.
+
+    None if no folder has all shards.
+    """
     folder, store = folder_of(shards), shards[0].store
     if folder and all(shard.store is store for shard in shards):
         return Shard(store, _common_folder([shard.key for shard in shards]) + NAME)
@@ -157,7 +178,10 @@ def beside(shards: Sequence[Shard]) -> Shard | None:
 
 
 def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
-    """The place of an index that a user names: in the store that was given if it is there."""
+    """Return the place of an index by name.
+
+    The place is in the given store, if the name is a key or a URL of the store.
+    """
     name = os.fspath(index)
     if store is not None:
         with contextlib.suppress(ValueError):  # of another store
@@ -169,22 +193,22 @@ def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
 async def open_index(
     shards: Sequence[Shard], indexing: Indexing, place: Shard | None, *, required: bool, save: bool
 ) -> OpenedIndex:
-    """Find the index of shards, or build it.
+    """Find or build the index of shards.
 
     Args:
-        shards: the shards, as the user names them.
+        shards: the shards, as named by the user.
         indexing: how shards are indexed.
-        place: where the index is, if there is one already.
+        place: where an index may be; None for no place.
         required: whether a missing index is an error.
-        save: whether an index that is missing, damaged or of other shards is built, and stored at
-            `place`.
+        save: whether a missing or damaged index, or an index of other shards, is built and stored
+            at `place`.
 
     """
     if place is not None:
         try:
             return match(await fetch_index(place), shards, indexing)
         except StoreError as error:
-            # S3 refuses what does not exist, to those who may not list the bucket.
+            # Without the right to list a bucket, S3 answers 403 for a missing object.
             missing = isinstance(error, ObjectNotFoundError) or error.status == 403
             if not missing or (required and not save):
                 raise
@@ -195,7 +219,9 @@ async def open_index(
 
 
 async def fetch_index(place: Shard) -> IndexFile:
-    """Map an index; from another machine, the file is fetched once into the cache folder.
+    """Map an index.
+
+    The index of a remote store is fetched once into the cache folder.
 
     Raises:
         StoreError: there is no index, or a request failed.
@@ -209,12 +235,12 @@ async def fetch_index(place: Shard) -> IndexFile:
     with contextlib.suppress(ShardError, ObjectNotFoundError):
         return await fetch_index(cached)
     data = await place.read(0, place.size)
-    IndexFile(place.name, data).verify()
+    IndexFile(place.name, data)  # an error if the bytes are damaged
     return await _stored(cached, data)
 
 
 async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
-    """Store the bytes of an index; returns the index, mapped if it is in a file."""
+    """Store the bytes of an index; map the index if there is a file."""
     await place.store.put(place.key, bytes(data))
     if place.store.local_root is not None:
         return map_index(_path(place))
@@ -222,7 +248,10 @@ async def _stored(place: Shard, data: memoryview | bytes) -> IndexFile:
 
 
 def _cached(name: str) -> Shard:
-    """The place of an index in the user's cache folder, or in memory if the folder cannot be used."""
+    """Return the place of an index in the user's cache folder.
+
+    In memory if the folder cannot be used.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.path.join(home, "headrace")
     try:
@@ -242,7 +271,7 @@ def _path(place: Shard) -> str:
 
 
 def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> OpenedIndex:
-    """Shards, as they are in an index.
+    """Return shards in the indexed versions.
 
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
@@ -256,47 +285,111 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
 def compare(
     index: IndexFile, shards: Sequence[Shard], indexing: Indexing
 ) -> tuple[OpenedIndex, list[ShardError]]:
-    """The shards that an index has, in their versions there, and an error for each difference."""
-    known = {row.name: number for number, row in enumerate(index.shards)}
+    """Return the shards of an index, and an error for each difference.
+
+    The shards have the indexed versions.
+    """
+    rows = [index.shard(number) for number in range(len(index))]
+    known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions, errors = [], [], []
     for shard in shards:
-        problem = None
-        number = known.get(shard.name.removeprefix(folder))
-        if number is None:
-            problem = f"not in the index {index.name}"
-        else:
-            row, format = index.shards[number], indexing.decoder_of(shard).format
-            if row.format != format:
-                problem = f"indexed as {row.format} in {index.name}, and not as {format}"
-            head = row.head(shard.key, moved=moved)
-            try:
-                check_version(head.size, head.etag, head.modified, shard.head or head)
-            except RequestFailure:
-                problem = f"replaced since the index {index.name} was made"
+        row = None
+        if (number := known.get(shard.name.removeprefix(folder))) is not None:
+            row = rows[number]
             numbers.append(number)
-            # The version of what was moved is only known from a listing.
-            versions.append(replace(shard, head=shard.head if moved and shard.head else head))
-        if problem is not None:
-            what = f"{problem}; make it again: headrace index {folder or 'URL'}"
-            errors.append(ShardError(what, shard=shard.name))
+        try:
+            versions.append(_as_indexed(index, row, shard, indexing, folder))
+        except ShardError as error:
+            errors.append(error)
     return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
 
 
-def indexed_shards(index: IndexFile, store: Store | None) -> list[Shard]:
-    """All shards of an index, where they were when it was made; in a store that was given."""
+def _as_indexed(
+    index: IndexFile, row: IndexedShard | None, shard: Shard, indexing: Indexing, folder: str
+) -> Shard:
+    """Return a shard in the indexed version.
+
+    Raises:
+        ShardError: the shard has no entry, or differs from the entry.
+    """
+    problem, found, moved = None, shard.head, folder != index.folder
+    if row is None:
+        problem = f"not in the index {index.name}"
+    else:
+        # A copy in another place has another tag and time.
+        version = (None, None) if moved else (row.etag, row.modified)
+        head, format = Head(shard.key, row.size, *version), indexing.decoder_of(shard).format
+        if row.format != format:
+            problem = f"indexed as {row.format} in {index.name}, and not as {format}"
+        # The version of a copy is only known from a listing.
+        found = found or head
+        try:
+            check_version(head.size, head.etag, head.modified, found)
+        except RequestFailure:
+            problem = f"replaced since the index {index.name} was made"
+        found = found if moved else head
+    if problem is not None:
+        what = f"{problem}; make it again: headrace index {folder or 'URL'}"
+        raise ShardError(what, shard=shard.name)
+    return replace(shard, head=found)
+
+
+class _AllShards(Sequence[Shard]):
+    """All shards of an index, each made at the first access."""
+
+    def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
+        self._index, self._indexing, self._folder = index, indexing, folder
+        self._made: dict[int, Shard] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllShards, (self._index, self._indexing, self._folder)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, number: Any) -> Any:
+        if (shard := self._made.get(number)) is None:
+            row, folder = self._index.shard(number), self._folder
+            shard = replace(folder, key=folder.key + row.name)
+            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
+            if len(self._made) >= MOST_SHARDS:
+                self._made.clear()
+            self._made[number] = shard
+        return shard
+
+
+async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
+    """Open all shards of an index, in the folder of the index.
+
+    Args:
+        place: where the index is.
+        indexing: how shards are indexed.
+        store: a store with the folder; None for the store of the folder's URL.
+
+    Raises:
+        ShardError: shards are indexed as another format, or the index is damaged.
+        StoreError: there is no index, or a request failed.
+        ValueError: the shards have no folder in common.
+    """
+    index = await fetch_index(place)
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
-    store = store or Store(base)
-    return [Shard(store, folder + row.name, row.head(folder + row.name)) for row in index.shards]
+    shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
+    for number in index.kinds:
+        shards[number]  # raises an error for another format
+    return OpenedIndex(index, shards, np.arange(len(index)))
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
-    """The index of these versions of the shards, cached or built; stored at `place` too if given."""
+    """Return the index of these versions of shards, cached or built.
+
+    The index is also stored at `place`, unless `place` is None.
+    """
     shards = await with_heads(shards)
-    # What is in the memory of this process has no name that another process could look for.
+    # Shards in the memory of this process have no name in other processes.
     cached = _in_memory()
     if all(shard.store.store_id is not None for shard in shards):
         cached = _cached(
@@ -315,12 +408,15 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
 
 
 def _warn(what: str) -> None:
-    with contextlib.suppress(Warning):  # if a filter makes it an error: the index is complete
+    with contextlib.suppress(Warning):  # of a filter "error": the index is complete
         warnings.warn(what, RuntimeWarning, stacklevel=2)
 
 
 async def with_heads(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards with sizes and versions; requested where a listing did not give them."""
+    """Return shards with sizes and versions.
+
+    A request is made for each shard without a size in a listing.
+    """
 
     async def one(shard: Shard) -> Shard:
         return replace(shard, head=shard.head or await shard.store.head(shard.key))
@@ -329,11 +425,11 @@ async def with_heads(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _hash(values: Sequence[Any]) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+    return content_digest(json.dumps(values).encode()).hex()
 
 
 def part_name(shard: Shard, indexing: Indexing) -> str:
-    """The name of the part of an index that one version of a shard has."""
+    """Return the name of the part for a version of a shard."""
     head = shard.head
     assert head is not None
     identity = (
@@ -347,8 +443,19 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
 
 
 async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
-    """The bytes of an index of one shard, which is read; raises `ShardError` if it is damaged."""
+    """Read a shard, and return the bytes of an index of the shard.
+
+    Raises:
+        ShardError: the shard is damaged.
+    """
     decoder = IndexingDecoder(shard, indexing)
+    if decoder.format == "tar" and indexing.length is None:
+        try:
+            if borders := await sample_borders(shard):
+                decoder.borders = borders
+                return decoder.index()
+        except (ShardError, ValueError) as error:
+            _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
         while not reader.ended:
@@ -361,10 +468,12 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
 
 
 async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> list[IndexFile]:
-    """An index of each shard, from the folder of parts, or built and stored there.
+    """Return an index of each shard.
+
+    A part is taken from the folder of parts, or built and stored there.
 
     Args:
-        shards: the shards, with their versions.
+        shards: the shards, with versions.
         indexing: how shards are indexed.
         place: where the index will be.
     """
@@ -383,15 +492,17 @@ async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard)
 
 
 def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
-    """The key of the part that one version of a shard has, of an index at `place`."""
+    """Return the key of the part for a version of a shard."""
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
 async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
-    """Build an index, on the parts that a call before has left, and store the index at `place`.
+    """Build an index and store the index at `place`.
+
+    Parts of an earlier call are used.
 
     Args:
-        shards: the shards, with their versions.
+        shards: the shards, with versions.
         indexing: how shards are indexed.
         place: where to store the index.
 

@@ -1,8 +1,10 @@
-"""Strict incremental parser of the tar format, and the samples in its members by WebDataset's convention; no I/O.
+"""Parser of tar archives, and decoder of WebDataset shards.
 
-Python's `tarfile` blocks, and takes an archive that was cut at a member's border, cut inside a
-header, or whose next header has a flipped bit, for one that ends there. Here an archive ends with
-its two zero blocks or it is an error.
+The module does no I/O.
+
+Python's `tarfile` blocks. `tarfile` also stops without an error in an archive that was cut between
+two members or inside a header, and before a header with a flipped bit. Here an archive ends with
+two zero blocks, or there is an error.
 
 Formats: POSIX.1-2017, *pax* (ustar and extended headers), and the GNU tar manual, *Basic Tar
 Format* (long names, sizes in base 256).
@@ -15,7 +17,7 @@ import re
 import struct
 import zlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace._core.shards.reading import BadRecord, Decoder
 from headrace._core.streams.resumable import State
@@ -24,27 +26,19 @@ from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-TAR_BLOCK = 512  # bytes; everything in a tar is a multiple of it
-MEMBER_LIMIT = (
-    1 << 30
-)  # bytes; a member is held in memory whole, so a larger one is corruption, an attack or a mistake
-EXTENSION_LIMIT = (
-    1 << 20
-)  # bytes of a long name or of pax records; paths end at 4,096, and the other records are few
+TAR_BLOCK = 512  # bytes; headers, and contents with padding, are multiples of a block
+MEMBER_LIMIT = 1 << 30  # bytes; memory holds a whole member, and a larger member may be an attack
+EXTENSION_LIMIT = 1 << 20  # bytes of a long name or of pax records; paths end at 4,096 bytes
 
-_HEADER = struct.Struct(
-    "100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x"
-)  # name, size, checksum, type, magic, prefix
-_PLAIN = struct.Struct(
-    "100s 24x 11s c 12x 8s c 188x c"
-)  # name, size, its end, checksum, type, the prefix's first byte
+_HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")
+"""Name, size, checksum, type, magic, prefix."""
+_PLAIN = struct.Struct("100s 24x 11s c 12x 8s c 188x c")
+"""Name, size, end of the size, checksum, type, first byte of the prefix."""
 _SIZE_ENDS = (b"\0", b" ")
 _ZEROS = bytes(TAR_BLOCK)
-_BLANKS = 8 * ord(" ")  # of the checksum field, which counts as blanks in the sum
+_BLANKS = 8 * ord(" ")  # the sum of a header is made with blanks in the checksum field
 _FILE = frozenset((b"0", b"\0", b"7"))
-_NO_FILE = frozenset(
-    (b"5", b"D", b"V")
-)  # a directory, that of an incremental dump, the label of a volume
+_NO_FILE = frozenset((b"5", b"D", b"V"))  # directory, incremental dump, label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
 _MORE_SPARSE = 482  # byte of a header, set if blocks with more places of a sparse file follow
 _REFUSED = {
@@ -54,58 +48,124 @@ _REFUSED = {
     b"4": "a device",
     b"6": "a pipe",
 }
+_NO_TAR = "it begins with no header of a tar"
+_SPARSE = "corrupt tar: sparse files are not read"
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
 _DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
-# Of names that lead to no other place, without "..": what the fast path takes. A field ends before
-# the header's zeros.
+# Keys and fields for the fast path: without "..", and leading to no other place. A field ends
+# before the zeros of the header.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
 _PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
 _MOST_NAMES = 1024
 
 
 class Member(NamedTuple):
-    """A file in a tar."""
+    """A member of a tar."""
 
     name: str  # path, without a leading ``./``
-    data: bytes | None  # content; None if it is not wanted
-    offset: int  # position of its header in the archive, in bytes
-    end: int  # position after its content and the padding
-    error: ShardError | None = None  # why this member is not read; the members after it are
+    kind: bytes  # type in the header; b"0" for every file
+    offset: int  # position of the header in the archive, in bytes
+    size: int  # bytes of the content
+    wanted: bool  # whether the content is kept
+    error: ShardError | None = None  # why this member is not read; later members are read
+    data: bytes | None = None  # content; None if not wanted, or not complete
 
 
-class _Pending(NamedTuple):
-    """The header whose content comes next."""
+class TarSamples(Decoder):
+    """Decoder of the samples in an archive.
 
-    name: str
-    kind: bytes
-    offset: int
-    size: int
-    wanted: bool
-    error: ShardError | None = None
+    A sample is a dict with the contents of the members, by field.
 
+    Consecutive members with the same key are a sample. Every sample must have `fields`. Other
+    fields are not read. Without `fields`, every sample must have exactly the fields of the first
+    sample, unless `uniform` is False. A position is after the last complete sample, and has the
+    fields that all samples must have.
+    """
 
-class TarParser:
-    """Parses an archive that is fed in pieces of any size, with the contents that are wanted."""
+    format, ending = "tar", bytes(2 * TAR_BLOCK)
 
-    def __init__(self, shard: str, *, member_limit: int = MEMBER_LIMIT) -> None:
+    def __init__(
+        self,
+        shard: str,
+        *,
+        fields: Collection[str] | None = None,
+        uniform: bool,
+        member_limit: int = MEMBER_LIMIT,
+    ) -> None:
         self._shard = shard
         self._member_limit = member_limit
+        self._selected = None if fields is None else frozenset(fields)
+        self._required = self._selected
+        self._exact = fields is None and uniform
+        # The archive.
         self._offset = 0  # of the next byte
         self._header = b""  # incomplete header
-        self._pending: _Pending | None = None
+        self._pending: Member | None = None  # the member whose content comes next
         self._missing = 0  # bytes of the pending content
         self._parts: list[memoryview | bytes] = []
         self._padding = 0
         self._zero_blocks = 0
-        self._last: str | bytes | None = (
-            None  # name of the last complete member; bytes with the header's zeros
-        )
+        self._last: str | bytes | None = None  # name of the last complete file
         self._long_name: bytes | None = None
         self._pax: dict[bytes, bytes] = {}
+        # The current sample.
+        self._key: bytes | None = None  # as in the archive; None before the first member
+        self._contents: dict[str, Any] = {}  # by field; None for a content that is not wanted
+        self._latest: tuple[int, bytes] = 0, b""  # offset and name of the latest member
+        self._end = 0  # of the latest member
+        self._broken: ShardError | None = None  # why the sample cannot be given
+        # All samples.
+        self._names: dict[bytes, str] = {}  # fields, by the bytes after the key in headers
+        self._seen: set[bytes] = set()
+        self._others = 0  # members that belong to no sample
+
+    def feed(self, data: Buffer) -> Iterator[Any]:
+        for found in self.members(data):
+            if type(found) is not Member:
+                yield found
+            elif (split := split_name(found.name)) is None and found.error is None:
+                self._others += 1
+            else:
+                stem, field = split or (found.name, "")
+                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
+                begins = key != self._key
+                if begins and (sample := self._begin(key, name, found.offset)) is not None:
+                    yield sample
+                if field in self._contents:
+                    what = f"sample {_text(key)!r} has field {field!r} twice"
+                    self._broken = self._error(what, found.offset, name)
+                self._contents[field] = found.data
+                self._latest = found.offset, name
+                self._broken = self._broken or found.error
+                self._end = self._offset + self._padding
+
+    def position(self) -> State:
+        learned = sorted(self._required) if self._exact and self._required else None
+        return {"offset": self.complete, "fields": learned}
+
+    def restore(self, position: State) -> None:
+        self.complete = self._end = self._offset = position["offset"]
+        learned = position.get("fields")
+        if self._exact and learned is not None:
+            self._required = frozenset(learned)
+        if self._offset:
+            self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
+
+    def finish(self) -> Iterator[Any]:
+        self._check_end()
+        if self._others and not self._seen:
+            what = f"none of its {self._others} files has a name with an extension"
+            raise ShardError(f"{what}, so it has no samples", shard=self._shard)
+        if self._contents:
+            yield self._take()
 
     def members(self, data: Buffer) -> Iterator[Any]:
-        """Parse the next bytes and yield the files completed by them, and what `_plain` yields; to be exhausted."""
+        """Parse the next bytes.
+
+        Yields a `Member` for each complete file, and the samples of the fast path. The iterator
+        must be exhausted.
+        """
         view = memoryview(data).cast("B")
         begin, end = self._offset, len(view)
         while (position := self._offset - begin) < end:
@@ -116,50 +176,38 @@ class TarParser:
                 continue
             if self._zero_blocks == 2:
                 if bytes(view[position:]).strip(b"\0"):
-                    self._fail(
-                        "there are bytes after the end of the archive; concatenated archives are not supported"
-                    )
+                    what = "corrupt tar: there are bytes after the end of the archive"
+                    raise self._error(f"{what}; concatenated archives are not supported")
                 self._offset += end - position
                 return
             if self._pending is None:
-                if not (
-                    self._header or self._zero_blocks or self._long_name is not None or self._pax
-                ):
+                begun = self._header or self._zero_blocks or self._pax
+                if not begun and self._long_name is None:
                     yield from self._plain(view, begin)
                     if (position := self._offset - begin) >= end:
                         return
                 self._take_header(view, position)
-            if (
-                self._pending is not None
-                and (member := self._take_content(view, self._offset - begin)) is not None
-            ):
+            position = self._offset - begin
+            if self._pending and (member := self._take_content(self._pending, view, position)):
                 yield member
 
-    def check_end(self) -> None:
+    def _check_end(self) -> None:
         """Raise `TruncatedShardError` if the archive is incomplete."""
-        member = _text(self._last)
-        if self._pending is not None:
-            if self._pending.error is not None:
-                raise self._pending.error
-            member = self._pending.name or member
-            what = f"it ends {self._pending.size - self._missing} bytes into a content of {self._pending.size}"
+        pending, name = self._pending, None
+        if pending is not None:
+            if pending.error is not None:
+                raise pending.error
+            name = pending.name
+            came = pending.size - self._missing
+            what = f"it ends {came} bytes into a content of {pending.size}"
         elif self._header:
             what = f"it ends {len(self._header)} bytes into a header"
         elif self._zero_blocks < 2:
-            what = (
-                "it is empty"
-                if not self._offset
-                else "the two zero blocks that end an archive are missing"
-            )
+            what = "the two zero blocks that end an archive are missing"
+            what = what if self._offset else "it is empty"
         else:
             return
-        raise TruncatedShardError(
-            f"truncated tar: {what}", shard=self._shard, member=member, offset=self._offset
-        )
-
-    def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
-        """Take whole plain members from the next byte on; `begin` is the position of `view` in the archive."""
-        return iter(())
+        raise self._error(f"truncated tar: {what}", None, name, TruncatedShardError)
 
     def _take_header(self, view: memoryview, position: int) -> None:
         part = bytes(view[position : position + TAR_BLOCK - len(self._header)])
@@ -173,98 +221,82 @@ class TarParser:
             return
         offset = self._offset - TAR_BLOCK
         if self._zero_blocks:
-            self._fail("a single zero block stands between members", offset)
+            what = "corrupt tar: a single zero block stands between members"
+            raise self._error(what, offset)
         self._pending = self._parse_header(header, offset)
         self._missing = self._pending.size
 
-    def _parse_header(self, header: bytes, offset: int) -> _Pending:
+    def _parse_header(self, header: bytes, offset: int) -> Member:
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
         if not checksum_holds(header, raw_checksum):
-            self._fail(
-                "the checksum of a header is wrong"
-                if offset
-                else "it begins with no header of a tar",
-                offset,
-            )
+            what = "the checksum of a header is wrong" if offset else _NO_TAR
+            raise self._error(f"corrupt tar: {what}", offset)
         size = parse_number(raw_size)
         if size is None or size < 0:
-            self._fail("a header has no valid size", offset)
+            raise self._error("corrupt tar: a header has no valid size", offset)
         if kind in _EXTENSION:
             if size > EXTENSION_LIMIT:
-                self._fail(
-                    f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}", offset
-                )
-            return _Pending("", kind, offset, size, wanted=True)
+                what = f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}"
+                raise self._error(f"corrupt tar: {what}", offset)
+            return Member("", kind, offset, size, wanted=True)
         raw_name = raw_name.split(b"\0", 1)[0]
         if magic == b"ustar\0" and prefix[0]:
             raw_name = prefix.split(b"\0", 1)[0] + b"/" + raw_name
         is_sparse = kind == b"S" or any(keyword.startswith(b"GNU.sparse") for keyword in self._pax)
         if kind == b"S" and header[_MORE_SPARSE]:
-            self._fail("sparse files are not read", offset)
+            raise self._error(_SPARSE, offset)
         name, size = self._apply_extensions(raw_name, size, offset)
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
         try:
             if kind in _REFUSED:
                 what = f"unsafe tar: {_REFUSED[kind]} is not read"
-                raise UnsafeMemberError(what, shard=self._shard, member=name, offset=offset)
+                raise self._error(what, offset, name, UnsafeMemberError)
             if is_sparse:
-                self._fail("sparse files are not read", offset, name)
+                raise self._error(_SPARSE, offset, name)
             if kind in _NO_FILE:
                 safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
-                return _Pending(name, b"5", offset, size, wanted=False)
+                return Member(name, b"5", offset, size, wanted=False)
             if kind not in _FILE:
-                self._fail(f"type {kind!r} is not read", offset, name)
+                raise self._error(f"corrupt tar: type {kind!r} is not read", offset, name)
             safe = safe_name(name, self._shard, offset)
             if size > self._member_limit:
-                self._fail(
-                    f"a member of {size} bytes is more than member_limit={self._member_limit}",
-                    offset,
-                    safe,
-                )
+                what = f"a member of {size} bytes is more than member_limit={self._member_limit}"
+                raise self._error(f"corrupt tar: {what}", offset, safe)
         except ShardError as error:
             held = 0 if kind in _REFUSED else size
-            return _Pending(name, b"0", offset, held, wanted=False, error=error)
-        return _Pending(safe, b"0", offset, size, self._is_wanted(safe))
+            return Member(name, b"0", offset, held, wanted=False, error=error)
+        return Member(safe, b"0", offset, size, self._is_wanted(safe))
 
-    def _is_wanted(self, name: str) -> bool:
-        return True
+    def _take_content(self, pending: Member, view: memoryview, position: int) -> Member | None:
+        """Take bytes of the pending content.
 
-    def _take_content(self, view: memoryview, position: int) -> Member | None:
-        """Take the pending content as far as it has come; returns the member if it is a file and complete."""
-        pending = self._pending
-        assert pending is not None
+        Returns the member if the member is a complete file.
+        """
         step = min(self._missing, len(view) - position)
         self._missing -= step
         self._offset += step
         if pending.wanted:
             part = view[position : position + step]
-            self._parts.append(
-                bytes(part) if self._missing else part
-            )  # a copy: the caller's buffer is not kept alive
+            # A copy of an incomplete content: the caller's buffer is not kept alive.
+            self._parts.append(bytes(part) if self._missing else part)
         if self._missing:
             return None
-        data = b"".join(self._parts) if pending.wanted else None
+        data = b"".join(self._parts)
         self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
         if pending.kind == b"0":
             self._last = pending.name
-            return Member(
-                pending.name, data, pending.offset, self._offset + self._padding, pending.error
-            )
-        if data is not None:
-            self._take_extension(pending.kind, data, pending.offset)
-        return None
-
-    def _take_extension(self, kind: bytes, data: bytes, offset: int) -> None:
-        """Keep the records of an extended header for the next member."""
-        if kind == b"L":
+            return pending._replace(data=data) if pending.wanted else pending
+        if pending.kind == b"L":
             self._long_name = data.split(b"\0", 1)[0]
-        elif kind in (b"x", b"g"):
-            records = self._pax_records(data, offset)
-            if kind == b"x":
+        elif pending.kind in (b"x", b"g"):
+            records = self._pax_records(data, pending.offset)
+            if pending.kind == b"x":
                 self._pax = records
             elif records.keys() & {b"path", b"size"}:
-                self._fail("a global header renames or resizes every member", offset)
+                what = "corrupt tar: a global header renames or resizes every member"
+                raise self._error(what, pending.offset)
+        return None
 
     def _pax_records(self, data: bytes, offset: int) -> dict[bytes, bytes]:
         records: dict[bytes, bytes] = {}
@@ -273,7 +305,7 @@ class TarParser:
             match = _PAX_RECORD.match(data, position)
             end = position + int(match[1]) if match else 0
             if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
-                self._fail("an extended header is invalid", offset)
+                raise self._error("corrupt tar: an extended header is invalid", offset)
             records[match[2]] = data[match.end() : end - 1]
             position = end
         return records
@@ -285,173 +317,23 @@ class TarParser:
         name = pax.get(b"path", name)
         if b"size" in pax:
             if not pax[b"size"].isdigit() or len(pax[b"size"]) > 20:
-                self._fail("an extended header has no valid size", offset)
+                raise self._error("corrupt tar: an extended header has no valid size", offset)
             size = int(pax[b"size"])
         return name.decode("utf-8", "surrogateescape"), size
 
-    def _fail(self, what: str, offset: int | None = None, member: str | None = None) -> NoReturn:
-        where = self._offset if offset is None else offset
-        raise ShardError(
-            f"corrupt tar: {what}",
-            shard=self._shard,
-            member=member or _text(self._last),
-            offset=where,
-        )
-
-
-def safe_name(name: str, shard: str, offset: int) -> str:
-    """Return a member's name without a leading ``./``, if it leads to a place in the directory of unpacking."""
-    while name.startswith("./"):
-        name = name[2:]
-    # Both separators: the name may be unpacked on Windows.
-    if (
-        name[:1] in ("", "/", "\\")
-        or _DRIVE.match(name)
-        or "\0" in name
-        or (".." in name and ".." in re.split(r"[/\\]", name))
-    ):
-        what = "unsafe tar: the name leads outside the archive"
-        raise UnsafeMemberError(what, shard=shard, member=name, offset=offset)
-    return name
-
-
-def parse_number(field: bytes) -> int | None:
-    """Parse octal digits, or, with the first bit set, base 256 (GNU); None if invalid."""
-    if field[0] & 0x80:
-        return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
-    digits = field.rstrip(b"\0 ").lstrip(b" ")
-    try:
-        return int(digits, 8) if digits else 0
-    except ValueError:
-        return None
-
-
-def checksum_holds(header: bytes, field: bytes) -> bool:
-    """Whether the bytes of a header, with blanks for the checksum field, add up to the number in that field."""
-    expected = sum_with_checksum_field(field)
-    if expected < 0:
-        return False
-    # Adler-32 from 0 has in its lower half the sum modulo 65,521: 0.3 µs where `sum` takes 3. Sums
-    # that differ by the modulus need a header in which no byte is right.
-    if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
-        return True
-    # Historic implementations add signed characters.
-    return sum(byte - 256 if byte > 127 else byte for byte in header) == expected
-
-
-@functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
-def sum_with_checksum_field(field: bytes) -> int:
-    """The sum of all bytes of a header whose checksum field is right; -1 if the field holds no number."""
-    expected = parse_number(field)
-    return -1 if expected is None else expected + sum(field) - _BLANKS
-
-
-def split_name(name: str) -> tuple[str, str] | None:
-    """Key and field of a member's name; None if the file name has no dot or starts with one.
-
-    WebDataset's rule: the key is the path up to the first dot of the file name, the field the rest.
-
-    Example:
-        >>> split_name("train.v1/0001.seg.PNG")
-        ('train.v1/0001', 'seg.png')
-        >>> split_name("README")
-    """
-    folder, slash, file = name.rpartition("/")
-    stem, _, field = file.partition(".")
-    return (folder + slash + stem, field.lower()) if stem and field else None
-
-
-class TarSamples(TarParser, Decoder):
-    """Decoder of one archive: yields its samples as dicts; consecutive members with the same key are one.
-
-    Every sample must have `fields`, and may have others, which are not read; without them, unless
-    `uniform` is False, exactly the fields of the archive's first. A position is after the last
-    complete sample, with the fields that all samples must have.
-    """
-
-    format, ending = "tar", bytes(2 * TAR_BLOCK)
-
-    def __init__(
-        self,
-        shard: str,
-        *,
-        fields: Collection[str] | None = None,
-        uniform: bool,
-        member_limit: int = MEMBER_LIMIT,
-    ) -> None:
-        self._required = None if fields is None else frozenset(fields)
-        self._selected = self._required
-        super().__init__(shard, member_limit=member_limit)
-        self._exact = fields is None and uniform
-        self._key: bytes | None = (
-            None  # of the current sample, as in the archive; None before the first
-        )
-        self._contents: dict[
-            str, Any
-        ] = {}  # of its members, by field; None of those that are not wanted
-        self._names: dict[
-            bytes, str
-        ] = {}  # fields by what comes after the key in headers, with the zeros
-        self._latest: tuple[bytes, int] = b"", 0  # name and offset of its latest member
-        self._end = 0  # of that member
-        self._seen: set[bytes] = set()
-        self._others = 0  # members that belong to no sample
-        self._broken: ShardError | None = None  # why the current sample cannot be given
-
-    def feed(self, data: Buffer) -> Iterator[Any]:
-        for found in self.members(data):
-            if type(found) is not Member:
-                yield found
-            elif (split := split_name(found.name)) is None and found.error is None:
-                self._others += 1
-            else:
-                stem, field = split or (found.name, "")
-                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
-                if (
-                    key != self._key
-                    and (sample := self._begin(key, name, found.offset)) is not None
-                ):
-                    yield sample
-                if field in self._contents:
-                    what = f"sample {_text(key)!r} has field {field!r} twice"
-                    self._broken = self._error(what, name, found.offset)
-                self._contents[field] = found.data
-                self._latest = name, found.offset
-                self._broken = self._broken or found.error
-                self._end = found.end
-
-    def position(self) -> State:
-        learned = sorted(self._required) if self._exact and self._required is not None else None
-        return {"offset": self.complete, "fields": learned}
-
-    def restore(self, position: State) -> None:
-        self.complete = self._end = self._offset = position["offset"]
-        learned = position.get("fields")
-        if self._exact and learned is not None:
-            self._required = frozenset(learned)
-        if self._offset:
-            self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
-
-    def finish(self) -> Iterator[Any]:
-        self.check_end()
-        if self._others and not self._seen:
-            what = f"none of its {self._others} files has a name with an extension, so it has no samples"
-            raise ShardError(what, shard=self._shard)
-        if self._contents:
-            yield self._take()
-
     def _plain(self, view: memoryview, begin: int) -> Iterator[Any]:
-        """Fast path: the samples of files without extended headers within `view`, up to the first other member.
+        """Yield samples by the fast path, while members are plain.
 
-        Nearly all members are such; the general path, which is slower, judges all others.
+        Nearly all members are plain: files within `view`, without extended headers. The general
+        path is slower, and judges all other members.
+
+        Args:
+            view: the next bytes of the archive.
+            begin: position of `view` in the archive.
         """
         limit, names, key = self._member_limit, self._names, self._key
-        selected, contents, offset, end = (
-            self._selected,
-            self._contents,
-            self._offset,
-            begin + len(view),
-        )
+        selected, contents = self._selected, self._contents
+        offset, end = self._offset, begin + len(view)
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
             name, digits, size_end, checksum, kind, prefix = _PLAIN.unpack_from(view, position)
@@ -490,12 +372,8 @@ class TarSamples(TarParser, Decoder):
             if selected is None or field in selected:
                 content = bytes(view[start : start + size])
             contents[field] = content
-            self._last, self._latest, self._offset, self._end = (
-                name,
-                (name, offset),
-                following,
-                following,
-            )
+            self._last, self._latest = name, (offset, name)
+            self._offset = self._end = following
             offset = following
 
     def _is_wanted(self, name: str) -> bool:
@@ -503,17 +381,17 @@ class TarSamples(TarParser, Decoder):
         return split is not None and (self._selected is None or split[1] in self._selected)
 
     def _begin(self, key: bytes, name: bytes, offset: int) -> Any:
-        """Begin a sample with a member; the sample before it, if there is one."""
+        """Begin a sample with a member; return the sample before."""
         complete = self._take() if self._contents else None
         if key in self._seen:
             what = f"sample {_text(key)!r} appears again; members of one sample must be consecutive"
-            raise self._error(what, name, offset)
+            raise self._error(what, offset, name)
         self._seen.add(key)
         self._key, self._contents = key, {}
         return complete
 
     def _take(self) -> Any:
-        """The current sample as complete, or its error if it lacks a field, or has one too many."""
+        """End the current sample; return the sample or an error."""
         key, contents, required = _text(self._key), self._contents, self._required
         broken, self._broken = self._broken, None
         self.complete, self._key, self._contents = self._end, None, {}
@@ -527,23 +405,111 @@ class TarSamples(TarParser, Decoder):
             if missing or extra:
                 listed = ", ".join(sorted(map(repr, missing or extra)))
                 what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
-                remedy = (
-                    "; if that is intended, give fields=[...] or uniform=False"
-                    if self._exact
-                    else ""
-                )
-                return BadRecord(self._error(f"sample {key!r} {what}{remedy}", *self._latest))
+                if self._exact:
+                    what += "; if that is intended, give fields=[...] or uniform=False"
+                return BadRecord(self._error(f"sample {key!r} {what}", *self._latest))
             contents = {
                 field: content for field, content in contents.items() if content is not None
             }
         return {"__key__": key, "__url__": self._shard, **contents}
 
-    def _error(self, what: str, name: bytes, offset: int) -> ShardError:
-        return ShardError(what, shard=self._shard, member=_text(name), offset=offset)
+    def _error(
+        self,
+        what: str,
+        offset: int | None = None,
+        member: str | bytes | None = None,
+        kind: type[ShardError] = ShardError,
+    ) -> ShardError:
+        """Return an error at a place; by default at the next byte."""
+        where = self._offset if offset is None else offset
+        return kind(what, shard=self._shard, member=_text(member or self._last), offset=where)
+
+
+def safe_name(name: str, shard: str, offset: int) -> str:
+    """Return a safe name, without a leading ``./``.
+
+    Raises:
+        UnsafeMemberError: the name leads outside the directory where the archive is unpacked.
+    """
+    while name.startswith("./"):
+        name = name[2:]
+    # Both separators: the name may be unpacked on Windows.
+    if (
+        name[:1] in ("", "/", "\\")
+        or _DRIVE.match(name)
+        or "\0" in name
+        or (".." in name and ".." in re.split(r"[/\\]", name))
+    ):
+        what = "unsafe tar: the name leads outside the archive"
+        raise UnsafeMemberError(what, shard=shard, member=name, offset=offset)
+    return name
+
+
+def parse_number(field: bytes) -> int | None:
+    """Parse octal digits, or base 256 if the first bit is set (GNU).
+
+    None if the number is invalid.
+    """
+    if field[0] & 0x80:
+        return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
+    digits = field.rstrip(b"\0 ").lstrip(b" ")
+    try:
+        return int(digits, 8) if digits else 0
+    except ValueError:
+        return None
+
+
+def checksum_holds(header: bytes, field: bytes) -> bool:
+    """Return whether the checksum of a header is right.
+
+    The sum is made with blanks in the checksum field.
+    """
+    expected = sum_with_checksum_field(field)
+    if expected < 0:
+        return False
+    # The lower half of Adler-32 from 0 is the sum modulo 65,521: 0.3 µs, and 3 µs with `sum`. Two
+    # sums that differ by the modulus need a header without a right byte.
+    if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
+        return True
+    # Historic implementations add signed characters.
+    return sum(byte - 256 if byte > 127 else byte for byte in header) == expected
+
+
+@functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
+def sum_with_checksum_field(field: bytes) -> int:
+    """Return the sum of all bytes of a header with a right checksum.
+
+    The checksum counts blanks in place of the field. -1 if the field has no number.
+    """
+    expected = parse_number(field)
+    return -1 if expected is None else expected + sum(field) - _BLANKS
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Split the name of a member into key and field.
+
+    WebDataset's rule: the key is the path up to the first dot of the file name. The rest is the
+    field. None if the file name has no dot, or starts with a dot.
+
+    Example:
+        >>> split_name("train.v1/0001.seg.PNG")
+        ('train.v1/0001', 'seg.png')
+        >>> split_name("README")
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, _, field = file.partition(".")
+    return (folder + slash + stem, field.lower()) if stem and field else None
 
 
 def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
-    """The field by what a header has after the key and a dot, kept in `names`; None if the name needs a closer look."""
+    """Return the field of a name in a header, or None.
+
+    None: the fast path cannot judge the name. The field is kept in `names`.
+
+    Args:
+        rest: the bytes after the key and a dot.
+        names: fields by these bytes.
+    """
     if (match := _PLAIN_FIELD.match(rest)) is None:
         return None
     field = match[1].decode("utf-8", "surrogateescape").lower()
@@ -555,7 +521,10 @@ def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
 def plain_sample(
     data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
 ) -> dict[str, Any] | None:
-    """The sample of the bytes of plain members; None if `TarSamples` has to judge the bytes."""
+    """Make a sample of plain members, or return None.
+
+    None: `TarSamples` has to judge the bytes.
+    """
     sample: dict[str, Any] = {"__key__": "", "__url__": shard}
     prefix = b""  # of all names: the key and a dot
     position, end = 0, len(data)
@@ -597,8 +566,7 @@ def plain_sample(
 
 
 def _text(name: str | bytes | None) -> Any:
-    return (
-        name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-        if isinstance(name, bytes)
-        else name
-    )
+    """Return a name as text, without the zeros of a header."""
+    if not isinstance(name, bytes):
+        return name
+    return name.partition(b"\0")[0].decode("utf-8", "surrogateescape")

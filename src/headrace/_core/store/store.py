@@ -195,7 +195,7 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    @property
+    @cached_property
     def url(self) -> str:
         """URL without user name, password and query string."""
         return redact_url(self._url)

@@ -16,6 +16,7 @@ from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
+from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -36,6 +37,7 @@ __all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShard
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries
 _UNKNOWN = bytes(NAME_SIZE)
+CACHE_BLOCK = 64 << 10  # bytes; at most `LARGEST_GAP`, so that requests of one plan share no block
 _ASKED = 256  # samples whose bytes decide on the sizes of blocks
 
 
@@ -130,7 +132,12 @@ class Cacheable(AsyncDataset[T_co]):
                 f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes "
                 f"returns, and makes samples of it with sample_of. Define sample_of instead of aget."
             )
-        return CachedDataset(self, DiskCache(folder, max_bytes), version)
+        # A subclass may change in `read_bytes` what the ranges have.
+        reads: Any = type(self).read_bytes
+        joined = capabilities(self).ranges and reads is RangedDataset.read_bytes
+        kind: Any = CachedShards if joined else CachedDataset
+        cached: CachedDataset[T_co] = kind(self, DiskCache(folder, max_bytes), version)
+        return cached
 
 
 class CachedDataset(AsyncDataset[T_co]):
@@ -156,24 +163,11 @@ class CachedDataset(AsyncDataset[T_co]):
             raise ValueError(
                 f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster"
             )
-        self.dataset: RangedShards[T_co] = dataset  # type: ignore[assignment]  # or only `Cacheable`
-        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have
-        # changed.
-        reads: object = type(dataset).read_bytes
-        self._joined = capabilities(dataset).ranges and reads is RangedDataset.read_bytes
-        # the methods of a `RangedDataset`; `read_range` reads from the store, not from the cache
-        if self._joined:
-            self.ranges = self.dataset.ranges
-            self.read_range = self.dataset.read_range
-            self.sample_of = self.dataset.sample_of
-            self.samples_of = self.dataset.samples_of
+        self.dataset = dataset
         self._cache = cache
         self._version = version
         self._classes = getattr(dataset, "_classes", None)
         self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
-        # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is
-        # computed once.
-        self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dataset, self._cache, self._version)
@@ -196,30 +190,42 @@ class CachedDataset(AsyncDataset[T_co]):
                 Exception
             ):  # fresh bytes will show whether the cache was at fault
                 return dataset.sample_of(index, data)
-            self._cache.discard(name)
+            self._cache.discard([name])
         try:
             data = await dataset.read_bytes(index)
             sample = dataset.sample_of(index, data)
         except ShardError:  # perhaps damaged in transit: read once more
             data = await dataset.read_bytes(index)
             sample = dataset.sample_of(index, data)
-        await self.cache_reads([index], [data])
+        # Before the sample is given: the last sample of an epoch is cached too.
+        await self._cache.write([name], [data])
         return sample
 
+    @functools.cached_property
+    def _names(self) -> memoryview:
+        """The names of entries, 0 for names that are not known yet.
+
+        A name takes 5 to 40 µs, and a sample some 30 µs in each epoch: a name is computed once.
+        """
+        return memoryview(np.zeros(NAME_SIZE * len(self), np.uint8))  # type: ignore[arg-type]
+
     def _name(self, index: int) -> bytes:
-        """The entry's name, empty if the sample has no bytes."""
+        """Return the name of a sample's entry, empty if the sample has no bytes."""
         offset = NAME_SIZE * index
         name = bytes(self._names[offset : offset + NAME_SIZE]) if index >= 0 else _UNKNOWN
         if name == _UNKNOWN or not name:
             extent = self.dataset.extent(index)
             if extent.length == 0:
                 return b""
-            digest = self._hash.copy()
-            digest.update(ascii(tuple(extent)).encode())
-            name = digest.digest()
+            name = self._name_of(extent)
             offset %= len(self._names)
             self._names[offset : offset + NAME_SIZE] = name
         return name
+
+    def _name_of(self, extent: Extent) -> bytes:
+        digest = self._hash.copy()
+        digest.update(ascii(tuple(extent)).encode())
+        return digest.digest()
 
     def sample_key(self, index: int) -> str | None:
         """The dataset's name of the sample."""
@@ -230,23 +236,77 @@ class CachedDataset(AsyncDataset[T_co]):
         self._cache.begin_epoch()
         propagate_epoch(self.dataset, epoch)
 
-    def _capabilities(self) -> Capabilities:
-        joined = self._joined
-        return Capabilities(aget=True, ranges=joined, cached_reads=joined)
-
     @property
     def blocks(self) -> Blocks | None:
         """The dataset's blocks."""
         return blocks_of(self.dataset)
 
-    async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
-        """Read from the disk."""
-        return await self._cache.read_many([*map(self._name, indices)])
 
-    async def cache_reads(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
-        """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
-        self._cache.counts().cache_misses += len(indices)
-        await self._cache.write([*map(self._name, indices)], views)
+class CachedShards(CachedDataset[T_co]):
+    """Samples of shards whose bytes are cached in blocks.
+
+    A block is the bytes of a shard between two multiples of `CACHE_BLOCK`. Datasets of the same
+    shards share blocks.
+    """
+
+    dataset: RangedShards[T_co]
+
+    def __init__(
+        self, dataset: RangedShards[T_co], cache: DiskCache, version: str | int | None = None
+    ) -> None:
+        super().__init__(dataset, cache, version)
+        self.ranges, self.sample_of = dataset.ranges, dataset.sample_of
+        self.samples_of = dataset.samples_of
+        self._shards: dict[int, bytes] = {}  # the part of names that the blocks of a shard share
+
+    def _capabilities(self) -> Capabilities:
+        return Capabilities(aget=True, ranges=True)
+
+    async def aget(self, index: int) -> T_co:
+        """Read the sample at `index` from cached blocks; missing blocks are fetched."""
+        number, start, stop = self.dataset.range(index)
+        data = memoryview(b"")
+        if stop > start:
+            data = await self.read_range(number, start, stop, index=index)
+        try:
+            return self.sample_of(index, data)
+        except Exception:  # fresh bytes show whether the cache was at fault
+            sample: T_co = await self.dataset.aget(index)
+        self._cache.discard(self._blocks(number, start, stop))
+        await self.read_range(number, start, stop)  # so that other processes find fresh blocks
+        return sample
+
+    def _blocks(self, number: int, start: int, stop: int) -> list[bytes]:
+        """Return the names of the blocks that have some bytes of a shard."""
+        if (shard := self._shards.get(number)) is None:
+            extent = self.dataset.extent_of(number, 0, self.dataset.shard_size(number))
+            shard = self._shards[number] = self._name_of(extent)[4:]
+        blocks = range(start // CACHE_BLOCK, -(-stop // CACHE_BLOCK))
+        return [block.to_bytes(4, "little") + shard for block in blocks]
+
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
+        """Read bytes of a shard from cached blocks; missing blocks are fetched."""
+        names = self._blocks(number, start, stop)
+        views: Any = await self._cache.read_many(names)
+        missing = [place for place, view in enumerate(views) if view is None]
+        begin = start % CACHE_BLOCK
+        if not missing:
+            data = views[0].obj
+        else:
+            starts = np.array(missing) * CACHE_BLOCK + (start - begin)
+            stops = np.minimum(starts + CACHE_BLOCK, self.dataset.shard_size(number))
+            wanted = Ranges(np.full_like(starts, number), starts, stops)
+            read = functools.partial(self.dataset.read_range, index=index)
+            fetched = await read_ranges(wanted, read, largest=1 << 40)
+            if [*map(len, fetched)] != (stops - starts).tolist():
+                raise ValueError("read_range gave another number of bytes than were asked for")
+            for place, view in zip(missing, fetched, strict=True):
+                views[place] = view
+            data = b"".join(views)
+            await self._cache.write([names[place] for place in missing], fetched)
+        return memoryview(data)[begin : begin + stop - start].toreadonly()
 
 
 class IndexedShards(AsyncDataset[T_co]):
@@ -343,10 +403,17 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
 
     def extent(self, index: int) -> Extent:
         """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
-        number, start, stop = self.range(index)
+        return self.extent_of(*self.range(index))
+
+    def extent_of(self, number: int, start: int, stop: int) -> Extent:
+        """Return bytes of the shard with that number as an extent."""
         shard = self._shards[number]
         version = None if shard.head is None else shard.head.version
         return Extent(shard.store.store_id, shard.key, version, start, stop - start)
+
+    def shard_size(self, number: int) -> int:
+        """Return the number of bytes that `read_range` can read of a shard."""
+        return self._shards[number].size
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None

@@ -98,6 +98,12 @@ class IndexedDataset(RangedShards[T_co]):
         size = -(-len(self) // max(len(rows), parts // PARTS_IN_BLOCK))
         return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
+    def shard_size(self, number: int) -> int:
+        """Return the number of bytes of a shard, unpacked if the shard is compressed."""
+        if not self._compressed[number]:
+            return super().shard_size(number)
+        return self._index.shards[self._numbers[number]].end
+
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:

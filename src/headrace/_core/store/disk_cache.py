@@ -7,7 +7,6 @@ docs/design/0011-the-disk-cache.md gives the reasons.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import re
@@ -21,7 +20,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +45,6 @@ _STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process
 
 Records = np.ndarray[Any, np.dtype[np.void]]
 
-GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
 RECENT = (
     1 << 16
 )  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
@@ -71,19 +68,30 @@ class _Segment:
 
     def new_records(self, number: int) -> Records:
         """The records that were appended since the last call; a torn one at the end is left for the next."""
-        with _opened(f"{self.path}.index") as descriptor:
-            data = _read(descriptor, self._consumed, os.fstat(descriptor).st_size - self._consumed)
+        opened = _opened(f"{self.path}.index")
+        with opened as descriptor, open(descriptor, "rb", closefd=False) as file:
+            file.seek(self._consumed)
+            data = file.read()
         if not self._consumed and data[: len(HEADER)] == HEADER:
             data, self._consumed = data[len(HEADER) :], len(HEADER)
         count = len(data) // RECORD.itemsize if self._consumed else 0
         self._consumed += count * RECORD.itemsize
         records = np.frombuffer(data, RECORD, count).copy()
         records["segment"] = number
+        size = os.lstat(f"{self.path}.data").st_size
+        starts, lengths = records["start"], records["length"]
+        # A damaged length may be more than the memory. Without bytes the checksum is wrong.
+        lengths[(starts > size) | (lengths > size - starts)] = 0
         return records
 
-    def read(self, start: int, length: int) -> bytes:
+    def read_into(self, start: int, view: memoryview) -> bool:
+        """Read data to fill a view; returns False if the file is too short."""
+        done = -1
         with _opened(f"{self.path}.data") as descriptor:
-            return _read(descriptor, start, length)
+            while view and done:
+                done = os.preadv(descriptor, [view], start)  # at most 2 GiB
+                start, view = start + done, view[done:]
+        return not view
 
 
 @contextmanager
@@ -93,18 +101,6 @@ def _opened(path: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Read bytes; none if the file, of any kind, does not have them."""
-    if length < 0 or start + length > os.fstat(descriptor).st_size:  # a damaged record
-        return b""
-    data = os.pread(descriptor, length, start)
-    while len(data) < length and (
-        more := os.pread(descriptor, length - len(data), start + len(data))
-    ):
-        data += more  # one call reads at most 2 GiB
-    return data
 
 
 class _Entry(NamedTuple):
@@ -177,7 +173,11 @@ class DiskCache:
         self._next_refresh, self._writable = 0.0, True
 
     async def read_many(self, names: Sequence[bytes]) -> list[memoryview | None]:
-        """The bytes of those entries that are cached, None for the others and for empty names."""
+        """Read entries into one buffer, in order.
+
+        Returns:
+            A view of each entry, None for entries that are not cached, and for empty names.
+        """
         if self._pid != os.getpid():  # after a fork
             self._reset()
         entries = [self._find(name) for name in names]
@@ -185,27 +185,22 @@ class DiskCache:
             await run_blocking(self._refresh)
             entries = [self._find(name) for name in names]
         there = [entry for entry in entries if entry is not None]
-        groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
-        reads = [run_blocking(list, map(_read_entry, group)) for group in groups]
-        views = chain.from_iterable(
-            [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
-        )
+        views = iter(await run_blocking(_read_entries, there) if there else ())
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
         counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
         return found
 
-    def discard(self, name: bytes) -> None:
-        """Forget an entry whose bytes, as `read_many` gave them, make no sample."""
-        entry, counts = self._find(name), self.counts()
-        if entry is not None:
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Forget entries with bytes that make no sample, though their checksums are right."""
+        for entry in filter(None, map(self._find, names)):
             entry.states[entry.slot] = _DEAD
-        counts.cache_hits -= 1
-        counts.cache_damaged += 1
+            self.counts().cache_damaged += 1
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Append entries, unless the disk was found full or read-only in this epoch."""
+        self.counts().cache_misses += len(names)
         if not self._writable:
             return
         try:
@@ -350,19 +345,29 @@ class DiskCache:
         return found
 
 
-def _read_entry(entry: _Entry) -> memoryview | None:
-    """An entry's bytes, verified at the first read; None if they are damaged, or cannot be read."""
-    name, segment, start, length, crc, states, slot = entry
-    try:
-        data = segment.read(start, length)
-    except OSError:  # evicted, or an I/O error of the disk: fetch from the store instead
-        states[slot] = _GONE
-        return None
-    if len(data) != length or (states[slot] != _VALID and _checksum(name, start, data) != crc):
-        states[slot] = _DEAD
-        return None
-    states[slot] = _VALID
-    return memoryview(data)
+def _read_entries(entries: Sequence[_Entry]) -> list[memoryview | None]:
+    """Read entries into one buffer.
+
+    A checksum is verified at the first read.
+
+    Returns:
+        A view of each entry, None if the entry is damaged or cannot be read.
+    """
+    buffer = memoryview(np.empty(sum(entry.length for entry in entries), np.uint8))
+    views: list[memoryview | None] = []
+    end = 0
+    for name, segment, start, length, crc, states, slot in entries:
+        data = buffer[end : end + length]
+        end += length
+        try:
+            complete = segment.read_into(start, data)
+        except OSError:  # evicted, or an I/O error of the disk: fetch from the store instead
+            states[slot] = _GONE
+        else:
+            valid = states[slot] == _VALID or _checksum(name, start, data) == crc
+            states[slot] = _VALID if complete and valid else _DEAD
+        views.append(data.toreadonly() if states[slot] == _VALID else None)
+    return views
 
 
 def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:

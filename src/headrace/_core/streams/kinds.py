@@ -48,7 +48,6 @@ class Capabilities(NamedTuple):
     agets: bool = False
     # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
     ranges: bool = False
-    cached_reads: bool = False  # byte ranges may be on a local disk; see `CachedDataset`
     aiter: bool = False
 
 

@@ -265,9 +265,9 @@ class RequestCounts:
         timed_out: requests without a byte within the time-out.
         hedges: fetches started a second time.
         hedges_won: hedges that were the first to finish.
-        cache_hits: samples read from a disk cache.
-        cache_misses: samples fetched for a disk cache.
-        cache_damaged: damaged samples of a cache, which were fetched again.
+        cache_hits: objects, or blocks of shards, read from a disk cache.
+        cache_misses: objects, or blocks of shards, fetched for a disk cache.
+        cache_damaged: damaged objects or blocks of a cache, which were fetched again.
     """
 
     requests: int = 0

@@ -102,7 +102,7 @@ class IndexedDataset(RangedShards[T_co]):
         """Return the number of bytes of a shard, unpacked if the shard is compressed."""
         if not self._compressed[number]:
             return super().shard_size(number)
-        return self._index.shards[self._numbers[number]].end
+        return int(self._index.shards[self._numbers[number]].end)
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None

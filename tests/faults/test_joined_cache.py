@@ -172,6 +172,37 @@ def test_processes_that_read_the_same_windows_have_them_all(forks, server, folde
     assert sum(misses) == 0
 
 
+def test_datasets_of_one_shard_share_blocks_and_a_replaced_shard_has_others(folder):
+    with ObjectServer({"0.bin": TOKENS.tobytes()}) as server:
+        assert epoch(windows(server).cache(folder))[0] == rows_of(range(COUNT))
+        store = hr.Store(server.url, options=server.store_options)
+        other = hr.TokenDataset(f"{server.url}/0.bin", seq_len=25, stride=7, store=store)
+        server.misbehave()
+        cached = other.cache(folder)
+        for index in (0, 3, len(other) - 1):
+            assert cached[index].tolist() == TOKENS[7 * index : 7 * index + 25].tolist()
+        assert server.seen() == []
+        server.put("0.bin", TOKENS[::-1].tobytes())
+        assert epoch(windows(server).cache(folder))[0] == TOKENS[::-1].reshape(-1, WINDOW).tolist()
+        # The replaced version is still in the cache, and only there.
+        assert cached[1].tolist() == TOKENS[7:32].tolist()
+        with pytest.raises(hr.errors.ObjectChangedError):
+            other[1]
+
+
+def test_range_after_the_end_of_a_shard_is_an_error(server, folder):
+    class Longer(hr.TokenDataset):
+        def ranges(self, indices):
+            found = super().ranges(indices)
+            return found._replace(stops=found.stops + 100)
+
+    url, store = f"{server.url}/0.bin", hr.Store(server.url, options=server.store_options)
+    longer = Longer(url, seq_len=WINDOW, store=store)
+    for dataset in (longer, longer.cache(folder)):
+        with pytest.raises(hr.errors.StoreError):
+            dataset[COUNT - 1]
+
+
 # Faults
 
 

@@ -264,9 +264,8 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
             for start in sorted({1, max(1, by_rate[0])}):
                 with make(num_workers="auto") as loader:
-                    loader._control.search.number = (
-                        start  # as by a state in which the number was found
-                    )
+                    # as by a state in which the number was found
+                    loader._control.search.number = start
                     reading = read(loader, step, arguments.seconds, arguments.seconds / 2)
                 assert {reading.digest} == {each.digest for each in found.values()}, (
                     f"{case}: batches differ"

@@ -28,9 +28,8 @@ import headrace as hr
 SHAPE = (3, 224, 224)
 BATCH = 64
 IMAGES = 16  # different ones in memory
-TORCH_SHARE = (
-    4  # torch is given a quarter of the batches: its rate does not depend on how many there are
-)
+# torch is given a quarter of the batches: its rate does not depend on how many there are
+TORCH_SHARE = 4
 
 LIMIT, HEADRACE, TORCH = "warm memcpy", "headrace", "torch"
 HERE, TORCH_HERE = "headrace, without workers", "torch, without workers"
@@ -79,9 +78,8 @@ class Reader:
     """Reads epochs, and knows what must come."""
 
     def __init__(self, images: torch.Tensor) -> None:
-        self.expected = torch.stack(
-            [images[index % IMAGES] for index in range(BATCH)]
-        )  # every batch holds the same
+        # every batch holds the same
+        self.expected = torch.stack([images[index % IMAGES] for index in range(BATCH)])
         self.ends = self.expected[0, 0, 0, 0].item(), self.expected[-1, -1, -1, -1].item()
 
     def __call__(self, loader: Any, batches: int) -> float:

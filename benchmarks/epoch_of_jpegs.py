@@ -291,9 +291,8 @@ class Run:
         if words in found or time.monotonic() > self.stop:
             return
         try:
-            found[words] = round(
-                self.one(job, name, setting, epochs=3)["rate"]
-            )  # one request in 1,000 stalls
+            # one request in 1,000 stalls
+            found[words] = round(self.one(job, name, setting, epochs=3)["rate"])
         except Failed as error:
             found[words] = str(error)
         print(f"{name} {words}: {found[words]}", flush=True)
@@ -437,7 +436,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # which ends the stores too
+    # which ends the stores too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

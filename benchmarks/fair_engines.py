@@ -84,9 +84,8 @@ def read(
     order = Cycle(rank, of)
     batches: list[tuple[int, float]] = []
     processes: set[int] = set()
-    ended: set[int] = (
-        set()
-    )  # batches of other engines, which were made in time, may be delivered after one that was not
+    # batches of other engines, which were made in time, may be delivered after one that was not
+    ended: set[int] = set()
     with hr.DataLoader(
         objects,
         BATCH,

@@ -219,9 +219,8 @@ def litdata(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Ba
 @functools.cache
 def import_mosaic() -> tuple[Any, Any]:
     """The module, also where torch has no CUDA and PyPI's torchvision, which it imports, is built for it."""
-    torchvision_operators = runpy.run_path(
-        str(TORCHVISION_OPERATORS)
-    )  # kept: they are declared as long as it lives
+    # kept: they are declared as long as it lives
+    torchvision_operators = runpy.run_path(str(TORCHVISION_OPERATORS))
     import streaming
 
     return streaming, torchvision_operators

@@ -40,9 +40,8 @@ PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)
 SMALL = 114
 PLACES = 64  # where each tensor is looked at
 WARM = 5  # steps of each round that do not count: the pipeline fills
-LIMIT = (
-    8 * 60
-)  # seconds behind which no further comparison begins, so that all ends within ten minutes
+# seconds behind which no further comparison begins, so that all ends within ten minutes
+LIMIT = 8 * 60
 RESIDENT, HEADRACE, TORCH, BY_HAND = "resident", "headrace", "torch, pin_memory", "torch, by hand"
 
 Batch = list[torch.Tensor]
@@ -182,9 +181,8 @@ class Bench:
                 except RuntimeError as error:
                     if not name.startswith("torch"):
                         raise
-                    absent[name] = (
-                        f"failed: {str(error).splitlines()[0]}"  # little /dev/shm, for one
-                    )
+                    # little /dev/shm, for one
+                    absent[name] = f"failed: {str(error).splitlines()[0]}"
                 else:
                     runs[name] = run
             rounds = interleave(runs, rounds=self.rounds, unit="ms a step")

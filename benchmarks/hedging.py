@@ -28,9 +28,8 @@ from store import BUCKET, Store
 SIZE = 4_000
 LATENCY = 0.020
 STALLS = Fault("stall", share=0.02, seconds=1.0)
-FEW = (
-    960  # objects for those whom the stalls slow, and their like without: they take seconds for it
-)
+# objects for those whom the stalls slow, and their like without: they take seconds for it
+FEW = 960
 OURS, HEDGED = "headrace", "headrace, hedged, stalls"
 PEERS = {"torchdata.nodes": Setting(64), "torch, threads in workers": Setting(64, 2)}
 

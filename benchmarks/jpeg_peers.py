@@ -527,9 +527,8 @@ def timed(
     sums, labels, numbers = (
         torch.cat([batch[column] for batch in found]).numpy() for column in range(3)
     )
-    if (
-        not len(set(numbers.tolist())) == len(numbers) == job.images
-    ):  # an epoch may have a part of the images
+    # an epoch may have a part of the images
+    if not len(set(numbers.tolist())) == len(numbers) == job.images:
         raise RuntimeError(
             f"{len(numbers)} of {job.images} images came, or not each once: this run does not count"
         )

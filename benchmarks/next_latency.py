@@ -40,10 +40,8 @@ import headrace as hr
 BATCH = 256
 REST = 0.001  # seconds between two calls
 
-AHEAD, GROUP = (
-    6,
-    5,
-)  # batches that the bare process makes ahead, and requests that it is sent together, as a loader's
+# batches that the bare process makes ahead, and requests that it is sent together, as a loader's
+AHEAD, GROUP = (6, 5)
 
 QUEUE, TURN, SAMPLER, PROCESS = (
     "a queue's get()",

@@ -315,9 +315,8 @@ def main() -> None:
     }
     absent |= {"WebDataset": "reads tar shards, not objects: tar_stream.py"}
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # a thousand connections for each contestant
+    # a thousand connections for each contestant
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     settings = {
         name: each.settings[:1] if arguments.quick else each.settings

@@ -80,9 +80,8 @@ async def fetch_batches(
     async def fetch() -> None:
         nonlocal ready
         for number in numbers:
-            data = await get(
-                number
-            )  # before `ready` is looked up, which may be another list afterwards
+            # before `ready` is looked up, which may be another list afterwards
+            data = await get(number)
             ready.append(data)
             if len(ready) == BATCH:
                 batch, ready = ready, []
@@ -167,9 +166,8 @@ def torch_loader(
     dataset: Any, store: Store, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
 ) -> Iterator[Epoch]:
     """Torch's loader over a dataset, its workers started once."""
-    multiprocessing.set_forkserver_preload(
-        ["torch", "obstore.store"]
-    )  # otherwise each worker imports them, which takes seconds
+    # otherwise each worker imports them, which takes seconds
+    multiprocessing.set_forkserver_preload(["torch", "obstore.store"])
     warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
     loader = torch.utils.data.DataLoader(
         dataset,

@@ -47,11 +47,8 @@ BLOCK = 256  # windows: 1 MiB
 POOL = 32  # blocks at once
 SPAN = 8 * 2**20  # bytes, of the sequential limit's requests
 CONCURRENCY = 8  # requests that everybody has in flight
-LINKS = (
-    100,
-    200,
-    400,
-)  # MB/s; clouds give a machine of two cores 60 to 160 for as long as it likes, and 1,250 in bursts
+# MB/s; clouds give a machine of two cores 60 to 160 for as long as it likes, and 1,250 in bursts
+LINKS = (100, 200, 400)
 
 
 def shard(number: int) -> bytes:
@@ -278,13 +275,11 @@ def main() -> None:
     arguments.add_argument(
         "--links", type=int, nargs="*", default=LINKS, help="MB/s of the links that are tried"
     )
-    arguments.add_argument(
-        "--within", type=int, help=argparse.SUPPRESS
-    )  # the MB/s of the link that loopback now is
+    # the MB/s of the link that loopback now is
+    arguments.add_argument("--within", type=int, help=argparse.SUPPRESS)
     given = parse_arguments(arguments, rounds=1, shards=1, links=[400])
-    torch.set_num_threads(
-        1
-    )  # the sums that check a batch are small: OpenMP's second thread would only spin for them
+    # the sums that check a batch are small: OpenMP's second thread would only spin for them
+    torch.set_num_threads(1)
     if given.within:
         compare(f"a store behind {given.within} MB/s", given.rounds, given.shards, 0.9)
         return

@@ -145,9 +145,8 @@ class _Engine:
     workers: Servers
     held: int = 0
     unused: int = 0  # fetches with nothing to begin, at its last batch
-    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(
-        default_factory=deque
-    )  # of the event loop
+    # of the event loop
+    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(default_factory=deque)
     running: bool = False
     busy: float = 0.0  # seconds that the event loop has computed
     batches: deque[_Batch] = field(default_factory=deque)  # with reads that are not begun

@@ -25,9 +25,8 @@ __all__ = [
 ]
 
 GPUS, HOSTS, OBJECTS = 8, 64, 10**9
-LOOP_FULL = (
-    0.8  # CPU seconds a second of an engine's event loop: a quarter more engines than it computes
-)
+# CPU seconds a second of an engine's event loop: a quarter more engines than it computes
+LOOP_FULL = 0.8
 
 # Cited, in docs/benchmarks.md: Amazon's guide to the performance of S3.
 PREFIX_GETS = 5_500  # a second, of a partition
@@ -41,9 +40,8 @@ KEY_CPU = {"a listing": 3.3e-6, "a table": 1.0e-6}  # seconds of CPU a key
 KEY_BYTES, KEY_LENGTH = 96, 38  # of an object in memory, of which the key's own
 ENGINE_BYTES = 14e6
 KEY_START = 0.05e-6  # seconds until the first batch of engines in processes, a key
-KEY_COPIES = (
-    2  # with engines in processes, however many: the consumer's, and one that all of them map
-)
+# with engines in processes, however many: the consumer's, and one that all of them map
+KEY_COPIES = 2
 
 # Measured: engine_costs.py.
 BATCH_CPU = {  # seconds of the engine with its worker, and of the consumer

@@ -197,9 +197,8 @@ def _nginx(objects: Iterable[tuple[str, bytes]], latency: str) -> Iterator[tuple
             file = bucket / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
-            os.utime(
-                file, (number + 1, number + 1)
-            )  # nginx makes the entity tag of the time and the size
+            # nginx makes the entity tag of the time and the size
+            os.utime(file, (number + 1, number + 1))
             sizes[key] = len(data)
         for page in range(-(-len(sizes) // PAGE)):
             (pages / str(page)).write_text(_page(page, sizes))

@@ -105,9 +105,8 @@ def with_bare_obstore(
     async def run() -> float:
         kept: deque[bytes] = deque(maxlen=copies)
         began = time.perf_counter()
-        store = from_url(
-            url, client_options={"allow_http": True}
-        )  # 5 ms, which headrace's streams spend too
+        # 5 ms, which headrace's streams spend too
+        store = from_url(url, client_options={"allow_http": True})
         keys = iter([f"{number:04d}.tar" for number in range(shards)])
         received = 0
 

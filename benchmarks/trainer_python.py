@@ -82,9 +82,8 @@ def train(batches: Iterable[Any], expected: int) -> tuple[float, float]:
     """Milliseconds a step and milliseconds a burn, the first batch not counted."""
     marks, burns, seen = [], [], []
     for batch in batches:
-        seen.append(
-            batch.view(torch.int64)[:, ::LOOKED_AT].clone()
-        )  # what is checked afterwards: a few words of each
+        # what is checked afterwards: a few words of each
+        seen.append(batch.view(torch.int64)[:, ::LOOKED_AT].clone())
         burns.append(burn())
         marks.append(time.perf_counter())
     check(torch.cat(seen), expected)

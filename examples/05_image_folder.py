@@ -48,9 +48,8 @@ class LabelledPictures(Dataset):
     def __getitem__(self, index):
         file, label = self.rows[index]
         with Image.open(self.folder / file) as picture:
-            square = ImageOps.fit(
-                picture.convert("RGB"), (SIDE, SIDE)
-            )  # scaled, and cropped about the middle
+            # scaled, and cropped about the middle
+            square = ImageOps.fit(picture.convert("RGB"), (SIDE, SIDE))
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255
         return (pixels - MEAN) / DEVIATION, self.classes.index(label)
 

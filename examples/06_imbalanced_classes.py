@@ -54,9 +54,8 @@ def main():
     torch.manual_seed(7)
     training = Transactions(honest=4800, frauds=200, seed=1)
     unseen = Transactions(honest=4800, frauds=200, seed=2)
-    weights = (
-        1 / training.labels.bincount()[training.labels]
-    )  # of each sample: rarer class, larger weight
+    # of each sample: rarer class, larger weight
+    weights = 1 / training.labels.bincount()[training.labels]
     sampler = WeightedRandomSampler(weights, num_samples=len(training), replacement=True)
     loaders = {
         "shuffled": DataLoader(training, batch_size=100, shuffle=True, num_workers=2),

@@ -62,9 +62,8 @@ class BucketSampler(Sampler):
             for pool in pools
             for at in range(0, len(pool), self.batch_size)
         ]
-        return iter(
-            [batches[number] for number in torch.randperm(len(batches))]
-        )  # short and long ones mixed
+        # short and long ones mixed
+        return iter([batches[number] for number in torch.randperm(len(batches))])
 
 
 def show(name, loader):

@@ -74,10 +74,8 @@ def draw(panel, name):
     began = min(event["ts"] for event in events)
     begun, fetches, calls = {}, [], []
     for event in events:  # the end of each slice comes after its begin
-        key, at = (
-            (event["name"], event["id2"]["local"]),
-            (event["ts"] - began) / 1e3,
-        )  # in milliseconds
+        # in milliseconds
+        key, at = ((event["name"], event["id2"]["local"]), (event["ts"] - began) / 1e3)
         if event["ph"] == "b":
             begun[key] = at, event["args"]["batch"]
         elif event["name"] == "single fetch":

@@ -87,9 +87,8 @@ def train(loader, model, optimizer):
     """Train for an epoch; yields each step's loss."""
     for batch in loader:
         scores = model(batch["tokens"])
-        loss = torch.nn.functional.cross_entropy(
-            scores.flatten(0, 1), batch["labels"].flatten()
-        )  # the next tokens
+        # the next tokens
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

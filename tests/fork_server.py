@@ -44,9 +44,8 @@ def main() -> None:
         lambda record: not record.getMessage().startswith("Executing <")
     )
     gc.freeze()  # else each fork's collector goes through torch's objects, 0.3 s at its end alone
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # the processes that wait for forks are not waited for
+    # the processes that wait for forks are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv.pop())) as control:
         program, descriptors = serve(control)
     os.setsid()

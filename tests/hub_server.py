@@ -104,11 +104,8 @@ def serve_hub(commits):
     """A hub with the repository org/name: the files of each commit, and the commit of each branch."""
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Handler) for _ in range(2)]
     hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
-    hub.private_token, hub.gated, hub.throttled = (
-        None,
-        False,
-        0,
-    )  # how many of the next requests get 429
+    # how many of the next requests get 429
+    hub.private_token, hub.gated, hub.throttled = (None, False, 0)
     hub.page = PAGE  # from the start of a page to the next; 0 for the same page again
     hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     for server in servers:

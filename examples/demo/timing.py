@@ -126,9 +126,8 @@ class _Loader(Protocol):
 def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
     """Torch's loader with persistent workers, which are ended on exit."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "This DataLoader will create"
-        )  # more workers than cores: they mostly wait
+        # more workers than cores: they mostly wait
+        warnings.filterwarnings("ignore", "This DataLoader will create")
         loader: TorchDataLoader[Any] = TorchDataLoader(
             dataset, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0
         )

@@ -64,9 +64,8 @@ class Misbehaviour:
                 return await _overwrite(active, request, handle, functools.partial(self._put, key))
             try:
                 return await _FAULTS[kind](active, request, handle)
-            except (
-                ConnectionResetError
-            ):  # the client has gone; aiohttp would print a traceback for each request
+            except ConnectionResetError:
+                # the client has gone; aiohttp would print a traceback for each request
                 return web.Response()
 
         return answer
@@ -158,9 +157,8 @@ async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> we
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     await stream.write(body[: active.fault["at"]])
     if active.kind == "reset":
-        await asyncio.sleep(
-            0.02
-        )  # until the client has read the rest: a reset discards what it has not
+        # until the client has read the rest: a reset discards what it has not
+        await asyncio.sleep(0.02)
     _hang_up(request, reset=active.kind == "reset")
     return stream
 

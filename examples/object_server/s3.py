@@ -99,9 +99,8 @@ class Bucket:
         self._counts[method] += 1
         if stored is None:
             return _refuse(404, "NoSuchKey", "The specified key does not exist.", request)
-        return web.Response(
-            body=stored.data, headers=stored.common
-        )  # aiohttp leaves the body of a HEAD out
+        # aiohttp leaves the body of a HEAD out
+        return web.Response(body=stored.data, headers=stored.common)
 
     async def control(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle the parent's request: counters, or a change of latency."""
@@ -151,9 +150,8 @@ class Bucket:
         if request.query_string or "aws-chunked" in request.headers.get("Content-Encoding", ""):
             return _not_implemented(request)
         self._counts["PUT"] += 1
-        stored = self.put(
-            key, await request.content.read()
-        )  # not request.read(), which takes 1 MiB at most
+        # not request.read(), which takes 1 MiB at most
+        stored = self.put(key, await request.content.read())
         return web.Response(headers={"ETag": stored.etag})
 
     async def _list(self, request: web.BaseRequest) -> web.StreamResponse:

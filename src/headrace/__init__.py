@@ -7,7 +7,7 @@
 >>> [batch.tolist() for batch in hr.DataLoader(Squares(), batch_size=2)]
 [[0, 1], [4, 9]]
 
-Exceptions are in `headrace.errors`, the types of what loaders and datasets give in
+Exceptions are in `headrace.errors`. Types of results, for annotations and `isinstance`, are in
 `headrace.types`.
 """
 
@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
-# The public names, by the module that defines them. Importing torch takes seconds, and all of
-# headrace longer than torch's loader to its first batch: a name imports its own module, on first
-# use, and no other.
+# Public names, by defining module. Importing torch takes seconds. Importing all of headrace takes
+# longer than torch's loader takes to the first batch. So the first use of a name imports only the
+# module of this name.
 _NAMES = {
     "headrace._core.consumer.delivery": ("verify",),
     "headrace._core.error_policy": ("SkipErrors",),
@@ -152,5 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Not the internal modules, which importing them binds here too.
+    # The import system also binds internal modules here. `dir` shows public names only.
     return [*__all__, "__doc__", "__file__", "__name__", "__path__", "__spec__"]

@@ -1,4 +1,4 @@
-"""`python -m headrace`: the same as the command `headrace`."""
+"""Run the command `headrace` as `python -m headrace`."""
 
 import sys
 

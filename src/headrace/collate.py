@@ -1,4 +1,4 @@
-"""Collate functions: torch's default, extended for objects of stores."""
+"""Collate functions: torch's default, extended for bytes of stores."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ CollateFn = Callable[[Any], object]
 
 
 def default_collate(batch: Sequence[object]) -> Any:
-    """Put samples together to a batch: `torch.utils.data.default_collate`, which stacks tensors, arrays and numbers.
+    """Combine samples into a batch, as torch does.
 
-    Beyond torch it takes the fields of undecoded objects: `memoryview` stays a list, as `bytes`
-    does in torch, and a field that is None in every sample (no labels) stays None.
+    As `torch.utils.data.default_collate`, the function stacks tensors, arrays and numbers. In
+    addition, the function accepts undecoded objects: `memoryview` fields become a list, as `bytes`
+    fields do in torch. A field with None in every sample (no labels) stays None.
 
     Args:
-        batch: the samples; all of the same structure.
+        batch: the samples, all of the same structure.
 
     Returns:
         The same structure, each leaf with a leading dimension of ``len(batch)``.
 
     Raises:
-        TypeError: a leaf is of a type that cannot be put together.
-        RuntimeError: tensors of unequal shape.
+        TypeError: the type of a leaf cannot be collated.
+        RuntimeError: tensors have unequal shapes.
 
     Example:
         >>> default_collate([(1.0, b"a"), (2.0, b"b")])
@@ -52,12 +53,19 @@ def default_collate(batch: Sequence[object]) -> Any:
 
 
 def is_default(collate_fn: CollateFn) -> bool:
-    """Whether it is a default collate of torch or of this module, or one of `destined`; by identity."""
+    """Whether `collate_fn` is a default collate function.
+
+    The default functions are torch's function, the function of this module, and the variants of
+    both from `destined`. Functions are compared by identity.
+    """
     return any(collate_fn is default for pair in _DESTINED for default in pair)
 
 
 def stacks_tensors() -> bool:
-    """Whether the default collates put tensors together as torch does, and not by a function of the user's."""
+    """Whether the default collate functions stack tensors with torch's function.
+
+    False if a user has registered another function for tensors.
+    """
     return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
 
@@ -77,10 +85,10 @@ _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
 def collated(collate_fn: CollateFn, samples: Sequence[object], *, of_tables: bool) -> object:
-    """The batch that `collate_fn` makes of samples; a default collate need not copy the rows of a tensor.
+    """Return the batch made by `collate_fn` from samples.
 
-    With `of_tables`, samples that are tables of Arrow arrive as one table, but for ``list`` and
-    ``tuple``.
+    A default collate function gets the rows of a tensor without a copy. With `of_tables`, Arrow
+    tables are concatenated before `collate_fn` runs, unless `collate_fn` is ``list`` or ``tuple``.
     """
     if of_tables and collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
         return table if is_default(collate_fn) else collate_fn(table)
@@ -92,7 +100,10 @@ def collated(collate_fn: CollateFn, samples: Sequence[object], *, of_tables: boo
 
 
 def _as_table(samples: Sequence[object]) -> Any:
-    """One `pyarrow.Table` of samples that are tables; None if any is not."""
+    """Concatenate samples into a `pyarrow.Table`.
+
+    The result is None if any sample is not a table.
+    """
     if type(samples) is Rows:
         return samples.whole if samples.is_table else None
     if not samples or not is_table(samples[0]) or not all(map(is_table, samples)):
@@ -103,8 +114,11 @@ def _as_table(samples: Sequence[object]) -> Any:
 
 
 def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence[object]) -> None:
-    """Add a note to the error of a default collate: which sample differs from the first, and in which field."""
-    with contextlib.suppress(Exception):  # user code: the classes of samples
+    """Add a note with the odd sample to a collate error.
+
+    The note names the sample that differs from the first sample, and the field.
+    """
+    with contextlib.suppress(Exception):  # classes of samples are user code
         kinds = [
             {keystr(path): _kind(leaf) for path, leaf in tree_flatten_with_path(sample)[0]}
             for sample in samples
@@ -135,26 +149,29 @@ def _kind(leaf: Any) -> str:
 
 
 class Destination(Protocol):
-    """Memory that a batch may be made in, instead of the heap."""
+    """Memory for batches in place of the heap."""
 
     def empty(self, size: int) -> memoryview | None:
-        """`size` bytes of it, uninitialised; None if there are not as many."""
+        """Return `size` uninitialised bytes, or None without enough room."""
 
 
 _destination: Destination | None = None
 
 
 def collate_into(destination: Destination) -> None:
-    """Have `destined` collate functions stack into `destination`; for a worker, which makes one batch at a time."""
+    """Set the destination of `destined` collate functions.
+
+    The destination is global to the process. A worker process makes a single batch at a time.
+    """
     global _destination
     _destination = destination
 
 
 def destined(collate_fn: CollateFn) -> CollateFn:
-    """The default collates as functions that stack into the destination; any other function as it is.
+    """Return a variant of `collate_fn` that stacks into the destination.
 
-    A function of the user's that calls a default collate itself is left alone: it may keep the
-    batch.
+    Only default collate functions have a variant. Any other function is returned unchanged: a
+    user's function may call a default collate function and keep the batch.
     """
     return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
 
@@ -164,8 +181,8 @@ NUMPY_DTYPES = {getattr(torch, name): np.dtype(name) for name in _DTYPES}
 
 
 def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor in the memory of `buffer`, which is not empty."""
-    if dtype in NUMPY_DTYPES:  # a third of the time, and it does not release the GIL
+    """Return a tensor in the memory of a non-empty `buffer`."""
+    if dtype in NUMPY_DTYPES:  # takes a third of the time, and does not release the GIL
         return torch.from_numpy(np.ndarray(shape, NUMPY_DTYPES[dtype], buffer))
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
@@ -174,7 +191,7 @@ def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
     plain = _is_plain(first)
     size = len(batch) * first.nbytes if plain else 0
-    # Small batches of the loader's process are torch's.
+    # Torch stacks small batches in the loader's process.
     if (
         plain
         and (_destination is not None or size >= HUGE)
@@ -186,32 +203,32 @@ def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
                 return torch.stack(list(batch), 0)
             contiguous = size < HUGE or all(map(torch.Tensor.is_contiguous, batch))
             return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
-        except RuntimeError:  # of unequal shape, with a gradient, or not all as plain as the first
+        except RuntimeError:  # unequal shapes, a gradient, or another irregular tensor
             pass
-    # Irregular tensors, and torch's errors.
+    # Torch stacks irregular tensors, or raises the error.
     return collate_tensor_fn(batch, **options)  # type: ignore[no-any-return]
 
 
 def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | None:
-    """What `rows` tensors like `row` are put into; None for what torch allocates.
+    """Allocate the output for `rows` stacked tensors like `row`.
 
-    In a worker it is contiguous, as in torch's workers; else only where torch's would be: where
-    they are `contiguous`.
+    None lets torch allocate. In a worker the output is always contiguous, as in torch's workers. In
+    the loader's process the output is contiguous only if the tensors are `contiguous`, as with
+    torch.
     """
     size = rows * row.nbytes
     memory = None if _destination is None else _destination.empty(size)
     if memory is None and size >= HUGE and (contiguous or _destination is not None):
         room = np.empty(size + 64, np.uint8)
-        start = -room.ctypes.data % 64  # as torch's memory, at a cache line
+        start = -room.ctypes.data % 64  # align to a cache line, as torch does
         memory = room[start : start + size].data
     if memory is not None:
         return tensor_of(memory, row.dtype, (rows, *row.shape))
     return None if _destination is None else row.new_empty((rows, *row.shape))
 
 
-HUGE = (
-    1 << 22
-)  # bytes from which NumPy asks the kernel for huge pages: stacking 38 MB takes half the time
+HUGE = 1 << 22
+"""Bytes from which NumPy asks for huge pages: stacking 38 MB takes half the time."""
 _DTYPE = operator.attrgetter("dtype")
 
 
@@ -228,10 +245,9 @@ def _is_plain(tensor: object) -> bool:
 
 def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
     if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
-        with contextlib.suppress(OverflowError):  # torch's error is raised below
-            return torch.frombuffer(
-                array("q", batch), dtype=torch.int64
-            )  # a fifth of the time of `torch.tensor`
+        with contextlib.suppress(OverflowError):  # torch raises the error below
+            # Takes a fifth of the time of `torch.tensor`.
+            return torch.frombuffer(array("q", batch), dtype=torch.int64)
     return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
 
 
@@ -239,7 +255,10 @@ _STACKING = ((torch.Tensor, collate_tensor_fn, _stack), (int, collate_int_fn, _s
 
 
 def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:
-    """Collate by torch's functions, those that stack replaced; types that the user has registered stay."""
+    """Collate with stacking functions for the destination.
+
+    Functions registered by a user stay in place.
+    """
     functions = {**default_collate_fn_map, **ours}
     replaced = {kind: stack for kind, torchs, stack in _STACKING if functions.get(kind) is torchs}
     return collate(batch, collate_fn_map=functions | replaced)
@@ -249,7 +268,7 @@ def _collate_as_torch_into_destination(batch: object) -> object:
     return _collate_into_destination(batch, {})
 
 
-# A default collate, and the function that stacks into the destination.
+# Default collate functions, each with the variant that stacks into the destination.
 _DESTINED: tuple[tuple[CollateFn, CollateFn], ...] = (
     (torch_default_collate, _collate_as_torch_into_destination),
     (default_collate, _collate_into_destination),
@@ -257,6 +276,9 @@ _DESTINED: tuple[tuple[CollateFn, CollateFn], ...] = (
 
 
 def draws_nothing(function: CollateFn) -> bool:
-    """Whether a collate function is one of torch's or of this module's, which use no random numbers."""
+    """Whether a collate function certainly uses no random numbers.
+
+    True for the default functions of torch and of this module.
+    """
     called = function.func if isinstance(function, functools.partial) else function
     return is_default(called) or called is default_convert

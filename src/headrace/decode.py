@@ -1,6 +1,6 @@
-"""Decoders for the loader's `transform=`: images, videos, audio, and the fields of tar shards.
+"""Decoders of images, videos, audio and fields for `transform=`.
 
-They need ``headrace[image]``, ``headrace[video]`` or ``headrace[audio]``.
+The decoders need ``headrace[image]``, ``headrace[video]`` or ``headrace[audio]``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _Size = tuple[int, int] | None
 _Pixels = np.ndarray[Any, Any]
 
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
-# By EXIF's orientation, Pillow's `Transpose` that turns upright.
+# EXIF orientation to the Pillow `Transpose` that turns the image upright.
 _TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
-_MOST_VALUES = 1 << 25  # that are read at once, whatever a header states
-_UNKNOWN = (1 << 63) - 1  # frames, to libsndfile
-# First and other pages of a stream in Ogg.
+_MOST_VALUES = 1 << 25  # largest number of values per read; a header may state a wrong length
+_UNKNOWN = (1 << 63) - 1  # number of frames that libsndfile reports for an unknown length
+# First page and later pages of a stream in Ogg.
 _FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")
-# After an MP3: tags of ID3, or a frame.
+# Data after an MP3: ID3 tags, or a frame.
 _NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])", re.S)
-# Wrong sizes in libsndfile's log. The size of the whole file is often wrong, and does not matter.
+# Wrong sizes in libsndfile's log. A wrong size of the whole file is frequent and harmless.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
-_POSITIONS = {"boxes", "segmentation", "keypoints"}  # fields of a label
+_POSITIONS = {"boxes", "segmentation", "keypoints"}  # label fields with pixel positions
 
 
 def image(
@@ -45,26 +45,28 @@ def image(
     mode: Literal["rgb", "rgba", "gray"] = "rgb",
     dtype: torch.dtype = torch.uint8,
 ) -> Callable[[Any], Any]:
-    """Make a decoder of images: JPEG, PNG, WebP and all else that Pillow reads.
+    """Make a decoder of images.
 
-    Images are turned upright as their EXIF tag says, unless boxes are for the stored pixels
-    (`CocoDataset`). JPEGs that are much larger than `size` are decoded at a half, a quarter or an
-    eighth. With simplejpeg installed, JPEGs take about half the time, for the same pixels.
+    The decoder reads JPEG, PNG, WebP and all other formats of Pillow. The EXIF orientation is
+    applied, unless the sample has boxes for the stored pixels (`CocoDataset`). JPEGs much larger
+    than `size` are decoded at a half, a quarter or an eighth of the size. With simplejpeg
+    installed, JPEGs take about half the time, with the same pixels.
 
     Args:
-        size: height and width, or one number for both. The image is scaled to cover it, and cropped
-            about the middle. None for the image's own size.
-        mode: 3 channels, 4 or 1.
+        size: height and width in pixels, or a single number for both. The image is scaled to cover
+            `size`, and cropped around the centre. None: the size of the image.
+        mode: ``"rgb"`` for 3 channels, ``"rgba"`` for 4, ``"gray"`` for 1.
         dtype: `torch.uint8`, or a floating dtype for values from 0 to 1.
 
     Returns:
-        A function for `transform=`, or to call in yours. Of bytes it makes a tensor [C, H, W]; of
-        an `ObjectSample` or `FileSample` that has a label, ``(tensor, label)``. It raises `OSError`
-        if the bytes are no image, or end early.
+        A function for `transform=`, or for calls in your own transform. From bytes, the function
+        makes a tensor [C, H, W]. From an `ObjectSample` or `FileSample` with a label, the function
+        makes ``(tensor, label)``. The function raises `OSError` if the bytes are no image, or end
+        early.
 
     Raises:
         MissingExtraError: Pillow is not installed.
-        ValueError: `size` is not positive, or there is no such mode or dtype.
+        ValueError: `size` is not positive, or `mode` or `dtype` is unknown.
 
     Example:
         >>> import io, headrace as hr
@@ -85,16 +87,18 @@ def image(
 def video(
     size: int | tuple[int, int] | None = None, *, frames: int | None = None
 ) -> Callable[[Any], Any]:
-    """Make a decoder of videos, by PyAV: of the clips of a `headrace.VideoDataset`, and of whole files.
+    """Make a decoder of videos.
+
+    The decoder uses PyAV, and reads whole files and the clips of a `headrace.VideoDataset`.
 
     Args:
-        size: height and width, or one number for both. Frames are turned upright, scaled to cover
-            it, and cropped about the middle. None for their own size.
-        frames: number of frames to give, evenly spaced from the first to the last; None for all.
+        size: height and width in pixels, or a single number for both. Frames are turned upright,
+            scaled to cover `size`, and cropped around the centre. None: the size of the frames.
+        frames: number of frames to return, evenly spaced from the first to the last; None for all.
 
     Returns:
-        A function as of `image`, of tensors [T, C, H, W], uint8. It raises `ValueError` if frames
-        are missing, or damaged so that their codec notices.
+        A function as returned by `image`, for tensors [T, C, H, W] of uint8. The function raises
+        `ValueError` if frames are missing, or if the codec notices damaged frames.
 
     Raises:
         MissingExtraError: PyAV is not installed.
@@ -107,18 +111,20 @@ def video(
 
 
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
-    """Make a decoder of whole audio files, by soundfile: WAV, FLAC, Ogg, MP3 and others.
+    """Make a decoder of whole audio files.
 
-    MP3 and FLAC that state no length, joined MP3 and chained Ogg are read to their end.
+    The decoder uses soundfile, and reads WAV, FLAC, Ogg, MP3 and others. MP3 and FLAC without a
+    stated length, joined MP3 and chained Ogg are read to the end.
 
     Args:
-        sample_rate: what the rate of each file must be, in Hz; nothing is resampled. None for any.
+        sample_rate: required sample rate of each file, in Hz; None for any rate. The decoder does
+            not resample.
         mono: whether to average the channels.
 
     Returns:
-        A function as of `image`, of float32 tensors [channels, samples] from -1 to 1. It raises
-        `ValueError` if a file has another rate, or streams of several rates, or is truncated, empty
-        or no audio.
+        A function as returned by `image`, for float32 tensors [channels, samples] from -1 to 1. The
+        function raises `ValueError` if a file has another rate or streams of several rates, or is
+        truncated, empty or no audio.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -128,16 +134,16 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
 
 
 def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Make a decoder of samples that are dicts of bytes, as those of tar shards.
+    """Make a decoder of dicts of bytes, as in tar shards.
 
     Args:
-        decoders: for each field that is kept, a function of its bytes, such as `image`, `int`,
-            `float` or `json.loads`; `str` decodes UTF-8. ``__key__=str`` keeps the name of the
-            sample.
+        decoders: for each field to keep, a function of the bytes, such as the result of `image`,
+            `int`, `float` or `json.loads`. `str` decodes UTF-8. ``__key__=str`` keeps the name of
+            the sample.
 
     Returns:
-        A function for `transform=`, from a sample to a dict of the decoded fields. It raises
-        `KeyError` if the sample lacks one; any other error has the name of its field in a note.
+        A function for `transform=`, from a sample to a dict of the decoded fields. The function
+        raises `KeyError` if a field is missing. Any other error has a note with the field's name.
 
     Example:
         >>> import headrace as hr
@@ -176,17 +182,18 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
     with Image.open(io.BytesIO(data)) as picture:
         if picture.mode[0] in "IF":
             raise ValueError(
-                f"an image of mode {picture.mode} has more than 8 bits a channel: decode it with Pillow"
+                f"an image of mode {picture.mode} has more than 8 bits a channel: "
+                "decode it with Pillow"
             )
         turn, stored = None, [picture.height, picture.width]
-        with contextlib.suppress(Exception):  # many kinds, where EXIF is damaged
-            # Removed: Pillow turns TIFF at loading.
+        with contextlib.suppress(Exception):  # damaged EXIF raises many kinds of errors
+            # Remove the tag: otherwise Pillow turns TIFF images at loading.
             turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
         if annotated and not annotated == stored[::-1] != stored:
-            turn = None  # the positions in the label are for the stored pixels
+            turn = None  # positions in the label refer to the stored pixels
         if size is not None:
-            # Twice the size leaves pixels for the resampling filter. A square, since EXIF may turn
-            # the image.
+            # Twice the size leaves pixels for the resampling filter. The bound is a square because
+            # EXIF may turn the image.
             picture.draft(mode, (2 * max(size), 2 * max(size)))
         upright = _by_simplejpeg(data, picture) or picture
         if turn is not None:
@@ -200,7 +207,11 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
 
 
 def _annotated_size(sample: Any) -> list[int | None] | None:
-    """Height and width of the image that positions in a label of `CocoDataset` refer to."""
+    """Return the image height and width of a `CocoDataset` label.
+
+    Positions in the label refer to an image of this size. The result is None for a label without
+    positions.
+    """
     label: Any = getattr(sample, "label", None)
     has_positions = isinstance(label, dict) and not _POSITIONS.isdisjoint(label)
     return label.get("size") if has_positions else None
@@ -210,7 +221,8 @@ def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
     label, expected = getattr(sample, "label", None), _annotated_size(sample)
     if expected and None not in expected and expected != [*tensor.shape[1:]]:
         raise ValueError(
-            f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: scale both, after decoding"
+            f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: "
+            "scale both, after decoding"
         )
     return tensor if label is None else (tensor, label)
 
@@ -232,14 +244,14 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
         shown = [frame for packet in packets for frame in packet.decode()]
-        if hasattr(
-            sample, "times"
-        ):  # a clip; its decoder may not notice that it begins without a key frame
+        # The decoder may not notice a clip without a key frame at the beginning.
+        if hasattr(sample, "times"):
             codec.flush_buffers()
             key = [*codec.decode(av.Packet(bytes(packets[0]))), *codec.decode(None)]
             if not key or key[0].pict_type not in (0, 1):  # unknown, intra
                 raise ValueError(
-                    "a clip without a key frame: a video of periodic intra refresh is decoded whole only"
+                    "a clip without a key frame: "
+                    "a video of periodic intra refresh is decoded whole only"
                 )
     expected = len(getattr(sample, "times", shown))
     if not shown or len(shown) != expected or any(frame.is_corrupt for frame in shown):
@@ -252,7 +264,7 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
 
 
 def _upright(frame: Any, size: _Size) -> _Pixels:
-    """The pixels [3, H, W] of a decoded frame, scaled and cropped to a height and a width."""
+    """Scale, crop and turn a decoded frame to pixels [3, H, W]."""
     quarters = round(frame.rotation / 90) % 4
     height, width = (
         (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
@@ -281,10 +293,13 @@ def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
 
 
 def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
-    """Read the first stream of joined MP3, chained Ogg, or another file.
+    """Read the first audio stream of a file.
+
+    Joined MP3 and chained Ogg have several streams.
 
     Returns:
-        Blocks of samples [N, channels], the file that is closed, and where the next stream begins.
+        Blocks of samples [N, channels], the closed file, and the position of the next stream in
+        bytes.
     """
     end, joined = len(data), None
     if data[:4] == b"OggS" and (body := _LATER_PAGE.search(data)):
@@ -293,11 +308,11 @@ def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
     count, stated = sum(map(len, blocks)), file.frames
     if file.format == "MP3" and (count < stated or _NEXT_MP3.match(data, place)):
         again, longer, _, later = _read_blocks(_LongerFile(data))
-        if longer.frames > stated:  # an estimate
-            # Reading ends early behind the header of a frame of another rate.
+        if longer.frames > stated:  # the stated length was an estimate
+            # If reading ends early, the position is behind the header of a frame of another rate.
             blocks, count, place = again, stated, later - 4 if later < end else end
         joined = _NEXT_MP3.match(data, place)
-    # Where less is there than a header states, libsndfile reads less and says so in its log only.
+    # If the file has less than the header states, libsndfile reads less and only logs the fact.
     less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
     less = less or (count < stated and (file.format, stated) != ("FLAC", _UNKNOWN))
     if not count or less or re.search("end-of-stream|junk after the last page", log, re.I):
@@ -306,12 +321,15 @@ def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
 
 
 def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
-    """Read a file, by blocks whose size no header can state."""
+    """Read a file in blocks of bounded size.
+
+    The header may state any length.
+    """
     import soundfile
 
     try:
         with soundfile.SoundFile(source) as file:
-            # Else soundfile seeks after each block, which some codecs cannot do.
+            # Otherwise soundfile seeks after each block, and some codecs cannot seek.
             file.seekable = lambda: False
             size = min(file.frames, _MOST_VALUES // file.channels)
             read = partial(file.read, size, dtype="float32", always_2d=True)
@@ -324,7 +342,11 @@ def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
 
 
 class _LongerFile(io.BytesIO):
-    """A file that claims to be long, so that an estimate of its samples by its size is no limit."""
+    """A file that claims to be long.
+
+    libsndfile estimates the number of samples from the size of the file. With this claim, the
+    estimate does not limit reading.
+    """
 
     def seek(self, offset: int, whence: int = 0) -> int:
         is_end = (offset, whence) == (0, io.SEEK_END)
@@ -332,7 +354,11 @@ class _LongerFile(io.BytesIO):
 
 
 def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:
-    """A colour JPEG at the scale of `picture`; None if it is something else, or Pillow has to say what is wrong."""
+    """Decode a colour JPEG at the scale of `picture`.
+
+    The result is None for other images, without simplejpeg, and for a damaged JPEG: Pillow then
+    raises the error.
+    """
     if picture.format != "JPEG" or picture.mode != "RGB":
         return None
     with contextlib.suppress(ImportError, ValueError):

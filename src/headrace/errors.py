@@ -1,8 +1,8 @@
-"""Every exception that headrace raises.
+"""Exceptions of headrace.
 
-Each class also subclasses the builtin a user would catch. Errors of user code are *not* wrapped in
-any of these: they keep their type, and have notes with the stage, batch, index, key and worker
-(`headrace.types.Failure`).
+Each class also subclasses the matching builtin exception. Errors of user code are *not* wrapped:
+an error of user code keeps its type, and has notes with the stage, batch, index, key and worker
+(see `headrace.types.Failure`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from typing import Any, ClassVar
 from headrace._core.text import add_note
 
 HELP = "headrace: causes and what to do: python -m pydoc"
-"""How the note begins that each error has of its entry in docs/reference/errors.md, which is made of the docstrings."""
+"""Beginning of the note on each error.
+
+The note names the command that prints the docstring of the error's class. docs/reference/errors.md
+shows the same docstrings.
+"""
 
 
 class HeadraceError(Exception):
-    """The base class: `except headrace.HeadraceError` catches every error that headrace itself raises.
+    """Base class of all exceptions of headrace.
 
-    Each class can also be constructed from a message alone, as torch does to raise an error of a
-    worker process again. Its attributes are None then.
+    Each class also accepts a message alone, with all attributes None. Torch constructs exceptions
+    in this way to raise an error of a worker process again.
 
     Attributes:
-        lost_samples: samples of the rest of a shard that a stream cannot read on, estimated if they
-            were not counted, 0 if there is no estimate; None of other errors.
+        lost_samples: number of samples in the rest of a shard, if a stream cannot continue to read
+            the shard: exact, or estimated, or 0 without an estimate. None for other errors.
     """
 
     lost_samples: int | None = None
-    _text: ClassVar[str] = ""  # the message, with the names of its fields
+    _text: ClassVar[str] = ""  # template of the message
 
     def __init__(self, *args: object, **fields: object) -> None:
         super().__init__(*(args or (self._text.format(**fields),)))
@@ -39,35 +43,42 @@ class HeadraceError(Exception):
         add_note(self, f"{HELP} {__name__}.{entry}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Constructors compose messages from keyword fields; a copy keeps the composed message.
-        return copyreg.__newobj__, (type(self),), {**self.__dict__, "args": self.args}  # type: ignore[attr-defined]
+        # Constructors compose messages from keyword fields. A copy keeps the composed message.
+        state = {**self.__dict__, "args": self.args}
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 class DatasetTypeError(HeadraceError, TypeError):
-    """The dataset has none of the methods that a loader fetches with.
+    """The dataset has no method to fetch samples with.
 
-    Likely causes: a class in place of its instance (`Data` for `Data()`), a misspelt method, a
-    function or a path. What to do: define one of the methods, or wrap an async generator with
-    `headrace.from_async_iterable`; open clients by `headrace.per_loop` in place of `__aenter__`.
+    Likely causes: a class in place of an instance (`Data` for `Data()`), a misspelt method, a
+    function or a path.
+
+    What to do: define `aget`, `__getitem__`, `__aiter__` or `__iter__`, or wrap an async generator
+    with `headrace.from_async_iterable`. Open clients with `headrace.per_loop` in place of
+    `__aenter__`.
     """
 
     _text = (
-        "{dataset.__class__.__name__!r} object is not a dataset: it has neither `aget` (async, by index), "
-        "`__getitem__` (by index), `__aiter__` (async stream) nor `__iter__` (stream). Define one of them; map-style "
-        "datasets also need `__len__` unless a sampler is given."
+        "{dataset.__class__.__name__!r} object is not a dataset: it has neither "
+        "`aget` (async, by index), `__getitem__` (by index), `__aiter__` (async stream) nor "
+        "`__iter__` (stream). Define one of them; map-style datasets also need `__len__` unless "
+        "a sampler is given."
     )
 
 
 class NotPicklableError(HeadraceError, TypeError):
-    """A dataset, a function for the workers, or a value that a worker returned, cannot be pickled.
+    """A dataset, function or worker result cannot be pickled.
 
-    Likely causes: it holds a lock, an open file, a client or a database connection; the text has
-    the path to it. What to do: open it where it is used (`headrace.per_loop`, a first call), or use
-    ``num_workers=0``.
+    Likely causes: the object holds a lock, an open file, a client or a database connection. The
+    message has the attribute path to the resource.
+
+    What to do: open the resource where it is used (with `headrace.per_loop`, or in the first call),
+    or use ``num_workers=0``.
 
     Attributes:
         what: the argument or value, e.g. ``"transform=<function decode>"``.
-        reason: the pickling error's message.
+        reason: message of the pickling error.
     """
 
     what: str | None = None
@@ -77,11 +88,13 @@ class NotPicklableError(HeadraceError, TypeError):
 
 
 class DeviceUnavailableError(HeadraceError, RuntimeError):
-    """The device that batches should be copied to does not exist or cannot be used.
+    """The device for batches does not exist or cannot be used.
 
     Likely causes: a wrong number, CUDA_VISIBLE_DEVICES, a build of torch without CUDA, no memory
-    left on the device. What to do: look at ``torch.cuda.device_count()``; ``device="auto"`` takes
-    what is there.
+    left on the device.
+
+    What to do: look at ``torch.cuda.device_count()``. ``device="auto"`` uses the accelerator if
+    present.
     """
 
     _text = (
@@ -91,41 +104,51 @@ class DeviceUnavailableError(HeadraceError, RuntimeError):
 
 
 class CudaGraphError(HeadraceError, RuntimeError):
-    """A batch was requested while the current stream was being captured into a CUDA graph.
+    """A batch was requested during the capture of a CUDA graph.
 
     Likely causes: `next()` within ``torch.cuda.graph(...)``.
-    What to do: fetch the batch before the capture, and copy it into a tensor that the graph reads.
+
+    What to do: fetch the batch before the capture. Copy the batch into a tensor for the graph to
+    read.
     """
 
     _text = (
-        "next() of a loader with device= was called while a CUDA graph is being captured: the graph would replay "
-        "this one batch's copy for ever. Fetch the batch before the capture, and copy it into a static tensor."
+        "next() of a loader with device= was called while a CUDA graph is being captured: "
+        "the graph would replay this one batch's copy for ever. Fetch the batch before the "
+        "capture, and copy it into a static tensor."
     )
 
 
 class ControlFlowError(HeadraceError, RuntimeError):
-    """User code raised an exception that Python treats as control flow and that would have ended the epoch silently.
+    """User code raised a control-flow exception, such as StopIteration.
 
-    The original is its `__cause__`.
-    Likely causes: `next()` of an iterator at its end (StopIteration), `sys.exit`, a task that was
-    cancelled. What to do: catch it where it is raised, or raise an ordinary exception.
+    The exception would have ended the epoch silently. The `__cause__` is the exception of user
+    code.
+
+    Likely causes: `next()` of an exhausted iterator (StopIteration), `sys.exit`, a cancelled task.
+
+    What to do: catch the exception in user code, or raise an ordinary exception.
     """
 
     _text = (
-        "user code raised {error!r}, which Python takes as a signal to stop; it is reported as an error so that no "
-        "batch goes missing. Catch it where it is raised, or raise an ordinary exception."
+        "user code raised {error!r}, which Python takes as a signal to stop; it is reported as "
+        "an error so that no batch goes missing. Catch it where it is raised, or raise an "
+        "ordinary exception."
     )
 
 
 class RemoteError(HeadraceError, RuntimeError):
-    """An exception of a worker process that could not be pickled; its type and traceback are text.
+    """An exception of a worker process cannot be pickled.
 
-    Likely causes: its class, or what it holds, exists only in the worker.
-    What to do: treat it as the exception that it names; to catch that by its type, define its class
-    in a module.
+    The message has the type and the text of the exception.
+
+    Likely causes: the exception's class, or an attribute's value, exists only in the worker.
+
+    What to do: treat the error as the exception that the message names. To catch the exception by
+    type, define the class in a module.
 
     Attributes:
-        type_name: the qualified name of the exception's class in the worker.
+        type_name: qualified name of the exception's class in the worker.
     """
 
     type_name: str | None = None
@@ -134,18 +157,20 @@ class RemoteError(HeadraceError, RuntimeError):
 
 
 class WorkerDiedError(HeadraceError, RuntimeError):
-    """A worker process ended without an answer, on the last attempt.
+    """A worker process died, on the last attempt.
 
     Likely causes: no memory left (SIGKILL), a crash of a native library (SIGSEGV), `os._exit`, an
-    import. What to do: run the named indices with ``num_workers=0``; look for the out-of-memory
-    killer in `dmesg`.
+    import.
+
+    What to do: run the named indices with ``num_workers=0``. Look for the out-of-memory killer in
+    `dmesg`.
 
     Attributes:
-        worker: the worker's number.
-        exit_code: its exit code; the negative number of a signal; None if unknown.
-        batch: number of the batch it had; None if it died idle or while starting, or cannot be
-            started.
-        indices: the sampler's indices of that batch.
+        worker: number of the worker.
+        exit_code: exit code of the worker, or the negative number of a signal; None if unknown.
+        batch: number of the worker's batch. None if the worker died idle or while starting, or
+            cannot be started.
+        indices: the sampler's indices of the batch.
     """
 
     worker: int | None = None
@@ -155,35 +180,44 @@ class WorkerDiedError(HeadraceError, RuntimeError):
 
 
 class EngineDiedError(HeadraceError, RuntimeError):
-    """The event loop that fetches ended while a consumer waited. The `__cause__` is the reason, where known.
+    """The fetching event loop ended while a consumer waited.
 
-    Likely causes: the loader's process was killed, mostly for want of memory, or crashed in a
-    native library. What to do: limit `memory_budget`, and look for the out-of-memory killer in
-    `dmesg`; a new `iter()` starts another.
+    The `__cause__` is the reason, if known.
+
+    Likely causes: the kernel killed the loader's process, mostly for lack of memory, or the process
+    crashed in a native library.
+
+    What to do: lower `memory_budget`, and look for the out-of-memory killer in `dmesg`. A new
+    `iter()` starts another event loop.
     """
 
     _text = "the loader's event loop has ended: {why}. Start a new iteration to go on."
 
 
 class EngineStartError(HeadraceError, RuntimeError):
-    """Too few engines of a cluster have started in time.
+    """Too few engines on a cluster started in time.
 
-    Likely causes: the cluster has fewer free CPUs or less memory than the engines ask for, or its
-    nodes still start. What to do: see ``ray status``; ask for fewer or smaller engines, or raise
-    `start_timeout` or lower `min_engines`.
+    Likely causes: the cluster has fewer free CPUs or less memory than the engines need, or nodes
+    are still starting.
+
+    What to do: see ``ray status``. Ask for fewer or smaller engines, raise `start_timeout`, or
+    lower `min_engines`.
     """
 
     _text = (
-        "{running} of {engines} engines run {seconds:g} seconds after they were asked for, and an epoch begins with "
-        "{least}: {shortage}. Ask for fewer or smaller engines, begin with fewer (min_engines), wait longer "
-        "(start_timeout), or make room."
+        "{running} of {engines} engines run {seconds:g} seconds after they were asked for, "
+        "and an epoch begins with {least}: {shortage}. Ask for fewer or smaller engines, "
+        "begin with fewer (min_engines), wait longer (start_timeout), or make room."
     )
 
 
 class LoaderClosedError(HeadraceError, RuntimeError):
-    """A batch was requested from an iterator that was closed, or whose loader was closed.
+    """A batch was requested from a closed iterator.
 
-    Likely causes: `next()` after the loader's `with` block or its `close()`.
+    Closing the loader closes all iterators of the loader.
+
+    Likely causes: `next()` after the loader's `with` block, or after `close()`.
+
     What to do: call `iter()` again, or close the loader later.
     """
 
@@ -191,14 +225,18 @@ class LoaderClosedError(HeadraceError, RuntimeError):
 
 
 class LoaderTimeoutError(HeadraceError, RuntimeError):
-    """No batch was ready within the loader's `timeout`; the next call of `next()` waits for the same batch again.
+    """No batch was ready within the loader's `timeout`.
 
-    Likely causes: a store that hangs, or a transform that takes longer than `timeout`.
-    What to do: print ``loader.report()``, which names what limits; raise `timeout`, or lower that
-    of the store.
+    The following call of `next()` waits for the same batch again.
+
+    Likely causes: a store does not answer, or a transform takes longer than `timeout`.
+
+    What to do: print ``loader.report()``; the report names the limit of the loader. Raise
+    `timeout`, or lower the time-out of the store.
 
     Attributes:
-        batch: number of the awaited batch; with `in_order=False`, of the first in progress.
+        batch: number of the awaited batch. With `in_order=False`, number of the first batch in
+            progress.
     """
 
     batch: int | None = None
@@ -207,86 +245,107 @@ class LoaderTimeoutError(HeadraceError, RuntimeError):
 
 
 class DeadlockError(HeadraceError, RuntimeError):
-    """A blocking call on the thread that has to serve it.
+    """A blocking call would wait for its own event-loop thread.
 
     Likely causes: ``dataset[i]``, or a `for` over a loader or a stream, in `aget` or another
-    coroutine of the loader. What to do: use the async method there: ``await dataset.aget(i)``,
-    `async for`.
+    coroutine of the loader.
+
+    What to do: use the async method in coroutines: ``await dataset.aget(i)``, `async for`.
     """
 
     _text = (
-        "{what} was called on the event-loop thread that has to do the work; it would wait for itself for ever. "
+        "{what} was called on the event-loop thread that has to do the work; "
+        "it would wait for itself for ever. "
         "Use the async method there (`await dataset.aget(i)`, `async for`)."
     )
 
 
 class ForkedError(HeadraceError, RuntimeError):
-    """A loop, store or loader made before `os.fork` was used in the child, where its threads do not exist.
+    """A forked child used an object of the parent process.
 
-    Likely causes: torch's loader with forked workers over a dataset that was used before; `os.fork`
-    in a library. What to do: pass ``multiprocessing_context="spawn"``, use `headrace.DataLoader`,
-    or make the dataset in the child.
+    The object is a loop, store or loader. The threads of the object do not exist in the child.
+
+    Likely causes: torch's loader forks workers after the dataset was used, or a library calls
+    `os.fork`.
+
+    What to do: pass ``multiprocessing_context="spawn"``, use `headrace.DataLoader`, or make the
+    dataset in the child.
     """
 
     _text = (
-        "{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, where its threads do "
-        "not exist: it would hang. Start worker processes with multiprocessing_context='spawn' or 'forkserver', or "
-        "use headrace.DataLoader, which fetches in one process."
+        "{what} was first used in process {made_in} and is now used in {used_in}, a fork of it, "
+        "where its threads do not exist: it would hang. Start worker processes with "
+        "multiprocessing_context='spawn' or 'forkserver', or use headrace.DataLoader, which "
+        "fetches in one process."
     )
 
 
 class UnknownRankError(HeadraceError, RuntimeError):
-    """There are several ranks, and this process's rank is unknown: every rank would read the part of rank 0.
+    """The rank of this process is unknown.
 
-    Likely causes: WORLD_SIZE is set without RANK; the process group is made after the loader is
-    iterated over. What to do: start it by `torchrun` or `srun`, call ``init_process_group()``
-    before, or pass `data_parallel`.
+    There are several ranks. Without the error, every rank would read the samples of rank 0.
+
+    Likely causes: WORLD_SIZE is set without RANK, or the process group is created after the
+    iteration over the loader begins.
+
+    What to do: start the program with `torchrun` or `srun`, call ``init_process_group()`` earlier,
+    or pass `data_parallel`.
     """
 
     _text = (
-        "the rank of this process is not known: {why}. Set RANK and WORLD_SIZE, as torchrun does, or call "
-        "torch.distributed.init_process_group() before the loader is iterated over"
+        "the rank of this process is not known: {why}. Set RANK and WORLD_SIZE, as torchrun does, "
+        "or call torch.distributed.init_process_group() before the loader is iterated over"
     )
 
 
 class CoordinationError(HeadraceError, RuntimeError):
-    """The ranks of a loader with `coordinated=True` cannot agree on the number of steps; the epoch is over.
+    """The ranks cannot agree on the number of steps.
 
-    Likely causes: another rank has failed, was killed, or hangs; or it has left the epoch before
-    its end. What to do: read the error of that rank, which is the cause; restart from the last
-    checkpoint.
+    The error occurs with `coordinated=True`, and ends the epoch.
+
+    Likely causes: another rank failed, was killed, hangs, or left the loop before the end of the
+    epoch.
+
+    What to do: read the error of the other rank, and restart from the last checkpoint.
 
     Attributes:
-        ranks: the data-parallel ranks that failed or did not answer; None if not known.
+        ranks: data-parallel ranks without an answer, or with an error; None if unknown.
     """
 
     ranks: tuple[int, ...] | None = None
 
 
 class LostBatchError(HeadraceError, RuntimeError):
-    """The epoch ended while planned batches were neither delivered nor reported.
+    """Planned batches were neither delivered nor reported.
+
+    The loader counts batches at the end of an epoch.
 
     Likely causes: a bug in headrace.
-    What to do: report it with a script that shows it; the state from before the epoch is good.
+
+    What to do: report the bug with a script to reproduce the error. The state from before the
+    epoch is valid.
     """
 
     _text = (
-        "{planned} batches were planned but {accounted} were delivered or reported: this is a bug in headrace, please "
-        "report it with a script that shows it"
+        "{planned} batches were planned but {accounted} were delivered or reported: "
+        "this is a bug in headrace, please report it with a script that shows it"
     )
 
 
 class TooManySkippedError(HeadraceError, RuntimeError):
-    """More samples failed than `on_error` allows, or so many that nothing could be delivered.
+    """More samples failed than `on_error` allows.
 
-    The last error that was skipped is its `__cause__`.
-    Likely causes: a fault of all samples (credentials, a transform), not of some.
-    What to do: read the failures in the text; if so many may fail, raise `max_share` or
-    `max_in_a_row` of `SkipErrors`.
+    The error is also raised if so many samples failed that nothing could be delivered. The
+    `__cause__` is the last skipped error.
+
+    Likely causes: a fault of all samples (credentials, a transform), not of single samples.
+
+    What to do: read the failures in the message. If so many failures are acceptable, raise
+    `max_share` or `max_in_a_row` of `SkipErrors`.
 
     Attributes:
-        skipped: samples of the epoch skipped so far.
-        delivered: samples of the epoch delivered so far.
+        skipped: number of samples of the epoch skipped so far.
+        delivered: number of samples of the epoch delivered so far.
         examples: the last failures, as text.
     """
 
@@ -295,39 +354,48 @@ class TooManySkippedError(HeadraceError, RuntimeError):
     examples: tuple[str, ...] | None = None
 
     _text = (
-        "{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. Last failures: "
-        '{failures}. More are in loader.stats().skipped; on_error="raise" raises the first one.'
+        "{reason}; {skipped:,} samples of this epoch were skipped and {delivered:,} delivered. "
+        "Last failures: {failures}. More are in loader.stats().skipped; "
+        'on_error="raise" raises the first one.'
     )
 
 
 class MissingExtraError(HeadraceError, ImportError):
-    """An optional package that is needed is not installed.
+    """An optional package is not installed.
 
-    What to do: run the command in the text, in the environment of this Python.
+    What to do: run the command in the message, in the environment of this Python.
     """
 
     _text = "{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'"
 
 
 class CacheFolderError(HeadraceError, PermissionError):
-    """The folder of a disk cache could contain files that another user has put there.
+    """The folder of a disk cache is open to other users.
 
-    Likely causes: a folder in `/tmp`, or one that is shared by a group or belongs to another user.
-    What to do: name a new folder, or one that only you can write to.
+    The folder could contain files of another user.
+
+    Likely causes: a folder in `/tmp`, a folder shared by a group, or a folder of another user.
+
+    What to do: name a new folder, or a private folder (``chmod 700``).
     """
 
     _text = (
-        "{folder} cannot hold a cache: {reason}, so that its files could be anything. Name a folder that does not "
-        "exist yet, or one of your own that only you can write to (chmod 700)."
+        "{folder} cannot hold a cache: {reason}, so that its files could be anything. "
+        "Name a folder that does not exist yet, or one of your own that only you can write to "
+        "(chmod 700)."
     )
 
 
 class StateError(HeadraceError, ValueError):
-    """A saved state is damaged, or was saved by another loader, dataset or sampler; nothing was restored.
+    """A saved state is damaged, or does not fit the loader.
 
-    Likely causes: `batch_size`, `seed`, the data or the number of shards have changed, or the file
-    is of another job. What to do: make the loader as it was when the state was saved; the text says
-    what differs. Or begin the epoch anew.
+    Nothing was restored.
+
+    Likely causes: `batch_size`, `seed`, the data or the number of shards changed, or the file
+    belongs to another job.
+
+    What to do: make the loader as before the state was saved (the message names the differences),
+    or begin the epoch anew.
     """
 
 
@@ -335,18 +403,22 @@ class StateError(HeadraceError, ValueError):
 
 
 class ShardError(HeadraceError, ValueError):
-    """A shard is damaged or malformed. Samples before the damage have been delivered.
+    """A shard is damaged or malformed.
 
-    Likely causes: a file that is no shard or has another compression than its name says, or damage
-    in storage. What to do: test the shard (``tar -tf``, ``zstd -t``) and upload it again;
-    ``on_error="skip"`` leaves out its rest.
+    Samples before the damage have been delivered.
+
+    Likely causes: the file is no shard, the compression differs from the file name, or storage
+    damaged the file.
+
+    What to do: test the shard (``tar -tf``, ``zstd -t``) and upload the shard again.
+    ``on_error="skip"`` leaves out the rest of the shard.
 
     Attributes:
-        shard: the shard's URL, without secrets.
-        member: name of the damaged file in a tar, or of the last file before the damage; None if
-            there is none.
-        offset: position in the shard, in bytes; of a compressed one, in its decompressed bytes;
-            None if unknown.
+        shard: URL of the shard, without secrets.
+        member: name of the damaged file in a tar, or of the last file before the damage; None
+            without a file name.
+        offset: position in the shard, in bytes. In a compressed shard, position in the decompressed
+            bytes. None if unknown.
     """
 
     shard: str | None = None
@@ -376,29 +448,36 @@ class TruncatedShardError(ShardError, EOFError):
     """A shard ends too early.
 
     Likely causes: an upload or a download was interrupted, or the shard is still being written.
-    What to do: compare its size with the original's, and upload it again.
+
+    What to do: compare the size of the shard with the size of the original, and upload the shard
+    again.
     """
 
 
 class UnsafeMemberError(ShardError):
-    """A tar has a member whose path leads out of it, or that is a link or a device.
+    """A tar has an unsafe member.
 
-    Likely causes: an archive of a file system, or one that is meant to do harm.
-    What to do: write the shard again with plain files, and do not unpack this one.
+    An unsafe member is a link, a device, or has a path out of the folder of the archive.
+
+    Likely causes: an archive of a file system, or a malicious archive.
+
+    What to do: write the shard again with plain files. Do not unpack the old shard.
     """
 
 
 class StoreError(HeadraceError, OSError):
     """A request to an object store failed.
 
-    Likely causes: credentials, endpoint or region; or a store that failed on every attempt. The
-    text has its answer. What to do: try the URL with the store's own tool on this machine; for a
-    slow store raise `retry` and `timeout`.
+    Likely causes: credentials, endpoint or region, or a store that failed on every attempt. The
+    message has the answer of the store.
+
+    What to do: try the URL with the store's own tool on this machine. For a slow store, raise
+    `retry` and `timeout`.
 
     Attributes:
         url: URL of the request, without user names, passwords and query strings.
-        key: the object's key, relative to `url`; None if the request was not for one object.
-        index: the sample's index; None if the request was not for a sample.
+        key: key of the object, relative to `url`; None if the request was not for a single object.
+        index: index of the sample; None if the request was not for a sample.
         attempts: number of attempts.
         elapsed: seconds from the start of the first attempt to the end of the last.
         status: HTTP status of the last attempt; None if there was no response.
@@ -426,46 +505,56 @@ class StoreError(HeadraceError, OSError):
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
-    """An object that was listed or requested by key, or its bucket, does not exist.
+    """An object or bucket does not exist.
 
     Likely causes: a misspelt bucket or key, another endpoint or account, or an object deleted since
-    the listing. What to do: list the bucket with the store's own tool; make the dataset again.
-    ``on_error="skip"`` leaves it out.
+    the listing.
+
+    What to do: list the bucket with the store's own tool, and make the dataset again.
+    ``on_error="skip"`` leaves out the sample.
     """
 
 
 class EmptyListingError(StoreError, FileNotFoundError):
     """A listing has no matching object.
 
-    Likely causes: a URL that is not a directory, another `suffix` or glob, or a web server that
-    cannot list. What to do: name the directory above; or name the objects with ``keys=[...]``.
+    Likely causes: the URL is not a directory, no object matches `suffix` or the glob, or the web
+    server cannot list.
+
+    What to do: name the directory above, or name the objects with ``keys=[...]``.
     """
 
 
 class StoreUnreachableError(StoreError, ConnectionError):
     """No response from the store within the time-out.
 
-    Likely causes: a wrong endpoint or region, no network or proxy, a firewall, or a store that is
-    overloaded. What to do: request the URL in the text with `curl` on this machine; raise
-    `timeout`, or lower `concurrency`.
+    Likely causes: a wrong endpoint or region, no network or proxy, a firewall, or an overloaded
+    store.
+
+    What to do: request the URL in the message with `curl` on this machine. Raise `timeout`, or
+    lower `concurrency`.
     """
 
 
 class ObjectChangedError(StoreError):
-    """An object was overwritten after it was listed.
+    """An object was overwritten after the listing.
 
-    Likely causes: another job writes to the data, or a cache between gives old answers.
-    What to do: make the dataset again. ``Store(url, if_match=False)`` reads whatever version there
-    is.
+    Likely causes: another job writes to the data, or a cache in between gives old answers.
+
+    What to do: make the dataset again. ``Store(url, if_match=False)`` reads any version.
     """
 
 
 class ChecksumError(StoreError):
-    """The received bytes did not match the checksum or the length, on every attempt.
+    """The received bytes do not match the checksum or the length.
 
-    Likely causes: the object is damaged, its checksum in the table is of another version, or a
-    proxy changes it. What to do: compare the checksum of the object with the table's, and upload it
-    again.
+    All attempts received wrong bytes.
+
+    Likely causes: the object is damaged, the checksum in the table belongs to another version, or a
+    proxy changes the object.
+
+    What to do: compare the checksum of the object with the checksum in the table, and upload the
+    object again.
     """
 
 

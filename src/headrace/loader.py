@@ -1,4 +1,4 @@
-"""The DataLoader: arguments in, iterators out."""
+"""The public class `DataLoader`."""
 
 from __future__ import annotations
 
@@ -42,68 +42,75 @@ __all__ = ["DataLoader"]
 
 
 class DataLoader(TorchDataLoader[T_co]):
-    """Loads batches from async datasets and from torch's own, for `for` and for `async for`.
+    """Load batches from async datasets and from torch datasets.
 
-    A drop-in superset of `torch.utils.data.DataLoader`: its arguments come first, with its meaning
-    and its errors. Async datasets are read on an event loop of the loader's own; torch's are read
-    where torch would read them. docs/reference/options.md says more of each argument.
+    `DataLoader` is a drop-in superset of `torch.utils.data.DataLoader`, for `for` and `async for`.
+    Torch's arguments come first, with torch's meaning and errors. The loader reads an async dataset
+    on its own event loop. A torch dataset is read where torch would read it: in the caller's thread
+    or in workers. docs/reference/options.md explains each argument.
 
     Args:
-        dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or one of torch's.
-        batch_size: samples in a batch; None for no batching.
-        shuffle: whether a new random order is drawn at each epoch; of indexed datasets in blocks
-            (docs/ranks.md).
-        sampler: yields the indices one by one.
-        batch_sampler: yields the indices of a batch at a time.
-        num_workers: CPU processes for `transform` and `collate_fn`; 0 for the caller's own thread,
-            inside `next()`; ``"auto"`` begins with one, and finds the number while the loader runs.
-        collate_fn: makes a batch of a list of samples; by default `headrace.default_collate`.
-        pin_memory: whether batches are copied to pinned memory, by the thread that takes them.
-        drop_last: whether a last batch that is not full is left out.
-        timeout: seconds to wait for a batch; 0 for ever.
-        worker_init_fn: called in each worker process with its number.
-        multiprocessing_context: a start method or context for the workers.
-        generator: the random generator that `shuffle` draws from.
-        prefetch_factor: batches to plan ahead, for each worker; by default enough for `concurrency`
-            fetches.
-        persistent_workers: whether workers with a torch dataset outlive the epoch; others always
-            do.
+        dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or a torch dataset.
+        batch_size: number of samples in a batch; None for no batching.
+        shuffle: whether to draw a new random order for each epoch. The order of an indexed dataset
+            is random by blocks (docs/ranks.md).
+        sampler: yields single indices.
+        batch_sampler: yields the list of indices of each batch.
+        num_workers: number of CPU processes for `transform` and `collate_fn`, and for a torch
+            dataset. 0: the caller's thread does the work, inside `next()`. ``"auto"``: the loader
+            begins with a single worker and finds the best number while running.
+        collate_fn: combines a list of samples into a batch; by default `headrace.default_collate`.
+        pin_memory: whether the thread that calls `next()` copies batches to pinned memory.
+        drop_last: whether to leave out an incomplete last batch.
+        timeout: seconds to wait for a batch; 0 for no limit.
+        worker_init_fn: called in each worker process with the number of the worker.
+        multiprocessing_context: start method or context for the workers.
+        generator: random generator for the order of `shuffle`.
+        prefetch_factor: number of batches to plan ahead for each worker; by default enough for
+            `concurrency` fetches.
+        persistent_workers: whether workers of a torch dataset outlive the epoch. Workers of an
+            async dataset always outlive the epoch.
         pin_memory_device: accepted for compatibility, and deprecated as in torch.
-        in_order: whether batches come in the sampler's order, or as they are completed; async
-            streams in order always.
+        in_order: whether batches come in the sampler's order. False: batches come in the order of
+            completion. Batches of async streams always come in order.
+
     Fetching:
-        concurrency: samples being fetched at once, across batches; ``"auto"`` finds what the source
-            serves best.
-        memory_budget: bytes that may be fetched, or being fetched, and not yet taken; None for no
-            bound.
-        retry: how datasets of headrace try failed requests again: a `RetryPolicy`, or the most
-            attempts.
-        hedge: ``"auto"``: fetches that hold up the next two batches are begun again; at most 5 %
-            more.
+        concurrency: number of samples in flight, across batches. ``"auto"``: the loader finds the
+            best number for the source.
+        memory_budget: largest number of bytes of samples fetched or in flight, and not yet taken by
+            `next()`; None for no limit.
+        retry: how headrace's datasets retry failed requests: a `RetryPolicy`, or the largest number
+            of attempts.
+        hedge: ``"auto"``: the loader repeats slow fetches of the next two batches, for at most 5 %
+            more fetches. None: no hedging.
+
     Placement:
         placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a
             `RayPlacement`.
-        engines: number of processes that fetch, for more objects/s than one interpreter serves.
+        engines: number of fetching processes, for more objects/s than a single interpreter serves.
+
     Results:
-        transform: CPU work for each sample, done in the workers.
+        transform: CPU work on each sample, in the workers.
         on_error: ``"raise"``, ``"skip"``, a `SkipErrors` with limits, or a function of a
             `headrace.types.Failure`.
-        seed: makes the order and each batch's randomness reproducible; None derives both from
-            torch's generator.
+        seed: seed of the order and of the random numbers of each batch. None: torch's generator
+            gives both, but the order of an indexed dataset then has seed 0.
+
     Device:
-        device: where batches are to be; ``"auto"``: the accelerator where there is one.
-        device_prefetch: for how many batches, beside the one in use, copies may be under way.
+        device: device of the batches. ``"auto"``: the accelerator if present, else host memory.
+        device_prefetch: number of batches that may be copied ahead, beside the batch in use.
+
     Ranks:
         data_parallel: the ranks that get different batches: a process group, ``mesh["dp"]``, or a
-            function of none.
-        coordinated: whether the epoch ends at the same step on all ranks, with the first that has
-            no more.
+            function without arguments that returns either.
+        coordinated: whether the epoch ends at the same step on all ranks. The first rank without
+            a further batch ends the epoch.
 
     Raises:
-        ValueError: an argument is out of its range, or does not go with another; the messages are
-            torch's.
-        TypeError: an argument is of the wrong type, or `dataset` has no method to fetch with.
-        DeviceUnavailableError: `device` is not there.
+        ValueError: an argument is out of range, or excludes another argument. Messages about
+            torch's arguments are torch's.
+        TypeError: an argument has the wrong type, or `dataset` has no method to fetch with.
+        DeviceUnavailableError: `device` is not available.
 
     Example:
         >>> import headrace as hr
@@ -140,12 +147,14 @@ class DataLoader(TorchDataLoader[T_co]):
         **options: Unpack[LoaderOptions],
     ) -> None:
         collate: Any = collate_fn
-        rebuilt = isinstance(collate, PortableCollate)  # with the arguments of another loader
+        # A trainer rebuilds a loader from the attributes of another headrace loader.
+        rebuilt = isinstance(collate, PortableCollate)
         if rebuilt and options.get("transform") is None:
             options["transform"] = collate.portable_parts.transform
         collate = without_transform(collate)
         dataset = without_adapter(dataset)
-        options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]  # of torchdata's StatefulDataLoader
+        # An argument of torchdata's StatefulDataLoader.
+        options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]
         checked = checked_options(options)
         device = resolve(checked["device"])
         source, maps = unwrap(dataset)
@@ -183,10 +192,14 @@ class DataLoader(TorchDataLoader[T_co]):
         if collate is None and batch_size is not None and kind.is_async:
             collate = default_collate
         if shuffle and kind is DatasetKind.ASYNC_ITERABLE:
-            text = f"DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle={shuffle}"
+            text = (
+                "DataLoader with IterableDataset: "
+                f"expected unspecified shuffle option, but got shuffle={shuffle}"
+            )
             refused = ValueError(text)
             refused.add_note(
-                "headrace: shuffle the stream, by its .shuffle(buffer_size); shards by their shuffle=True"
+                "headrace: shuffle the stream, by its .shuffle(buffer_size); "
+                "shards by their shuffle=True"
             )
             raise refused
         super().__init__(
@@ -208,21 +221,20 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # As given: a trainer that makes a loader anew from these has the same search, and the same
-        # look-ahead.
+        # Keep both arguments as given. A trainer that rebuilds the loader from these attributes
+        # then gets the same search and the same look-ahead.
         self.__dict__.update(num_workers=num_workers, prefetch_factor=prefetch_factor)
-        self.__dict__["dataset"] = shown  # past the freeze; of a DataPipe torch keeps a wrapper
-        for (
-            name,
-            value,
-        ) in checked.items():  # for code that rebuilds a loader; subclasses may have these names
+        # Torch forbids to set `dataset` after `__init__`, and keeps a wrapper of a DataPipe.
+        self.__dict__["dataset"] = shown
+        # Code that rebuilds a loader reads the options. A subclass may define the same names.
+        for name, value in checked.items():
             if not hasattr(self, name):
                 self.__dict__[name] = value
         self._control.start_early(self)
 
     @property
     def num_workers(self) -> int:
-        """The number of workers; with ``"auto"`` the present one."""
+        """Number of workers; with ``"auto"`` the present number."""
         given = self.__dict__["num_workers"]
         return self._control.search.number if given == "auto" else given
 
@@ -232,7 +244,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def prefetch_factor(self) -> int | None:
-        """The number of batches to plan ahead for each worker; by default 2 where there are workers, as in torch."""
+        """Number of batches to plan ahead for each worker.
+
+        As in torch, the default is 2 with workers, and None without workers.
+        """
         given = self.__dict__["prefetch_factor"]
         return 2 if given is None and self.num_workers > 0 else given
 
@@ -242,7 +257,11 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def _iterator(self) -> Any:
-        """A subclass's own; trainers that are done with a torch loader set it to None, to end its workers."""
+        """Iterator of a subclass, or None.
+
+        Trainers set the attribute to None to end the workers of a torch loader. Here None closes
+        the epochs and the engine.
+        """
         return self.__dict__.get("_iterator")
 
     @_iterator.setter
@@ -257,7 +276,8 @@ class DataLoader(TorchDataLoader[T_co]):
             val = self._portable(val)
         elif attr in OPTIONS and type(self) is DataLoader and attr in self.__dict__:
             warnings.warn(
-                f"{attr}= is read once, when a DataLoader is made: setting it later has no effect. Make a new loader.",
+                f"{attr}= is read once, when a DataLoader is made: setting it later has no effect. "
+                "Make a new loader.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -267,33 +287,38 @@ class DataLoader(TorchDataLoader[T_co]):
         spec = self._control.spec
         transform = spec.options["transform"]
         collate_fn = without_transform(collate_fn)
-        # Whether a plain torch loader would ignore some of it.
+        # A plain torch loader would ignore options of this kind.
         ignored = any(
             spec.options[name] != OPTIONS[name].default for name in ("on_error", "device")
         )
         loses = transform is not None or spec.kind.is_async or ignored
         if not loses and spec.options["seed"] is None:
-            return collate_fn  # a torch loader does the same with it
+            return collate_fn  # a torch loader gives the same batches
         return PortableCollate(
             collate_fn, transform, batched=self._auto_collation, warn=None if loses else same
         )
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_control": copy.copy(self._control)}  # an engine is of one loader
+        # A copy of a loader starts an engine of its own.
+        return {**self.__dict__, "_control": copy.copy(self._control)}
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
-        """Begin the next epoch: an iterator that blocks in `next()`."""
+        """Begin the next epoch and return a blocking iterator."""
         return self._get_iterator()
 
     def __len__(self) -> int:
-        """The number of batches of an epoch."""
+        """Return the number of batches of an epoch."""
         if self._control.spec.options["data_parallel"] is None:
             return super().__len__()
         with self._control.ranked():
             return super().__len__()
 
     def _get_iterator(self) -> Iterator[T_co]:  # type: ignore[override]
-        """The iterator of an epoch: torch's loader calls it in `__iter__`, and subclasses call and replace it."""
+        """Return the iterator of an epoch.
+
+        `torch.utils.data.DataLoader.__iter__` calls this method. Subclasses may call or override
+        the method.
+        """
         if any(trainer.begins(self) for trainer in trainers):
             return iter(())
         with self._control.ranked() as rank:
@@ -301,34 +326,46 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin the next epoch: an iterator for `async for`, on any event loop."""
+        """Begin the next epoch and return an async iterator.
+
+        The iterator works on any event loop.
+        """
         if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
             raise TypeError(
-                f"{kind} has a _get_iterator() of its own, which `async for` would leave out: use `for`"
+                f"{kind} has a _get_iterator() of its own, "
+                "which `async for` would leave out: use `for`"
             )
         with self._control.ranked() as rank:
             return self._control.begin(AsyncBatchIterator, self, rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, from 0, also for the samplers and the dataset.
+        """Set the number of the next epoch.
 
-        Without this call each iteration is the next epoch.
+        The samplers and the dataset get the number too. Without `set_epoch`, each iteration is the
+        next epoch.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
         """
         self._control.set_epoch(self, whole_number("epoch", epoch))
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
-        """The position after the last batch that `next()` returned, in the iteration begun last.
+        """Return the position after the last batch of `next()`.
 
-        Batches that were fetched ahead are not part of it. Before the first iteration, and after
-        the end of an epoch, it is the beginning of the next epoch. It starts nothing and does not
-        communicate. docs/resuming.md says more.
+        The position belongs to the iteration begun last. Batches fetched ahead do not count. Before
+        the first iteration, and after the end of an epoch, the position is the beginning of the
+        next epoch. `state_dict` starts no process or thread, and does not communicate. See
+        docs/resuming.md.
 
         Args:
-            lag: number of calls of `next()` before, up to 8, for a caller that has read ahead.
+            lag: number of calls of `next()` to go back, 0 to 8, for a caller that reads ahead.
+
+        Returns:
+            A state for `load_state_dict`.
 
         Raises:
-            ValueError: the state of so many calls before is not known.
+            ValueError: the position before `lag` calls is not known.
 
         Example:
             >>> import headrace as hr
@@ -341,28 +378,41 @@ class DataLoader(TorchDataLoader[T_co]):
         return states_to_dict(self._control.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue after a saved position: the next iteration gives the rest of that epoch.
+        """Continue from a saved position.
+
+        The next iteration gives the rest of the saved epoch.
 
         Args:
-            state_dict: from `state_dict`.
+            state_dict: a result of `state_dict`.
 
         Raises:
-            StateError: the state is damaged, or does not fit this loader; `iter()` and `next()` may
-                raise it too.
+            StateError: the state is damaged, or does not fit this loader. Some states fail only at
+                `iter()` or `next()`, with the same error.
         """
         self._control.restore(self, states_from_dict(state_dict))
 
     def batch_at(
         self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None
     ) -> T_co:
-        """The batch that was, or will be, delivered at a step of an epoch, computed again, bit for bit.
+        """Compute the batch of any step, bit for bit.
 
-        Needs `seed`. `rank` is by default that of this process, and `world_size` what the loaded
-        state knows of that step, or that of now. docs/resuming.md says more.
+        The step may be in the past or in the future. The loader needs `seed`. See
+        docs/resuming.md.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
+            step: number of the batch in the epoch, counted from 0.
+            rank: the rank that gets the batch; by default the rank of this process.
+            world_size: number of ranks at the step; by default the number in the loaded state, or
+                the present number for steps after the state.
+
+        Returns:
+            The batch that `next()` returned, or will return, at this step.
 
         Raises:
-            IndexError: the epoch has not so many steps.
-            StateError: ranks, batch size or exclusions were others then.
+            IndexError: the epoch ends before this step.
+            StateError: the number of ranks, the batch size or the exclusions were different at this
+                step.
             TypeError: the dataset is a stream.
             ValueError: the order or the randomness does not follow from a seed.
 
@@ -383,30 +433,41 @@ class DataLoader(TorchDataLoader[T_co]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> list[list[Any]]:
-        """The keys of the samples of some steps, without reading them: of a dataset without keys, the indices.
+        """Return the keys of the samples of steps, without reading samples.
 
-        Arguments and errors are those of `batch_at`.
+        Samples of a dataset without keys are named by index. Errors are as for `batch_at`.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
+            steps: numbers of batches in the epoch, counted from 0.
+            rank: as for `batch_at`.
+            world_size: as for `batch_at`.
+
+        Returns:
+            A list of keys for each step.
         """
         return rewind.samples_at(self, epoch, steps, rank, world_size)
 
     def exclude(
         self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()
     ) -> None:
-        """Leave samples out, such as those of steps at which the loss has spiked; from the next iteration on.
+        """Leave out samples from the next iteration on.
 
-        The next iteration continues after the last batch, or after the state that was loaded. What
-        is left moves up, so that batches stay full, and is numbered anew. The state has the
-        exclusions. Call it on every rank, with the same arguments. docs/resuming.md says more.
+        For instance, leave out the samples of steps at which the loss spiked. The next iteration
+        continues after the last batch, or from the loaded state. The remaining samples move up:
+        batches stay full, and steps are numbered anew. Exclusions are part of the state. Call
+        `exclude` on every rank with the same arguments. See docs/resuming.md.
 
         Args:
-            steps: for each epoch, numbers of batches, on all ranks; as `batch_at` counts them.
-            keys: of samples, as `samples_at` gives them, or indices; they are left out of all
-                epochs.
+            steps: for each epoch, numbers of batches to leave out on all ranks, counted as for
+                `batch_at`.
+            keys: keys from `samples_at`, or indices, of samples to leave out of all epochs.
 
         Raises:
-            IndexError: there is no such step or index.
-            KeyError: there is no such key.
-            ValueError: the order does not follow from a seed, or this is a stream: `.filter` it.
+            IndexError: a step or an index does not exist.
+            KeyError: a key does not exist.
+            ValueError: the order does not follow from a seed, or the dataset is a stream (use
+                `.filter`).
 
         Example:
             >>> import headrace as hr
@@ -418,32 +479,38 @@ class DataLoader(TorchDataLoader[T_co]):
         rewind.exclude(self, steps or {}, keys)
 
     def stats(self) -> LoaderStats:
-        """The raw numbers: counts of batches, samples, skips, requests and waiting, over all epochs so far."""
+        """Return counts of batches, samples, skips, requests and waiting.
+
+        The counts cover all epochs so far.
+        """
         return self._control.counters.snapshot()
 
     def report(self) -> Report:
-        """How the time of the last iteration was spent, what limits the loader, and the change that helps.
+        """Report where the time of the last iteration went.
 
-        It covers the last 4,096 batches at most, and may be called during an iteration; see
-        docs/my-gpu-waits.md.
+        The report names the limit of the loader and a change that helps. The report covers at most
+        the last 4,096 batches. Calls during an iteration are allowed. See docs/my-gpu-waits.md.
         """
         from headrace.telemetry.report import make_report
 
         return make_report(self._control.counters.records(), self._control.setup(self))
 
     def close(self) -> None:
-        """End every iteration, the workers and the engine; blocks until they have ended.
+        """End every iteration, the workers and the engine.
 
-        Leaving a `with` block calls this, and so does dropping the loader, which can be iterated
-        again.
+        `close` blocks until all have ended. Leaving a `with` block closes the loader, and so does
+        dropping the last reference. A closed loader can be iterated again.
         """
         self._control.close_epochs()
         self._control.close_engine()
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the caller's event loop."""
+        """Close the loader without blocking the caller's event loop.
+
+        See `close`.
+        """
         self._control.close_epochs()
-        import anyio.to_thread  # 3 ms, for which a program without an event loop need not wait
+        import anyio.to_thread  # takes 3 ms, and only async programs need anyio
 
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._control.close_engine)

@@ -1,7 +1,7 @@
-"""The keyword arguments that headrace adds to torch's loader: each is defined once, in `LoaderOptions`.
+"""Keyword arguments that headrace adds to torch's loader.
 
-A definition has the name, the type, the default, the check, and whether the engine needs it.
-`DataLoader`'s signature, attributes and repr follow from it.
+`LoaderOptions` defines each option once: name, type, default, check, and whether the engine needs
+the option. The signature and the attributes of `DataLoader` follow from the definitions.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from headrace._core.text import check_function, check_keywords, whole_number
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"] | RayPlacement
 
-# Bytes. 1,024 fetches of 1 MiB; a sixteenth of the memory of a small training machine.
+# In bytes: 1,024 fetches of 1 MiB, or a sixteenth of the memory of a small training machine.
 MEMORY_BUDGET = 1 << 30
 
 
@@ -45,10 +45,10 @@ class Option(NamedTuple):
     """The definition of an option.
 
     Attributes:
-        default: the value of a loader that is not given it.
-        check: given the name and the value; returns the value to use, or raises TypeError or
-            ValueError.
-        for_engine: whether the engine is sent it, which may be in another process.
+        default: value if the loader is not given the option.
+        check: function of the option's name and value. Returns the value to use, or raises
+            TypeError or ValueError.
+        for_engine: whether the engine receives the option. The engine may be in another process.
     """
 
     default: object
@@ -100,7 +100,7 @@ def _on_error(name: str, value: OnError) -> object:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """headrace's own keyword arguments of `DataLoader`."""
+    """Keyword arguments of `DataLoader` beyond torch's."""
 
     # Fetching.
     concurrency: Annotated[
@@ -147,11 +147,17 @@ OPTIONS: dict[str, Option] = {name: get_args(hint)[1] for name, hint in _HINTS.i
 
 
 def checked_options(given: LoaderOptions) -> LoaderOptions:
-    """All options: those that are given, checked, and the defaults of the others.
+    """Check the given options and add defaults for all others.
+
+    Args:
+        given: options by name.
+
+    Returns:
+        All options, each as returned by the option's check.
 
     Raises:
-        TypeError: an option is of the wrong type, or unknown.
-        ValueError: an option is out of its range.
+        TypeError: an option has the wrong type, or is unknown.
+        ValueError: an option is out of range.
     """
     values = cast(dict[str, object], given)
     if not values.keys() <= OPTIONS.keys():
@@ -165,7 +171,7 @@ def checked_options(given: LoaderOptions) -> LoaderOptions:
 
 
 def engine_options(options: LoaderOptions) -> LoaderOptions:
-    """The options that the engine is sent."""
+    """Return the options for the engine."""
     return cast(
         LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine}
     )
@@ -175,7 +181,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def shown_in_signature(init: F) -> F:
-    """Show each option in the signature of a constructor that takes them as ``**options``."""
+    """Show all options in the signature of a constructor with ``**options``."""
     signature = inspect.signature(init)
     named = [
         each
@@ -192,11 +198,12 @@ def shown_in_signature(init: F) -> F:
         for name, option in OPTIONS.items()
         if name not in signature.parameters and (hint := _HINTS[name])
     ]
-    init.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    shown = signature.replace(parameters=[*named, *options])
+    init.__signature__ = shown  # type: ignore[attr-defined]
     return init
 
 
 def number_of_engines(options: LoaderOptions) -> int:
-    """How many engines a loader asks for, here or on a cluster."""
+    """Return the number of engines, local or on a cluster."""
     placement = options["placement"]
     return placement.engines if isinstance(placement, RayPlacement) else options["engines"]

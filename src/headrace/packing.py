@@ -1,4 +1,8 @@
-"""Pack a dataset into shards: fetch, transform in workers, write in parallel, and go on after a kill."""
+"""Pack a dataset into shards.
+
+Packing fetches samples, transforms samples in workers, writes shards in parallel, and continues
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +50,25 @@ from headrace.telemetry.progress import progress
 __all__ = ["Packed", "pack"]
 
 Format = Literal["tar", "parquet", "tokens"]
-# written after each shard; readers of directories leave names with an underscore out
+# Written after each shard. Readers of directories ignore names with an underscore in front.
 RECORD = "_pack.json"
-BATCH = 16  # samples, after which a shard may end
-TYPED = 64  # rows of Parquet whose types are found together
-UPLOADS = 4  # shards at once, each in several parts
-PIECE = 1 << 20  # bytes
-ROW_GROUP = 16 << 20  # bytes of the rows as Arrow has them
+BATCH = 16  # number of samples in a batch; a shard may end after each batch
+TYPED = 64  # number of Parquet rows to infer column types from
+UPLOADS = 4  # number of concurrent shard uploads, each in several parts
+PIECE = 1 << 20  # bytes per read of a finished shard
+ROW_GROUP = 16 << 20  # bytes of a Parquet row group, counted in Arrow format
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _Json = dict[str, Any]
 _MakeWriter = Callable[[Path], "_ShardWriter"]
 
 
 class Packed(NamedTuple):
-    """What was packed.
+    """Result of `pack`.
 
     Attributes:
         shards: number of shards.
-        samples: number of samples in them.
-        nbytes: their size.
+        samples: number of samples in all shards.
+        nbytes: size of all shards, in bytes.
     """
 
     shards: int
@@ -81,36 +85,46 @@ def pack(
     num_workers: int = 0,
     **options: Unpack[LoaderOptions],
 ) -> Packed:
-    """Write the samples of a dataset into shards, in their order, with a progress bar.
+    """Write the samples of a dataset into shards, in order.
 
-    Samples are fetched and transformed by a `DataLoader`. A shard is written into a temporary file,
-    and uploaded in parts while the next ones are written. ``_pack.json`` beside the shards has the
-    name, number of samples, size and SHA-256 of each; tar shards have the index that
-    `TarDataset.index` reads. The same call after an interruption, also by SIGKILL, continues after
-    the last shard of that record: no sample is lost, or comes twice. A call with another
-    `transform` or `seed` is an error. Of a `transform` its own code, closure, arguments and repr
-    are compared, and not the functions that it calls.
+    A `DataLoader` fetches and transforms the samples, with a progress bar. `pack` writes each shard
+    into a temporary file, and uploads the file in parts while writing further shards.
+    ``_pack.json`` beside the shards records the name, number of samples, size and SHA-256 of each
+    shard. With tar shards, `pack` also writes the index for `TarDataset.index`.
+
+    After an interruption, also by SIGKILL, the same call continues after the last recorded shard:
+    no sample is lost or repeated. A call with another `transform` or `seed` is an error. The
+    comparison of a `transform` covers code, closure, arguments and repr, but not the functions that
+    the `transform` calls.
 
     Args:
-        dataset: map-style or a stream, on one rank.
-        store: the directory for the shards: a URL, a path or a `Store`. Empty, or that of an
-            interrupted call.
-        format: ``"tar"``, for WebDataset and `TarDataset`: samples are dicts of fields (bytes, str,
-            numbers, arrays for ``.npy``) with ``"__key__"``; or an `ObjectSample` or `FileSample`,
-            whose label is the field ``cls``. ``"parquet"``: dicts of columns, with the types of the
-            first 64 rows, or of the `ParquetDataset` or `ArrowDataset` that is packed without a
-            `transform`. ``"tokens"``: sequences of integers, each a document of Megatron's ``.bin``
-            and ``.idx``, as uint16 if the first has that type, else int32.
-        shard_size: bytes, or as ``"256MB"``; a shard ends with the 16 samples that reach it. About
-            five shards are on the local disk at a time.
-        num_workers: processes for `transform`.
-        options: of the `DataLoader`: `transform`, whose randomness follows from `seed`, by default
-            0; `on_error`, ….
+        dataset: a map-style dataset or a stream. All samples are packed by a single rank.
+        store: the directory for the shards: a URL, a path or a `Store`. The directory is empty, or
+            belongs to an interrupted call.
+        format: ``"tar"`` for WebDataset and `TarDataset`, ``"parquet"``, or ``"tokens"`` for
+            Megatron.
+
+            - ``"tar"``: a sample is a dict of fields (bytes, str, numbers, arrays for ``.npy``)
+              with ``"__key__"``. An `ObjectSample` or a `FileSample` is a sample too, with the
+              label in field ``cls``.
+            - ``"parquet"``: a sample is a dict of columns. The types come from the first 64 rows.
+              Without a `transform`, a `ParquetDataset` or an `ArrowDataset` keeps its types.
+            - ``"tokens"``: a sample is a sequence of integers, a document of Megatron's ``.bin``
+              and ``.idx``. Tokens are uint16 if the first sample is uint16, else int32.
+        shard_size: size of a shard in bytes, or text such as ``"256MB"``. A shard ends after the
+            batch of 16 samples that reaches the size. About five shards are on the local disk at a
+            time.
+        num_workers: number of processes for `transform`.
+        options: options of the `DataLoader`, such as `transform` and `on_error`. `seed` is 0 by
+            default; the random numbers of `transform` follow from `seed`.
+
+    Returns:
+        Numbers of shards, samples and bytes, including shards of interrupted calls.
 
     Raises:
-        ValueError: an argument is invalid, the directory has other shards, or was begun with other
-            arguments.
-        TypeError: a sample does not fit the format; the message names it.
+        ValueError: an argument is invalid, or the directory has other files, or was begun with
+            other arguments.
+        TypeError: a sample does not fit the format. The message names the sample.
         HeadraceError: reading or writing failed.
 
     Example:
@@ -126,7 +140,8 @@ def pack(
         raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
     if (rank := own_rank()).world_size > 1:
         raise ValueError(
-            f"{rank.world_size} ranks would write the same shards: pack in one process ({rank.source})"
+            f"{rank.world_size} ranks would write the same shards: "
+            f"pack in one process ({rank.source})"
         )
     size = _bytes(shard_size)
     options.setdefault("seed", 0)
@@ -167,13 +182,16 @@ def _bytes(size: int | str) -> int:
 
 
 def _described(function: Any) -> list[object]:
-    """What distinguishes a function from another one of its name: its own code, and the values that it holds."""
+    """Describe a function by code, constants and closure.
+
+    The description tells apart functions of the same name.
+    """
     if isinstance(function, functools.partial):
         return [*_described(function.func), function.args, function.keywords]
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    # The order of a set is another one in each process.
+    # The order of a set differs between processes.
     return [
         sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
         for each in (function, *own, *held)
@@ -183,17 +201,20 @@ def _described(function: Any) -> list[object]:
 def _run(
     loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json
 ) -> Packed:
-    """Pack what an interrupted call has not packed, and record each shard that is complete."""
+    """Pack the remaining shards and record each complete shard."""
     record = _begun(store, arguments)
     if record["state"] is not None:
-        loader.load_state_dict(record["state"])  # or an error, if it is another dataset
+        loader.load_state_dict(record["state"])  # raises StateError for another dataset
     uploads: deque[tuple[Future[_Json], _Json]] = deque()
 
     def write() -> None:
         background_loop().run(store.put(RECORD, json.dumps(record, indent=1).encode()))
 
     def commit(most: int) -> None:
-        """Record the shards that are complete, in their order; waits until at most so many are not."""
+        """Record complete shards, in order.
+
+        Wait until at most `most` shards are incomplete.
+        """
         while uploads and (len(uploads) > most or uploads[0][0].done()):
             shard, position = uploads.popleft()
             record["shards"].append(shard.result())
@@ -201,7 +222,7 @@ def _run(
             write()
 
     def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
-        """Complete shards, each with the position after it: a state of the loader."""
+        """Yield complete shards, each with the loader's state after the shard."""
         before, batches = record["shards"], iter(progress(loader, name="pack"))
         number = sum(shard["samples"] for shard in before)
         for count, first in zip(itertools.count(len(before)), batches):
@@ -218,7 +239,7 @@ def _run(
             yield path, writer, position | {"state": loader.state_dict()}
 
     if not record["complete"]:
-        write()  # before the first shard, so that this directory is known
+        write()  # before the first shard, to mark the directory as begun by this call
         with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
             for path, writer, position in shards():
                 uploads.append((threads.submit(_upload, store, path, writer), position))
@@ -235,7 +256,7 @@ def _run(
 
 
 def _index(store: Store, shards: list[_Json]) -> None:
-    """Join the parts of the index that `_upload` has stored; builds what is missing."""
+    """Join the index parts from `_upload`, and build missing parts."""
     loop, place = background_loop(), Shard(store, NAME)
     with contextlib.suppress(ObjectNotFoundError):
         loop.run(store.head(NAME))
@@ -246,7 +267,7 @@ def _index(store: Store, shards: list[_Json]) -> None:
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
-    """The record of a call that was interrupted, or a new one."""
+    """Return the record of an interrupted call, or a new record."""
     loop = background_loop()
     if (folder := store.local_root) is not None:
         os.makedirs(folder, exist_ok=True)
@@ -267,12 +288,15 @@ def _begun(store: Store, arguments: _Json) -> _Json:
 
 
 def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
-    """Upload a shard and what belongs beside it; on a thread of its own."""
+    """Upload a shard and the files beside the shard.
+
+    Runs on an upload thread.
+    """
     loop = background_loop()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     key = path.name + writer.suffix
-    if isinstance(writer, _TokenWriter):  # first, as the shard cannot be read without it
+    if isinstance(writer, _TokenWriter):  # first: the shard cannot be read without an index
         loop.run(store.put(path.name + ".idx", writer.index()))
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
@@ -290,11 +314,11 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
 
 
 class _ShardWriter(ABC):
-    """Writes one shard into a file.
+    """Writer of a single shard file.
 
     Attributes:
-        samples: number of samples in it.
-        nbytes: about its size so far; the same in each run.
+        samples: number of samples in the shard.
+        nbytes: approximate size so far, in bytes; equal in each run.
     """
 
     suffix: str
@@ -304,7 +328,7 @@ class _ShardWriter(ABC):
         self.samples = self.nbytes = self._number = 0
 
     def add(self, sample: Any, number: int) -> None:
-        """Write a sample; `number` is its number in the dataset."""
+        """Write a sample with its `number` in the dataset."""
         self._number = number
         with self._fitting():
             self._add(sample)
@@ -359,7 +383,7 @@ class _TarWriter(_ShardWriter):
 
 
 def _fields_of(sample: Any) -> dict[str, Any]:
-    """The fields of a sample with a key, data and a label."""
+    """Return the fields of an `ObjectSample` or `FileSample`."""
     folder, slash, name = sample.key.rpartition("/")
     stem, _, suffix = name.partition(".")
     label = {} if sample.label is None else {"cls": sample.label}
@@ -384,7 +408,8 @@ def _encoded(name: str, value: Any) -> bytes:
     if isinstance(value, bool | int | float):
         return str(value).encode()
     raise TypeError(
-        f"field {name!r} is a {type(value).__name__}; give bytes, a str, a number, or call it .npy or .json"
+        f"field {name!r} is a {type(value).__name__}; "
+        "give bytes, a str, a number, or call it .npy or .json"
     )
 
 
@@ -394,9 +419,9 @@ class _ParquetWriter(_ShardWriter):
     def __init__(self, path: Path, schema: Any = None) -> None:
         require_pyarrow("packing Parquet")
         super().__init__(path)
-        self._schema = schema  # of the rows; None if that of the first rows counts
+        self._schema = schema  # schema of the rows; None to infer from the first rows
         self._rows: list[dict[str, Any]] = []
-        self._tables: list[Any] = []  # of the next row group
+        self._tables: list[Any] = []  # tables of the next row group
         self._writer: Any = None
 
     def _add(self, sample: Any) -> None:
@@ -429,7 +454,8 @@ class _ParquetWriter(_ShardWriter):
             self._writer = pyarrow.parquet.ParquetWriter(
                 self._file, table.schema, write_page_checksum=True
             )
-        schema = self._writer.schema  # given to pyarrow.array, it would make integers of floats
+        # Given to pyarrow.array, the schema would turn floats into integers.
+        schema = self._writer.schema
         if pyarrow.unify_schemas([schema, table.schema], promote_options="permissive") != schema:
             raise ValueError(
                 f"{table.schema}, but {schema} in the samples before".replace("\n", ", ")
@@ -464,14 +490,15 @@ class _TokenWriter(_ShardWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._dtype: Any = None  # of the tokens, by the first sample
+        self._dtype: Any = None  # dtype of the tokens, from the first sample
         self._lengths: list[int] = []
 
     def _add(self, sample: Any) -> None:
         tokens = np.asarray(sample)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(
-                f"an array of shape {tokens.shape} and type {tokens.dtype}, not a sequence of integers"
+                f"an array of shape {tokens.shape} and type {tokens.dtype}, "
+                "not a sequence of integers"
             )
         if self._dtype is None:
             self._dtype = np.dtype("<u2" if tokens.dtype == np.uint16 else "<i4")
@@ -484,7 +511,7 @@ class _TokenWriter(_ShardWriter):
         self._lengths.append(len(tokens))
 
     def index(self) -> bytes:
-        """The index of Megatron-LM's indexed datasets, version 1."""
+        """Return the index of Megatron-LM's indexed datasets, version 1."""
         lengths = np.array(self._lengths, dtype="<i4")
         pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         documents = np.arange(len(lengths) + 1, dtype="<i8")

@@ -1,4 +1,4 @@
-"""Samplers that fit how a dataset is read."""
+"""Samplers for shuffling, sharding across ranks, and balanced batches."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Per
 
 
 class ElasticSampler(RankSampler):
-    """Deals a dataset to the ranks sample by sample, so that any number of ranks can continue an epoch.
+    """Distribute samples to ranks, for any number of ranks.
 
-    As torch's `DistributedSampler`, of which it is a subclass: trainers that wrap other samplers
-    leave it unchanged. But the order is a `Permutation`, which takes no memory and no time to skip,
-    the rank may be found at `iter()`, and an epoch that 4 ranks began can be continued by 6:
-    position p of the order belongs to rank p mod `world_size`.
+    Position p of the order belongs to rank p mod `world_size`. So 6 ranks can continue an epoch
+    that 4 ranks began. `ElasticSampler` is a subclass of torch's `DistributedSampler`: trainers
+    that wrap other samplers leave it unchanged. Unlike the order of `DistributedSampler`, the order
+    is a `Permutation`, which takes no memory and no time to skip. The rank need not be known before
+    `iter()`.
 
-    The position is in the state of a `headrace.DataLoader`; the sampler has none of its own.
+    The sampler itself has no position. The state of the `headrace.DataLoader` holds the position.
 
     Args:
-        dataset: the dataset to sample, or its length.
-        shuffle: whether the order is random, another one in each epoch; else it is that of the
-            dataset.
-        seed: of the order, with the epoch; the same on all ranks.
-        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`.
-        world_size: number of ranks.
-        drop_last: whether the last samples are dropped if they cannot be divided evenly; else the
-            order wraps around, and a few samples come twice.
-        exact: for evaluation: each sample comes once, so that the first ranks may have one sample
-            more.
+        dataset: the dataset to sample, or the length of the dataset.
+        shuffle: whether to draw a new random order for each epoch. False: the order of the dataset.
+        seed: seed of the order, together with the epoch; equal on all ranks.
+        rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
+            `iter()`.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
+        drop_last: whether to drop the last samples if the ranks cannot divide the samples evenly.
+            False: the order wraps around, and a few samples come twice.
+        exact: whether each sample comes exactly once, for evaluation. The first ranks may then get
+            a sample more than the others.
 
     Raises:
-        ValueError: a number is out of range, or `drop_last` and `exact` are both given.
+        ValueError: a number is out of range, or both `drop_last` and `exact` are given.
 
     Example:
         >>> [list(ElasticSampler(10, seed=0, rank=rank, world_size=2)) for rank in range(2)]
@@ -51,39 +52,40 @@ class ElasticSampler(RankSampler):
 
 
 class BlockShuffleSampler(BlockSampler):
-    """A random order with locality: blocks of neighbours are shuffled, and a few blocks are read side by side.
+    """Shuffle a dataset in blocks of neighbouring samples.
 
-    For datasets of which a loader reads neighbours by one request (`TokenDataset`,
-    `TarDataset.index`): a block is about one request. Each index is drawn once in an epoch. The
-    order is that of groups of `blocks_at_once` blocks from all over the dataset: it takes one
-    sample of each block of the group in turn, and those of a block in random order. A loader of
-    such a dataset without a sampler has an order of this kind; give this sampler for blocks of
-    other sizes. Unless `prefetch_factor` is given, the loader of such a dataset prefetches
-    `samples_ahead` samples.
+    For datasets with cheap reads of neighbours (`TokenDataset`, `TarDataset.index`), where a block
+    is about a single request. The sampler draws each index once in an epoch. A group is
+    `blocks_at_once` blocks from all over the dataset. The order goes through the groups, and within
+    a group takes a sample from each block in turn. The samples of a block come in random order.
 
-    It deals this order to the ranks as `ElasticSampler` does; any number of them can continue an
-    epoch. If their number divides `blocks_at_once`, each block is read by one rank alone. The
-    memory is that of the indices of one group.
+    Without a sampler, the loader of a dataset with blocks uses an order of this kind. Give a
+    `BlockShuffleSampler` for blocks of another size. Unless `prefetch_factor` is given, the loader
+    prefetches `samples_ahead` samples.
+
+    The ranks share the order as with `ElasticSampler`, and any number of ranks can continue an
+    epoch. Every rank gets the same number of samples; the remainder at the end of the order is
+    dropped. If the number of ranks divides `blocks_at_once`, each block is read by a single rank.
+    The sampler holds the indices of a single group in memory.
 
     Args:
-        dataset: the dataset to sample, or its length.
-        block_size: number of neighbours in a block.
-        blocks_at_once: number of blocks that are read side by side, by all ranks together; a
-            multiple of the number of ranks.
-        shuffle: whether the order is random; else it is that of the dataset, on several ranks with
-            blocks side by side.
-        seed: of the order, with the epoch; the same on all ranks.
-        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`.
-            Every rank gets the same number of samples; those at the end of the order that cannot be
-            divided are dropped.
-        world_size: number of ranks.
+        dataset: the dataset to sample, or the length of the dataset.
+        block_size: number of samples in a block.
+        blocks_at_once: number of blocks in a group, over all ranks; a multiple of the number of
+            ranks.
+        shuffle: whether the order is random. False: the order of the dataset; several ranks still
+            read the blocks of a group side by side.
+        seed: seed of the order, together with the epoch; equal on all ranks.
+        rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
+            `iter()`.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
 
     Raises:
         ValueError: a number is out of range.
 
     Warns:
-        UserWarning: `blocks_at_once` is no multiple of the number of ranks, so that several ranks
-        read the same blocks.
+        UserWarning: `blocks_at_once` is no multiple of the number of ranks: several ranks read the
+            same blocks.
 
     Example:
         >>> sampler = BlockShuffleSampler(12, block_size=4, blocks_at_once=2, seed=0)
@@ -93,45 +95,48 @@ class BlockShuffleSampler(BlockSampler):
 
 
 class BalancedBatchSampler(DistributedSampler[Any]):
-    """Batches of samples of different lengths, with about the same number of tokens for each rank and step.
+    """Balance the number of tokens per batch across ranks and steps.
 
-    A `batch_sampler` for map-style datasets whose samples are concatenated (`headrace.TokenDataset`
-    by document). Each window of a random order is divided into as few batches as hold its tokens,
-    of nearly equal numbers. Every rank computes the plan of all, in about 1 µs a sample, and takes
-    its part of each step: no rank communicates, and all make the same number of steps. Lightning
-    needs ``use_distributed_sampler=False``.
+    A `batch_sampler` for map-style datasets with samples of different lengths, for training on
+    concatenated samples (such as `headrace.TokenDataset` by document). The sampler divides each
+    window of a random order into as few batches as `max_tokens` allows, with nearly equal numbers
+    of tokens. Every rank computes the plan of all ranks, in about 1 µs per sample, and takes its
+    own batch of each step. No rank communicates, and all ranks make the same number of steps.
+    Lightning needs ``use_distributed_sampler=False``.
 
-    Each sample comes once in an epoch, but for the last step, where a batch with fewer samples than
-    the ranks that share it repeats some. The number of batches is another one in each epoch: there
-    is no ``len()``. Give trainers a number of steps.
+    Each sample comes once in an epoch, except in the last step. There, several ranks may share a
+    batch, and a batch with fewer samples than ranks repeats samples. The number of batches differs
+    between epochs, so there is no ``len()``. Give trainers a number of steps.
 
-    The state is the epoch, the window and the number of its batches that were given out, by all
-    ranks. It is the same on every rank, and any number of ranks can continue. With a
-    `headrace.DataLoader`, save that of the loader instead.
+    The state holds the epoch, the window, and the number of batches of the window that all ranks
+    have drawn. The state is equal on all ranks, and any number of ranks can continue. With a
+    `headrace.DataLoader`, save the state of the loader instead.
 
     Args:
-        lengths: number of tokens of each sample of the dataset, as an array, which may be
-            memory-mapped: nothing of its size is made. An empty sample counts as 1.
-        max_tokens: the most tokens of a batch, without padding.
-        seed: of the order, with the epoch; the same on all ranks.
-        window: number of samples that are planned together. Fewer than 100 batches in it are less
-            balanced.
-        rank: the rank whose part is drawn; by default that of `headrace.get_rank_info` at `iter()`.
-        world_size: number of ranks.
+        lengths: number of tokens in each sample of the dataset, an integer array [N]. The array may
+            be memory-mapped: the sampler copies only windows. An empty sample counts as 1 token.
+        max_tokens: largest number of tokens in a batch, without padding.
+        seed: seed of the order, together with the epoch; equal on all ranks.
+        window: number of samples to plan together. Balance suffers if a window has fewer than 100
+            batches.
+        rank: rank of this sampler, from 0; by default the rank of `headrace.get_rank_info` at
+            `iter()`.
+        world_size: number of ranks. Give both `rank` and `world_size`, or neither.
 
     Attributes:
-        batch_size: the mean number of samples in a batch, as estimated.
+        batch_size: estimate of the mean number of samples in a batch.
 
     Raises:
-        StateError: at the first `next()`: the lengths or arguments are not those that the state was
-            saved with.
-        ValueError: a sample has more than `max_tokens`, `lengths` are no whole numbers from 0 on,
-            there are none, or another number is out of range.
+        StateError: at the first `next()`, if the lengths or arguments differ from the lengths or
+            arguments of the saved state.
+        ValueError: a sample has more than `max_tokens` tokens, `lengths` is empty or has other
+            values than whole numbers from 0, or another number is out of range.
 
     Example:
         >>> lengths = np.array([5, 1, 3, 2, 4, 3, 6, 2])
-        >>> two = [BalancedBatchSampler(lengths, 7, seed=0, rank=rank, world_size=2) for rank in range(2)]
-        >>> for batches in zip(*two): print(batches, [int(lengths[batch].sum()) for batch in batches])
+        >>> ranks = [BalancedBatchSampler(lengths, 7, rank=rank, world_size=2) for rank in range(2)]
+        >>> for batches in zip(*ranks):
+        ...     print(batches, [int(lengths[batch].sum()) for batch in batches])
         ([2, 5], [4, 3]) [6, 6]
         ([6, 1], [0, 7]) [7, 7]
     """
@@ -146,7 +151,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        Sampler.__init__(self)  # DistributedSampler.__init__ needs a process group
         max_tokens, seed, window = map(operator.index, (max_tokens, seed, window))
         self._lengths = np.asarray(lengths)
         if (
@@ -155,16 +160,18 @@ class BalancedBatchSampler(DistributedSampler[Any]):
             or not self._lengths.size
         ):
             raise ValueError(
-                f"lengths must be whole numbers, at least one, but got an array of type {self._lengths.dtype} and "
-                f"shape {self._lengths.shape}"
+                "lengths must be whole numbers, at least one, but got an array of type "
+                f"{self._lengths.dtype} and shape {self._lengths.shape}"
             )
-        if (
-            self._lengths.min() < 0 or self._lengths.max() > max_tokens
-        ):  # argmin and argmax copy a read-only array
+        # `min` and `max` first: `argmin` and `argmax` copy a read-only array.
+        if self._lengths.min() < 0 or self._lengths.max() > max_tokens:
             index = int(
                 self._lengths.argmin() if self._lengths.min() < 0 else self._lengths.argmax()
             )
-            what = f"sample {index} has {self._lengths[index]} tokens, which must be 0 to max_tokens={max_tokens}"
+            what = (
+                f"sample {index} has {self._lengths[index]} tokens, "
+                f"which must be 0 to max_tokens={max_tokens}"
+            )
             raise ValueError(f"{what}: leave it out, or divide it")
         if max_tokens < 1 or window < 1:
             raise ValueError(f"max_tokens={max_tokens} and window={window} must be at least 1")
@@ -172,12 +179,16 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         some = self._lengths[Permutation(len(self._lengths), seed, 0)[:1024]]
         self.batch_size = max(1, int(max_tokens / max(1, some.mean())))
         self._ranks = RankChoice(rank, world_size)
-        self._position: tuple[int, Cursor] | None = None  # of the iterator that was advanced last
-        self._restored: Cursor | None = None  # at which the next iterator begins
+        # Epoch and position of the iterator advanced last.
+        self._position: tuple[int, Cursor] | None = None
+        self._restored: Cursor | None = None  # start of the next iterator
 
     @property
     def samples_at_most(self) -> int:
-        """The most samples of a batch: by it a loader numbers samples alike on all ranks, which so have one state."""
+        """Largest number of samples in a batch.
+
+        Loaders number samples by this bound, equally on all ranks. So all ranks have equal states.
+        """
         return self.max_tokens
 
     _shard, rank, num_replicas, wants_epoch = (
@@ -188,21 +199,29 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch; loaders call this. Without effect between a restore and its epoch."""
+        """Set the number of the next epoch.
+
+        Loaders call this method. After `load_state_dict`, the call has no effect until the restored
+        epoch begins.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
+        """
         if self._restored is None:
             self.epoch, self._position = operator.index(epoch), None
 
     def __len__(self) -> int:
         raise TypeError(
-            "the number of batches is known only when all are planned: give the trainer a number of steps"
+            "the number of batches is known only when all are planned: "
+            "give the trainer a number of steps"
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._steps(self._ranks.shard())  # the rank now, not at the first `next()`
+        return self._steps(self._ranks.shard())  # find the rank now, not at the first `next()`
 
     def _steps(self, shard: ShardOptions) -> Iterator[list[int]]:
-        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from
-        # one of the two.
+        # The epoch begins at the first `next()`. Torch's loader calls iter() twice for an epoch,
+        # and draws from a single iterator.
         epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
         batches = balanced_batches(
             self._lengths, self.max_tokens, self.window, self.seed, epoch, cursor
@@ -215,15 +234,24 @@ class BalancedBatchSampler(DistributedSampler[Any]):
             self.epoch += 1
 
     def state_dict(self) -> dict[str, object]:
-        """The epoch and the position after the batches drawn so far; after the last one, those of the next epoch."""
+        """Return the position after the batches drawn so far.
+
+        After the last batch, the state is the beginning of the next epoch.
+
+        Returns:
+            A state for `load_state_dict`.
+        """
         epoch, cursor = self._position or (self.epoch, self._restored or Cursor())
         return {"epoch": epoch, **cursor._asdict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: the next iterator begins after its batches.
+        """Continue from a saved position at the next `iter()`.
+
+        Args:
+            state: a result of `state_dict`.
 
         Raises:
-            StateError: `state` is not one of `state_dict`.
+            StateError: `state` is damaged, or does not fit `lengths` and `window`.
         """
         values: list[Any] = [state.get(name) for name in ("epoch", "window", "batches", "checksum")]
         epoch, window, batches, checksum = values

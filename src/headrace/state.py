@@ -1,4 +1,4 @@
-"""States of the loaders of several ranks as one."""
+"""Combine the loader states of all ranks into a single state."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ __all__ = ["gather_state", "merge_states"]
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state that holds the state of each rank, to be loaded on every rank.
+    """Combine the states of all ranks into a single state.
 
-    For streams of which each rank reads other samples: streams of shards, and your own. The same
-    number of ranks continues, each its own part; another number is a `StateError` at `iter()`.
-    States that are the same on all ranks (map-style datasets with ``seed=`` or an `ElasticSampler`,
-    streams with ``.split()``) need not be merged: one of the states is returned, which any number
-    of ranks can continue.
+    Load the merged state on every rank.
+
+    Merging is for streams of which each rank reads different samples: streams of shards, and your
+    own streams. The same number of ranks continues from the merged state, each rank with its own
+    samples. With another number of ranks, `iter()` raises a `StateError`.
+
+    States of map-style datasets with ``seed=`` or an `ElasticSampler`, and of streams with
+    ``.split()``, are equal on all ranks and need no merging. For equal states, the result is any
+    of the states, and any number of ranks can continue from the result.
 
     Args:
-        states: from `DataLoader.state_dict`, of each rank after the same number of batches, in any
-            order. A rank whose part of a stream has ended before may have the state after its last
-            batch, or after its loop.
+        states: results of `DataLoader.state_dict`, a state from each rank, in any order. All ranks
+            have taken the same number of batches. If a rank reached the end of its samples
+            earlier, its state may be from after the last batch or from after the loop.
+
+    Returns:
+        A state for `DataLoader.load_state_dict`.
 
     Raises:
-        ValueError: there is no state.
-        StateError: they are not of all ranks of one run, or of loaders whose states cannot be
-            merged.
+        ValueError: `states` is empty.
+        StateError: the states are not from all ranks of a single run, or cannot be merged.
 
     Example:
         >>> import headrace as hr
@@ -44,7 +50,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     parsed = [states_from_dict(state) for state in states]
     if not parsed:
         raise ValueError("no state was given")
-    if all(len(each) > 1 for each in parsed):  # saved with those of all ranks
+    if all(len(each) > 1 for each in parsed):  # each is already a merged state
         return states_to_dict(of_all_ranks(parsed[0]))
     return states_to_dict(of_all_ranks([state for state, *_ in parsed]))
 
@@ -52,19 +58,24 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def gather_state(
     loader: DataLoader[Any], group: torch.distributed.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """One state with those of all ranks of a loader, to be saved once and loaded on every rank.
+    """Gather the states of all ranks and merge them.
 
-    It is that of `merge_states`. A collective call: every rank of the group calls it, after the
-    same batch or after the end of its part, and gets the same state. Unlike it,
-    `DataLoader.state_dict` never communicates.
+    Save the result once and load the result on every rank. See `merge_states`.
+
+    `gather_state` is a collective call: every rank of the group calls `gather_state` after the
+    same batch, or after the end of its own samples. All ranks get the same state.
+    `DataLoader.state_dict`, in contrast, never communicates.
 
     Args:
-        loader: this rank's loader.
-        group: the process group; None for that of the loader's `data_parallel=`, or the default
-            one. Without an initialized group, the state of this process.
+        loader: the loader of this rank.
+        group: the process group. None: the group of the loader's `data_parallel=`, or else the
+            default group. Without an initialized group, the result is the state of this process.
+
+    Returns:
+        A state for `DataLoader.load_state_dict`.
 
     Raises:
-        StateError: as `merge_states`.
+        StateError: the states cannot be merged; see `merge_states`.
         UnknownRankError: this process is not a member of `data_parallel=`.
     """
     gathered: list[Any] = [loader.state_dict()]

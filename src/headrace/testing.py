@@ -1,7 +1,7 @@
-"""What headrace relies on in a dataset, as test classes to inherit.
+"""Test classes for the requirements of headrace on datasets.
 
-Subclass one, define `make_dataset`, and run pytest. Checks that do not apply to the dataset are
-skipped, with a reason.
+Subclass `DatasetContract` or `StreamContract`, define `make_dataset`, and run pytest. Checks for
+optional methods are skipped with a reason if the dataset has no such method.
 
 Example::
 
@@ -29,16 +29,21 @@ __all__ = ["DatasetContract", "StreamContract", "same"]
 
 T = TypeVar("T")
 
-CONCURRENCY = 64  # a loader's default, and more than the connection pools of most clients
+# The default of a loader, and more than the connection pools of most clients have.
+CONCURRENCY = 64
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-_LOOPS: tuple[_LoopFactory, ...] = (
-    asyncio.new_event_loop,
-    new_event_loop,
-)  # those that a loader may use
+# Event loops that a loader may use.
+_LOOPS: tuple[_LoopFactory, ...] = (asyncio.new_event_loop, new_event_loop)
 
 
 def same(left: object, right: object) -> bool:
-    """Whether two samples are equal: by content for tensors, arrays and buffers, and within tuples, lists and dicts.
+    """Whether two samples are equal.
+
+    Tensors, arrays and buffers are compared by content, also within tuples, lists and dicts.
+
+    Args:
+        left: a sample.
+        right: another sample.
 
     Example:
         >>> same((torch.ones(2), memoryview(b"a")), (torch.ones(2), memoryview(b"a")))
@@ -80,25 +85,31 @@ class _Contract:
         raise NotImplementedError(f"{type(self).__name__} must define make_dataset(self)")
 
     def equal(self, left: Any, right: Any) -> bool:
-        """Whether two samples are the same; override it for samples that are random by design."""
+        """Whether two samples are equal; override for random samples."""
         return same(left, right)
 
     def _skip_without(self, dataset: object, method: str) -> None:
-        import pytest  # importing headrace.testing does not need it
+        import pytest  # not needed to import headrace.testing
 
         if not hasattr(dataset, method):
             pytest.skip(f"the dataset has no {method}; headrace's loader does not need it")
 
 
 class DatasetContract(_Contract):
-    """What a loader relies on in an async map-style dataset. Subclass it and define `make_dataset`, as above."""
+    """Tests of an async map-style dataset.
+
+    Subclass `DatasetContract` and define `make_dataset`; see the example of this module.
+    """
 
     def indices(self, dataset: Any) -> Sequence[int]:
-        """The indices to try: the first eight and the last."""
+        """Return the indices to try: the first eight and the last."""
         return sorted({*range(min(len(dataset), 8)), len(dataset) - 1})
 
     def test_length_is_constant(self) -> None:
-        """Samplers read the length once; a change would lose samples or index past the end."""
+        """The length of the dataset never changes.
+
+        Samplers read the length once. A change would lose samples or index past the end.
+        """
         dataset = self.make_dataset()
         length = len(dataset)
         assert length > 0, "make_dataset() gave an empty dataset; the contract needs a sample"
@@ -108,14 +119,20 @@ class DatasetContract(_Contract):
         )
 
     def test_same_index_gives_same_sample(self) -> None:
-        """Resumed epochs and retries fetch a sample again."""
+        """Two fetches of an index give equal samples.
+
+        Resumed epochs and retries fetch samples again.
+        """
         dataset = self.make_dataset()
         for index in self.indices(dataset):
             first, second = _run(dataset.aget(index)), _run(dataset.aget(index))
             assert self.equal(first, second), f"index {index} gave {first!r}, then {second!r}"
 
     def test_indexing_equals_aget(self) -> None:
-        """Torch's own loader uses the synchronous interface."""
+        """Synchronous indexing gives the same samples as `aget`.
+
+        Torch's loader uses the synchronous interface.
+        """
         dataset = self.make_dataset()
         self._skip_without(dataset, "__getitem__")
         for index in self.indices(dataset):
@@ -125,7 +142,10 @@ class DatasetContract(_Contract):
             )
 
     def test_agets_equals_aget_in_order(self) -> None:
-        """A loader fetches whole batches by `agets`, if it is defined."""
+        """`agets` gives the same samples as `aget`, in order.
+
+        A loader fetches whole batches with `agets`, if the dataset defines `agets`.
+        """
         dataset = self.make_dataset()
         self._skip_without(dataset if capabilities(dataset).agets else None, "agets")
         indices = list(self.indices(dataset))[::-1]
@@ -140,7 +160,10 @@ class DatasetContract(_Contract):
             )
 
     def test_pickled_copy_gives_same_samples(self) -> None:
-        """Loaders in another process pickle the dataset."""
+        """A pickled copy of the dataset gives the same samples.
+
+        A loader pickles the dataset to fetch in another process.
+        """
         dataset = self.make_dataset()
         before = _run(dataset.aget(0))
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
@@ -150,7 +173,10 @@ class DatasetContract(_Contract):
         assert self.equal(_run(copy.aget(0)), before), "the copy has another first sample"
 
     def test_concurrent_fetches_are_independent(self) -> None:
-        """A loader keeps hundreds of `aget` calls in flight on one loop."""
+        """Concurrent fetches give the same samples as single fetches.
+
+        A loader keeps hundreds of `aget` calls in flight on a single event loop.
+        """
         dataset = self.make_dataset()
         chosen = self.indices(dataset)
         alone = {index: _run(dataset.aget(index)) for index in chosen}
@@ -167,7 +193,11 @@ class DatasetContract(_Contract):
                 assert self.equal(sample, alone[index]), text
 
     def test_index_past_the_end_raises(self) -> None:
-        """Python's own iteration ends with IndexError, and a sampler's mistake must not stay unnoticed."""
+        """An index past the end raises IndexError.
+
+        Python's own iteration ends with IndexError. A wrong index of a sampler must not stay
+        unnoticed.
+        """
         dataset = self.make_dataset()
         try:
             sample = _run(dataset.aget(len(dataset)))
@@ -177,10 +207,16 @@ class DatasetContract(_Contract):
 
 
 class StreamContract(_Contract):
-    """What a loader relies on in an async stream. Subclass it and define `make_dataset`; it must be finite."""
+    """Tests of an async stream.
+
+    Subclass `StreamContract` and define `make_dataset`. The stream must be finite.
+    """
 
     def test_two_passes_give_same_stream(self) -> None:
-        """Each epoch reads the whole stream."""
+        """Two passes give the same samples.
+
+        Each epoch reads the whole stream.
+        """
         dataset = self.make_dataset()
         for factory in _LOOPS:
             first, second = _run(_collect(dataset), factory), _run(_collect(dataset), factory)
@@ -188,7 +224,10 @@ class StreamContract(_Contract):
             self._assert_same_stream(first, second, "the second pass")
 
     def test_concurrent_passes_are_independent(self) -> None:
-        """Two iterators of one loader may be read at the same time."""
+        """Two concurrent passes give the same samples as a single pass.
+
+        A program may read two iterators of a loader at the same time.
+        """
         dataset = self.make_dataset()
         alone = _run(_collect(dataset))
 
@@ -205,13 +244,19 @@ class StreamContract(_Contract):
             self._assert_same_stream(alone, stream, "a concurrent pass")
 
     def test_sync_iteration_equals_async(self) -> None:
-        """Torch's own loader uses the synchronous interface."""
+        """Synchronous iteration gives the same samples as `async for`.
+
+        Torch's loader uses the synchronous interface.
+        """
         dataset = self.make_dataset()
         self._skip_without(dataset, "__iter__")
         self._assert_same_stream(_run(_collect(dataset)), list(dataset), "synchronous iteration")
 
     def test_pickled_copy_gives_same_stream(self) -> None:
-        """Loaders in another process pickle the dataset."""
+        """A pickled copy of the stream gives the same samples.
+
+        A loader pickles the dataset to fetch in another process.
+        """
         dataset = self.make_dataset()
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
         self._assert_same_stream(_run(_collect(dataset)), _run(_collect(copy)), "the copy")

@@ -1,4 +1,7 @@
-"""Types of what loaders and datasets give, for annotations and `isinstance`. Programs rarely make one of them."""
+"""Types of results, for annotations and `isinstance`.
+
+Loaders and datasets create the objects. Programs rarely do.
+"""
 
 from headrace._core.batches import BatchPlan, RequestCounts
 from headrace._core.consumer.delivery import EpochDelivery

@@ -13,9 +13,8 @@ from headrace.testing import DatasetContract, StreamContract
 from tests.contract.places import PLACES, files
 from tests.unit.shards.tars import shard
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of boto3 and moto themselves
+# of boto3 and moto themselves
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 # What is written into a URL in more than one way: each place has to find it under the name it has.
 ODD_KEYS = (

@@ -35,9 +35,8 @@ from object_server import ObjectServer
 from tests.answers import answering
 from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of boto3 and moto themselves
+# of boto3 and moto themselves
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 QUICK = RetryPolicy(initial_backoff=0.01)
 PASSWORD = "canary-of-a-password"

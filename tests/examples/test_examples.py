@@ -13,10 +13,8 @@ from PIL import Image
 
 from tests.forks import Forks
 
-ELSEWHERE = (
-    "29_trainers",
-    "30_ray_cluster",
-)  # in tests/integrations, whose environment has their packages
+# in tests/integrations, whose environment has their packages
+ELSEWHERE = ("29_trainers", "30_ray_cluster")
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in ELSEWHERE)
 INITDB = ("initdb", *map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")))

@@ -97,9 +97,8 @@ def stream(folder: str, **options: Any) -> hr.DataLoader:
 @run_by("case")
 def test_batches_are_the_same_bytes_for_any_number_of_engines(folder: str, new: Any) -> None:
     found = []
-    warnings.filterwarnings(
-        "ignore", "This DataLoader will create", UserWarning
-    )  # of torch: few cores here
+    # of torch: few cores here
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     for engines, workers in ((1, 2), (4, 0), (3, 2 if new is stream else 3)):
         with new(folder, engines=engines, num_workers=workers) as loader:
             found.append([digest(loader), digest(loader)])

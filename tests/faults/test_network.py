@@ -429,9 +429,8 @@ def test_retries_of_all_fetchers_share_one_budget(local, server):
 def test_throttling_store_lowers_auto_concurrency_and_costs_few_extra_requests(case):
     many = {f"train/{i:04}": body_of(i) for i in range(2000)}
     with ObjectServer(many, latency=0.02) as store:
-        store.misbehave(
-            Fault("throttle", rate=800.0, at=20)
-        )  # 64 in flight would be 3,200 a second
+        # 64 in flight would be 3,200 a second
+        store.misbehave(Fault("throttle", rate=800.0, at=20))
         run_with_ledger(case, store, "thread", read_throttled)
         asked = store.seen()
     assert any(seen.fault == "throttle" for seen in asked), "the store has throttled"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dis
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
+import types
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -172,9 +178,97 @@ def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
     )
     with hr.DataLoader(Computing(600), batch_size=10, placement="thread") as loader:
         stopping = None
-        while (
-            stopping is None or stopping.poll() is None
-        ):  # user code computes on the loop when it is stopped
+        # user code computes on the loop when it is stopped
+        while stopping is None or stopping.poll() is None:
             for _ in loader:
                 stopping = stopping or subprocess.Popen(["sh", "-c", commands])
     assert (stopping.returncode, messages) == (0, [])
+
+
+PLACES = {
+    dis.opmap[name]
+    for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "FOR_ITER", "CALL_KW")
+    if name in dis.opmap
+}
+"""Instructions after which CPython handles signals."""
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt in headrace, at the n-th place where a signal can be handled."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+        self._offsets: dict[types.CodeType, set[int]] = {}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._on_call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _on_call(self, frame: types.FrameType, event: str, _: object) -> object:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.startswith("headrace.") or name.startswith("headrace.telemetry"):
+            return None
+        frame.f_trace_opcodes = True
+        return self._on_instruction
+
+    def _on_instruction(self, frame: types.FrameType, event: str, _: object) -> object:
+        if event == "opcode" and frame.f_lasti in self._offsets_of(frame.f_code):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self._on_instruction
+
+    def _offsets_of(self, code: types.CodeType) -> set[int]:
+        if code not in self._offsets:
+            pairs = itertools.pairwise(dis.get_instructions(code))
+            self._offsets[code] = {
+                after.offset for before, after in pairs if before.opcode in PLACES
+            }
+        return self._offsets[code]
+
+
+class AsyncNumbers(hr.AsyncIterableDataset):
+    async def __aiter__(self):
+        for number in range(16):
+            yield number
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Numbers(16), {"placement": "thread", "shuffle": True}),
+        (Numbers(16), {"placement": "process"}),
+        (AsyncNumbers(), {"placement": "thread"}),
+        (range(16), {"num_workers": 1, "persistent_workers": True}),
+    ],
+    ids=["map-style", "process", "stream", "torch"],
+)
+@run_by("case")
+def test_ctrl_c_at_any_place_of_next_loses_no_batch(dataset, options) -> None:
+    # A socket whose owner had not been made yet: the reference count closes it.
+    warnings.simplefilter("ignore", ResourceWarning)
+    with hr.DataLoader(dataset, 2, timeout=10, seed=0, **options) as loader:
+        place = 0
+        while True:
+            place += 1
+            interruption = CtrlC(place)
+            given: list[int] = []
+            batches = iter(loader)
+            for number in itertools.count():
+                try:
+                    with interruption if number == 3 else contextlib.nullcontext():
+                        given += next(batches).tolist()
+                except KeyboardInterrupt:
+                    continue
+                except StopIteration:
+                    break
+                except RuntimeError as error:
+                    assert "load_state_dict" in str(error)
+                    loader.load_state_dict(loader.state_dict())
+                    batches = iter(loader)
+            assert sorted(given) == list(range(16)), f"place {place}"
+            if interruption.left > 0:
+                break
+        assert place > 20

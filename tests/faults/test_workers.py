@@ -159,9 +159,8 @@ def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> N
                 delivered, errors = drain(loader)
                 assert not errors, errors
                 assert delivered == once_each(range(32)), delivered
-                wait_until(
-                    lambda: len(workers()) == 2 + (placement == "process")
-                )  # the replacements of the last round
+                # the replacements of the last round
+                wait_until(lambda: len(workers()) == 2 + (placement == "process"))
                 idle = [pid for pid in workers() if placement == "thread" or pid != sidecar(loader)]
                 assert len(idle) == 2, idle
                 kill(*idle)

@@ -147,9 +147,8 @@ def new_shared_memory(before: dict[int, str]) -> set[str]:
             if os.getsid(int(pid)) != os.getsid(0):
                 with open(f"/proc/{pid}/maps") as maps:
                     for line in maps:
-                        if (
-                            "/dev/shm/" in line
-                        ):  # a semaphore's name there is the one it had before it was linked
+                        # a semaphore's name there is the one it had before it was linked
+                        if "/dev/shm/" in line:
                             inodes.pop(int(line.split()[4]), None)
     names = (name for name in inodes.values() if not _is_of_another_program(name))
     return {name for name in names if os.path.exists(f"/dev/shm/{name}")}
@@ -175,9 +174,8 @@ def watch(within: float = 0.0) -> Iterator[None]:
     yield
     deadline = time.monotonic() + within
     while (after := resources()) != before and time.monotonic() < deadline:
-        time.sleep(
-            0.01
-        )  # between two looks at other processes, which signal nothing when they have ended
+        # between two looks at other processes, which signal nothing when they have ended
+        time.sleep(0.01)
     assert not (left := new_shared_memory(names_before)), f"left in /dev/shm: {left}"
     assert after == before, f"left behind:\n  before {before}\n  after  {after}"
 

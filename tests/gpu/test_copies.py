@@ -113,9 +113,8 @@ def test_batch_may_be_used_on_another_stream_than_it_was_received_on():
             with torch.cuda.stream(other):
                 torch.cuda._sleep(CYCLES)
                 results.append(tensor.sum(dtype=torch.int64))
-            tensor.record_stream(
-                other
-            )  # as torch asks of everybody; one tensor stands for the batch's memory
+            # as torch asks of everybody; one tensor stands for the batch's memory
+            tensor.record_stream(other)
             del batch, tensor
     other.synchronize()
     expected = [

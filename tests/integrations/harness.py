@@ -75,8 +75,7 @@ def launchers_variables(meeting: Rendezvous, ranks: int) -> list[dict[str, str]]
 
 
 def _report(file: Path, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    portable_collate._warned = mmap.mmap(
-        -1, 1
-    )  # a byte that forks share: here with the programs before this one
+    # a byte that forks share: here with the programs before this one
+    portable_collate._warned = mmap.mmap(-1, 1)
     result = program(*arguments)
     file.write_bytes(pickle.dumps(result))

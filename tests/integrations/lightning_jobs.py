@@ -192,10 +192,8 @@ def resumed(
             report[kind][step] = train(
                 ON_RANKS[kind](pattern), resume=f"{folder}/{kind}/step={step}.ckpt"
             )
-        except (
-            hr.StateError,
-            RuntimeError,
-        ) as error:  # Lightning's own clean-up fails after one of its `iter()`
+        except (hr.StateError, RuntimeError) as error:
+            # Lightning's own clean-up fails after one of its `iter()`
             report[kind][step] = str(
                 error if isinstance(error, hr.StateError) else error.__context__
             )

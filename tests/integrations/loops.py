@@ -88,9 +88,8 @@ def training_loader():
 
 
 def stream_loader():
-    return hr.DataLoader(
-        Stream(41).split(), BATCH, transform=pair
-    )  # which two ranks cannot share evenly
+    # which two ranks cannot share evenly
+    return hr.DataLoader(Stream(41).split(), BATCH, transform=pair)
 
 
 def evaluation_loader():

@@ -358,9 +358,8 @@ def train(address, folder, pattern):
         rank = ray.train.get_context().get_world_rank()
         checkpoint = ray.train.get_checkpoint()
         killed = rank == 1 and not checkpoint
-        loader = train_loader(
-            num_workers=1 if killed else 0
-        )  # a process, which must not outlive its parent
+        # a process, which must not outlive its parent
+        loader = train_loader(num_workers=1 if killed else 0)
         training = Training(prepare_data_loader(loader), ray.train.torch.prepare_model(layer()))
         begun = training.restore(load(checkpoint)) if checkpoint else 0
         attempt = sum(

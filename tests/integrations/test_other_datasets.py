@@ -30,9 +30,8 @@ SAME, WORKERS, RANKS, RESUME = (
     "each sample once, on two ranks",
     "exact resume in mid-epoch",
 )
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning"
-)  # webdataset's shards
+# webdataset's shards
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 NOT_PROVEN = {("torchdata.nodes", WORKERS): "nodes have workers of their own"}
 
 

@@ -97,9 +97,8 @@ def test_stream_whose_engine_is_lost_is_continued_from_a_state(report, pattern):
 
 def test_example_of_a_cluster_loses_a_node_and_no_batch():
     program = (ROOT / "examples" / "30_ray_cluster.py").read_text()
-    killed = program.replace(
-        "allow_graceful=True", "allow_graceful=False"
-    )  # whose end Ray prints, too
+    # whose end Ray prints, too
+    killed = program.replace("allow_graceful=True", "allow_graceful=False")
     assert killed != program
     run = subprocess.run(
         [sys.executable, "-c", killed], capture_output=True, text=True, timeout=TIMEOUT

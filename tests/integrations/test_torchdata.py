@@ -15,9 +15,8 @@ torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 BatchSampler, RandomSampler = torchdata.sampler.BatchSampler, torchdata.sampler.RandomSampler
 StatefulDistributedSampler = torchdata.sampler.StatefulDistributedSampler
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:'set_vital' is deprecated"
-)  # torchdata 0.11 calls it, torch 2.13 warns
+# torchdata 0.11 calls it, torch 2.13 warns
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 everywhere = pytest.mark.parametrize(
     ("loader_class", "options"),
     [(torchdata.StatefulDataLoader, {}), (hr.DataLoader, {}), (hr.DataLoader, {"num_workers": 3})],

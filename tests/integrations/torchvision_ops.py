@@ -7,8 +7,7 @@ enough for what does not call them."""
 import torch
 
 if torch.version.cuda is None:
-    library = torch.library.Library(
-        "torchvision", "FRAGMENT"
-    )  # it is registered for as long as this object lives
+    # it is registered for as long as this object lives
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

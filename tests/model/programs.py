@@ -89,14 +89,8 @@ OPERATIONS = {
 }
 CHANGING = [(0, [1, 2, 0]), (10, [3, 2, 2]), (40, [0, 2, 1])]  # weights of a mix
 LAST = ("split", "pack", "first fit", "best fit", "tokens", "buckets")
-SHUFFLING = (
-    "shuffle",
-    "shuffle, seed",
-    "mix",
-    "mix all",
-    "repeat",
-    "for ever",
-)  # at most one of them in a program
+# at most one of them in a program
+SHUFFLING = ("shuffle", "shuffle, seed", "mix", "mix all", "repeat", "for ever")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -668,9 +662,8 @@ def _looking_back(case):
         or case.excluded
     ):
         changes["rewinds"] = ()
-    elif (
-        case.failing and case.on_error == "skip"
-    ):  # lost batches are known of epochs that were read
+    elif case.failing and case.on_error == "skip":
+        # lost batches are known of epochs that were read
         first = case.set_epoch or 0
         read = range(first, first + case.lives[0].epochs)
         changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)

@@ -62,9 +62,8 @@ def numbers(*, of_torch=False, by_batch=False, blocks=None):
 Numbers = RangedNumbers = numbers()
 IndexedNumbers = numbers(blocks={"block_size": 2, "blocks_at_once": 6})
 BatchedNumbers = numbers(by_batch=True)
-TorchNumbers = BatchedTorchNumbers = numbers(
-    of_torch=True
-)  # torch's batches are read again sample by sample
+# torch's batches are read again sample by sample
+TorchNumbers = BatchedTorchNumbers = numbers(of_torch=True)
 
 
 class Failed(NamedTuple):
@@ -86,9 +85,8 @@ class Place(NamedTuple):
 class Stream:
     """A stream: `items(place)` yields samples, and `Failed` where one cannot be read."""
 
-    copies = of_torch = by_batch = (
-        False  # whether each worker reads a copy of it, as of torch's streams
-    )
+    # whether each worker reads a copy of it, as of torch's streams
+    copies = of_torch = by_batch = False
 
     def __init__(self, items):
         self.items = items
@@ -229,9 +227,8 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
         for sample in stream.items(place):
             bucket = sum(length(sample) > bound for bound in boundaries)
             lengths = [max(1, length(each)) for each in [*buckets[bucket], sample]]
-            size = (
-                max(lengths) * len(lengths) if padded else sum(lengths)
-            )  # an empty sample counts as one token
+            # an empty sample counts as one token
+            size = max(lengths) * len(lengths) if padded else sum(lengths)
             if size > max_tokens and buckets[bucket]:
                 yield buckets[bucket]
                 buckets[bucket] = []
@@ -245,10 +242,8 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
 def packed(documents, seq_len, strategy, window):
     """Sequences of documents. The longest wait of an open sequence is 4 × `window` others."""
     window = 1 if strategy == "concat" else window
-    open_ones, closed = (
-        [],
-        [],
-    )  # an open one: its pieces, and how many sequences were closed before it
+    # an open one: its pieces, and how many sequences were closed before it
+    open_ones, closed = ([], [])
 
     def used(one):
         return sum(map(len, one[0]))
@@ -362,9 +357,8 @@ class Position(NamedTuple):
     generator: object = None  # state of `generator=`
     excluded: tuple = ()
     lost: frozenset = frozenset()  # batches that lost all their samples: pairs of epoch and number
-    has_workers: bool = (
-        False  # whether workers that persist have begun: torch draws their seed once
-    )
+    # whether workers that persist have begun: torch draws their seed once
+    has_workers: bool = False
 
 
 class DataLoader:
@@ -515,10 +509,8 @@ class Iteration:
         self.batches, self.cursor, self.ended = start.batches, start.cursor, False
         self.begun_over = start.over  # the epoch of the state was over already
         self.rank, self.world_size = place_of_program()
-        self.lost, self.skipped = (
-            0,
-            loader.skipped_samples,
-        )  # batches without a sample, and samples skipped before
+        # batches without a sample, and samples skipped before
+        self.lost, self.skipped = (0, loader.skipped_samples)
         if start.generator is not None:
             loader.order_generator.set_state(start.generator)
         if start.sampler is not None:
@@ -546,9 +538,8 @@ class Iteration:
             return () if over else drawn_ahead(loader.batches, 0, start.cursor)
         if start.batches and loader.draws_own_seed:
             return start.rest
-        drawn = drawn_ahead(
-            loader.batches, loader.drawn_ahead, 0
-        )  # again, where the epoch is continued
+        # again, where the epoch is continued
+        drawn = drawn_ahead(loader.batches, loader.drawn_ahead, 0)
         return itertools.islice(drawn, start.batches, None)
 
     def _computed(self, cursor):

@@ -41,9 +41,8 @@ class Setting:
     """A column of the table: what kind of dataset our loader reads, and where."""
 
     name: str  # the column's heading, and the end of a test's id
-    asynchronous: (
-        bool  # whether our loader reads an async twin of the dataset that torch's loader reads
-    )
+    # whether our loader reads an async twin of the dataset that torch's loader reads
+    asynchronous: bool
     place: str  # where our loader says that it reads
     torchs: Mapping[str, Any]  # arguments of torch's loader, unless a test gives its own
     ours: Mapping[str, Any]  # the same for our loader

@@ -192,9 +192,8 @@ SLOW_BATCH = "`in_order=False`: a slow batch does not hold up the others; every 
 def test_in_order_false_gives_ready_batches_first(same, pipe):
     def program(DataLoader):
         fetches = same.setting.asynchronous and DataLoader.is_ours
-        options = (
-            {} if fetches else {"num_workers": 2}
-        )  # only among workers can torch be out of order
+        # only among workers can torch be out of order
+        options = {} if fetches else {"num_workers": 2}
         dataset = InThread(Late(pipe)) if fetches else Late(pipe)
         return out_of_order(DataLoader(dataset, batch_size=None, in_order=False, **options), pipe)
 

@@ -107,9 +107,8 @@ def main():
         (name, hr.DataLoader(data, 4, collate_fn=list, **options)) for name, data, options in whole
     ]
     if "GLOO" in os.environ:  # neither the launcher nor the environment says which rank this is
-        warnings.filterwarnings(
-            "ignore", message="the 2 ranks may get different numbers"
-        )  # the shards are equal
+        # the shards are equal
+        warnings.filterwarnings("ignore", message="the 2 ranks may get different numbers")
         rank, world_size = map(int, os.environ["GLOO"].split(","))
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     read = {}

@@ -44,9 +44,8 @@ def ranks(request):
 
 
 def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks):
-    least = -(
-        -(4 if len(ranks) == 2 else 3) // 4
-    )  # batches of 4, of the rank of which the filter leaves least
+    # batches of 4, of the rank of which the filter leaves least
+    least = -(-(4 if len(ranks) == 2 else 3) // 4)
     for rank in ranks:
         assert {name: rank[name] for name in (*STEPS, "filter")} == {
             **STEPS,

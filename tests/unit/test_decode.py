@@ -83,9 +83,8 @@ def test_large_jpeg_that_is_decoded_at_a_fraction_looks_as_one_that_is_scaled_do
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_image_is_turned_upright_by_its_exif_tag(kind):
     picture = Image.new("RGB", (64, 32), "black")
-    picture.paste(
-        "white", (0, 0, 32, 32)
-    )  # the left half, which is the upper one when it is turned
+    # the left half, which is the upper one when it is turned
+    picture.paste("white", (0, 0, 32, 32))
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     found = hr.decode.image()(encoded(picture, kind, exif=exif))

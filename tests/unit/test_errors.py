@@ -120,9 +120,8 @@ BUILTINS = {
 @pytest.mark.parametrize("name", errors.__all__)
 def test_error_names_its_entry_which_has_causes_and_remedy_in_the_shell_and_on_the_site(name):
     note = EXAMPLES[name]().__notes__[0]
-    entry = pydoc.plain(
-        pydoc.render_doc(note.rpartition("python -m pydoc ")[2])
-    )  # autodoc's anchor has that name too
+    # autodoc's anchor has that name too
+    entry = pydoc.plain(pydoc.render_doc(note.rpartition("python -m pydoc ")[2]))
     assert f"class {name}(" in entry
     assert ("What to do: " in entry) >= (name != "HeadraceError")
     assert ".. automodule:: headrace.errors\n   :members:" in text_of("docs/reference/errors.md")

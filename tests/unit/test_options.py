@@ -134,9 +134,8 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == parameters.keys()
     of_class, _, _ = text.partition("Methods defined here")
     assert of_class.count("\n") <= 85, "what is longer belongs into that table"
-    own, _, _ = text.partition(
-        "Methods inherited from"
-    )  # to torch's class copyreg adds an attribute, on pickling
+    # to torch's class copyreg adds an attribute, on pickling
+    own, _, _ = text.partition("Methods inherited from")
     assert own.count("\n") <= 215
 
 

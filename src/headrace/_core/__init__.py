@@ -1,1 +1,4 @@
-"""The private parts of headrace. Names here may change in any release."""
+"""Private implementation of headrace.
+
+Names here may change in any release.
+"""

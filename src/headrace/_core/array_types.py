@@ -1,4 +1,4 @@
-"""Types of NumPy arrays for annotations, and the indices of a batch as an array."""
+"""NumPy array types for annotations, and batch indices as arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AnyDType: TypeAlias = np.dtype[np.generic]
 
 
 class Indices(Sequence[int]):
-    """The indices of a batch of a computed order: integers, kept as an array."""
+    """Batch indices from a computed order, in an array."""
 
     __slots__ = ("array",)
 
@@ -45,18 +45,22 @@ class Indices(Sequence[int]):
 
 
 COMPUTED_INDICES = (range, Indices)
-"""Types of the indices of a batch of a computed order."""
+"""Types of batch indices from a computed order."""
 
 
 def index_array(indices: Sequence[Any] | AnyArray) -> AnyArray:
-    """The indices as an array, without a copy if they are one."""
+    """Return the indices as an array, without a copy if possible."""
     if isinstance(indices, range):
         return np.arange(indices.start, indices.stop, indices.step)
     return indices.array if isinstance(indices, Indices) else np.asarray(indices)
 
 
 def join_indices(parts: Sequence[Sequence[Any] | AnyArray]) -> Any:
-    """The indices of all parts, one after the other: one range, or an array as `Indices`; a single part as it is."""
+    """Concatenate the indices of all parts.
+
+    Adjoining ranges become a single range. Other parts become `Indices`. A single part stays
+    unchanged, except an array, which becomes `Indices`.
+    """
     if all(isinstance(part, range) and part.step == 1 for part in parts):
         ranges = cast("Sequence[range]", parts)
         if all(one.stop == following.start for one, following in pairwise(ranges)):

@@ -1,9 +1,8 @@
-"""The types passed between the stages, one frozen type for each hop.
+"""Types passed between the stages, a frozen type for each hop.
 
 ::
 
-    sampling ──BatchPlan──▶ fetch ──RawBatch──▶ assemble ──HostBatch──▶ handoff ──▶ claim ──▶ your
-    loop
+    sampling ─BatchPlan─▶ fetch ─RawBatch─▶ assemble ─HostBatch─▶ handoff ─▶ claim ─▶ your loop
 """
 
 from __future__ import annotations
@@ -21,39 +20,42 @@ from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.failure import Failure, Stage
 
 StreamState = Mapping[str, object] | bytes
-"""The position of a stream; pickled, if it comes from another process: most are never read."""
+"""Position of a stream.
+
+A position from another process stays pickled, because most positions are never read.
+"""
 
 
 def dump_state(state: StreamState | None) -> bytes | None:
-    """The position of a stream, pickled; errors of pickling are raised."""
+    """Pickle the position of a stream, or raise the pickling error."""
     if state is None or isinstance(state, bytes):
         return state
     try:
         return pickle.dumps(state, protocol=5)
-    except Exception:  # a class of a script, by value; a fifth as fast
+    except Exception:  # cloudpickle pickles classes of a script by value, at a fifth of the speed
         return cast(bytes, cloudpickle.dumps(state, protocol=5))
 
 
 def load_state(state: StreamState) -> Mapping[str, object]:
-    """The position of a stream; errors of unpickling are raised."""
+    """Unpickle the position of a stream, or raise the unpickling error."""
     return cast("Mapping[str, object]", pickle.loads(state)) if isinstance(state, bytes) else state
 
 
 class BatchPlan(NamedTuple):
-    """The content of one batch, as sampled; made without I/O.
+    """The content of a batch, as sampled without I/O.
 
     Attributes:
-        number: the batch's position in its epoch, from 0.
-        indices: the sampler's index for each slot. Of a stream, None for each slot until it is
-            read, then its position.
-        seed: the seed of `random`, NumPy and torch for the batch's transforms.
-        epoch: the epoch's number, from 0.
-        positions: for each slot, the sample's position among the samples of all ranks in the epoch.
-            Of a stream, those of all its samples until the batch is read.
-        random_key: the key of the epoch's `randomized` functions, a number of 128 bits.
-        planned: when it was sampled, by `time.perf_counter`, as in `StageTimes`.
-        taken: when it was sampled, the consumer had taken the batches up to this number; out of
-            order, so many.
+        number: position of the batch in the epoch, from 0.
+        indices: the sampler's index for each slot. For a stream, None for each slot before reading,
+            and the position of the sample after reading.
+        seed: seed of `random`, NumPy and torch for the transforms of the batch.
+        epoch: number of the epoch, from 0.
+        positions: for each slot, position of the sample among the samples of all ranks in the
+            epoch. For a stream before reading, positions of all samples of the rank.
+        random_key: key of the epoch's `randomized` functions, a number of 128 bits.
+        planned: time of sampling, in seconds of `time.perf_counter`, as in `StageTimes`.
+        taken: number of the last batch taken by the consumer at the time of sampling. With
+            `in_order=False`, number of batches taken.
     """
 
     number: int
@@ -67,7 +69,10 @@ class BatchPlan(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds no object of the user's: its indices are numbers, strings or None."""
+        """Whether the plan holds no user objects.
+
+        The indices of a plain plan are numbers, strings or None.
+        """
         return isinstance(self.indices, COMPUTED_INDICES) or _PLAIN.issuperset(
             map(type, self.indices)
         )
@@ -77,101 +82,137 @@ _PLAIN = frozenset({int, str, type(None)})
 
 
 class FetchLoad(NamedTuple):
-    """The load of a fetch stage at one moment."""
+    """Load of a fetch stage at a moment.
 
-    in_flight: int = 0  # fetches that run
-    limit: int = 0  # fetches that may run
-    queued: int = 0  # samples that wait for one of them
-    held_plans: int = 0  # plans that wait for memory
-    # approximate bytes fetched or being fetched, and not consumed; 0 where they are not bounded
+    Attributes:
+        in_flight: number of running fetches.
+        limit: number of allowed fetches.
+        queued: number of samples waiting for a fetch.
+        held_plans: number of plans waiting for memory.
+        memory: approximate bytes fetched or in flight, and not consumed; 0 without a budget.
+        unused: number of allowed fetches in stages without further planned samples.
+    """
+
+    in_flight: int = 0
+    limit: int = 0
+    queued: int = 0
+    held_plans: int = 0
     memory: int = 0
-    unused: int = 0  # fetches that may run, of stages that have no planned sample left to begin
+    unused: int = 0
 
 
 class StageTimes(NamedTuple):
-    """When a batch passed each stage of the engine, in seconds of `time.perf_counter`; 0.0 where it is unknown.
+    """Times of a batch in each stage of the engine.
 
-    That clock is the same in all processes of a machine on Linux and macOS.
+    Points in time are seconds of `time.perf_counter`, or 0.0 if unknown. On Linux and macOS, all
+    processes of a machine share this clock.
+
+    Attributes:
+        admitted: the engine received the plan.
+        began: the first fetch began.
+        fetched: the last sample arrived.
+        work_began: transforms and collation began, or reading a torch dataset in a worker.
+        work_ended: collation ended.
+        assembled: the engine had the result.
+        fetch_seconds: duration of a fetch of the batch, in seconds.
+        nbytes: approximate size of the fetched samples, in bytes.
+        engine_cpu: CPU seconds of the engine's thread so far.
+        blocked: seconds in which user code has blocked the engine's event loop so far.
+        blocked_in: the line of user code that blocked the event loop last.
+        worker_deaths: number of workers that died since the previous batch was assembled.
+        engine_queued: seconds in which the engine's thread has waited for a core so far.
+        work_cpu: CPU seconds of transforms and collation.
+        blocked_before: value of `blocked` at the beginning of the iteration.
+        worked_by: process, native thread and worker (-1 without a worker); None if unknown.
+        steps_seconds: seconds in a stream's functions before batching, since the session began.
+        load: load of the fetch stage when the last sample arrived.
     """
 
-    admitted: float = 0.0  # the engine received the plan
-    began: float = 0.0  # the first fetch began
-    fetched: float = 0.0  # the last sample arrived
-    work_began: float = (
-        0.0  # transforms and collation began, or the reading of a torch dataset in a worker
-    )
-    work_ended: float = 0.0  # collation ended
-    assembled: float = 0.0  # the engine had the result
-    fetch_seconds: float = 0.0  # the duration of one of the batch's fetches
-    nbytes: int = 0  # approximate size of the fetched samples
-    engine_cpu: float = 0.0  # CPU seconds of the engine's thread until then
-    blocked: float = (
-        0.0  # seconds for which code of the user's has blocked the engine's event loop until then
-    )
-    blocked_in: str | None = None  # the line that has blocked it last
-    worker_deaths: int = 0  # worker processes that died, since the batch assembled before it
-    engine_queued: float = (
-        0.0  # seconds for which the engine's thread could have computed and had no core, until then
-    )
-    work_cpu: float = 0.0  # CPU seconds of the transforms and the collation
-    blocked_before: float = 0.0  # `blocked` when the iteration began
-    worked_by: tuple[int, int, int] | None = (
-        None  # process, native thread, worker (-1 for none); None if unknown
-    )
-    steps_seconds: float = 0.0  # of a stream's functions before batching, since the session began
-    load: FetchLoad = FetchLoad()  # of the fetch stage, when the last sample arrived
+    admitted: float = 0.0
+    began: float = 0.0
+    fetched: float = 0.0
+    work_began: float = 0.0
+    work_ended: float = 0.0
+    assembled: float = 0.0
+    fetch_seconds: float = 0.0
+    nbytes: int = 0
+    engine_cpu: float = 0.0
+    blocked: float = 0.0
+    blocked_in: str | None = None
+    worker_deaths: int = 0
+    engine_queued: float = 0.0
+    work_cpu: float = 0.0
+    blocked_before: float = 0.0
+    worked_by: tuple[int, int, int] | None = None
+    steps_seconds: float = 0.0
+    load: FetchLoad = FetchLoad()
 
 
 NO_TIMES = StageTimes()
-GROWING = (
-    "engine_cpu",
-    "engine_queued",
-    "blocked",
-    "blocked_before",
-)  # sums since the engine's start
+# Sums since the start of the engine.
+GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")
 _LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
-    """The times of single fetches, measured only while a trace is written."""
+    """Times of single fetches, measured during a trace.
 
-    pid: int  # the engine's process
-    thread: int  # the native id of its thread
-    # Four doubles for each fetch: the number of its batch, its slot there (0 for a call of `agets`;
-    # for a range the number of its object), when it began, and when it ended.
+    Attributes:
+        pid: process of the engine.
+        thread: native id of the engine's thread.
+        rows: four doubles for each fetch: number of the batch, slot in the batch, beginning and
+            end. The slot is 0 for a call of `agets`, and the number of the object for a range.
+    """
+
+    pid: int
+    thread: int
     rows: bytes
 
 
 class SessionStart(NamedTuple):
-    """The epoch of a session, and where it begins within that."""
+    """Epoch and starting position of a session.
 
-    batch: int = 0  # the number of its first batch
-    # The state of the stream, by the worker that reads it (None: the engine, or the consumer's
-    # thread). Empty where the dataset is map-style, or the session begins with the epoch.
+    Attributes:
+        batch: number of the first batch.
+        streams: state of the stream for each worker that reads a stream. The key None stands for
+            the engine or the consumer's thread. Empty for a map-style dataset, and at the beginning
+            of an epoch.
+        next_worker: the worker that gets the first plan, if each worker reads a stream.
+        epoch: number of the epoch.
+        set_epoch: whether to call `set_epoch` also on datasets without ``wants_epoch``.
+        seed: seed of a stream's functions before batching. The seed does not depend on the starting
+            position.
+    """
+
+    batch: int = 0
     streams: Mapping[int | None, Mapping[str, object]] = {}
-    next_worker: int = 0  # the worker that gets the first plan, where each reads a stream
+    next_worker: int = 0
     epoch: int = 0
-    set_epoch: bool = (
-        False  # whether to call `set_epoch` of a copy of the dataset even if it does not want it
-    )
-    # of the functions of a stream before batching; does not depend on where the session begins
+    set_epoch: bool = False
     seed: int = 0
 
     @property
     def own_state(self) -> dict[str, Any] | None:
-        """The state of a stream that no worker reads; None if the stream begins with the epoch."""
+        """State of a stream read by no worker.
+
+        None if the stream begins with the epoch.
+        """
         state = self.streams.get(None)
         return None if state is None else dict(state)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[Any]):
-    """The samples of a batch that are the rows of one tensor or table: a default collate need not copy them.
+    """Samples of a batch as rows of a tensor or table.
 
-    A sample of a `pyarrow.Table` is a table of one row.
+    Default collate functions need no copy of the rows. A sample of a `pyarrow.Table` is a table
+    with a single row.
+
+    Attributes:
+        whole: an unshared tensor, or a `pyarrow.Table`.
     """
 
-    whole: Any  # a tensor that is not shared, or a `pyarrow.Table`
+    whole: Any
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -195,39 +236,53 @@ class Rows(Sequence[Any]):
 
 
 def is_table(sample: object) -> bool:
-    """Whether an object is a `pyarrow.Table`; does not import pyarrow."""
+    """Whether an object is a `pyarrow.Table`.
+
+    The check does not import pyarrow.
+    """
     pyarrow = sys.modules.get("pyarrow")
     return pyarrow is not None and isinstance(sample, pyarrow.Table)
 
 
 class RawBatch(NamedTuple):
-    """A batch whose samples have been fetched and not been transformed."""
+    """A batch of fetched samples before transforms.
+
+    Attributes:
+        plan: the plan of the batch.
+        samples: for each slot, the sample or a `Failure`. The last batch of a stream may have
+            fewer samples than slots. None if the worker fetches the samples itself.
+        end: whether the stream has ended.
+        worker: the worker that has the dataset and must get the batch; None for any worker.
+        whole: whether `samples` is the argument of `collate_fn`, as returned by the dataset.
+        stream_state: state of the stream after the batch; None for a map-style dataset.
+        began: beginning of the first fetch, as in `StageTimes`; 0.0 if unknown.
+        fetch_seconds: duration of a fetch of the batch, in seconds.
+        origin: function that names samples of a stream by index; None in a worker.
+    """
 
     plan: BatchPlan
-    # For each slot the sample, or the `Failure` that stands in its place. A stream's last batch may
-    # have fewer. None where the worker fetches them itself.
     samples: Any
-    end: bool = False  # the stream this came from has nothing more
-    worker: int | None = None  # the worker this has to go to, where its dataset lives; None for any
-    whole: bool = False  # `samples` is the argument of `collate_fn`, as the dataset returned it
-    stream_state: Mapping[str, object] | None = (
-        None  # the stream's state after this batch; None of a map-style dataset
-    )
-    began: float = (
-        0.0  # when the first of its fetches began, as in `StageTimes`; 0.0 if that is unknown
-    )
-    fetch_seconds: float = 0.0  # the duration of one of them
-    origin: Callable[[Any], str | None] | None = (
-        None  # names samples of a stream by their indices; not in a worker
-    )
+    end: bool = False
+    worker: int | None = None
+    whole: bool = False
+    stream_state: Mapping[str, object] | None = None
+    began: float = 0.0
+    fetch_seconds: float = 0.0
+    origin: Callable[[Any], str | None] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds no object of the user's: the samples are yet to be fetched."""
+        """Whether the batch holds no user objects.
+
+        A plain batch has no fetched samples yet.
+        """
         return self.samples is None and self.stream_state is None and self.plan.is_plain
 
     def flat(self) -> tuple[Any, ...]:
-        """The batch without types of ours, for each of which a pickler that looks for the user's takes 5 µs."""
+        """Return the batch as a tuple without types of headrace.
+
+        A pickler that looks for user types takes 5 µs for each type.
+        """
         return (tuple(self.plan), *self[1:])
 
     @classmethod
@@ -236,13 +291,17 @@ class RawBatch(NamedTuple):
         return cls(BatchPlan(*plan), *rest)
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
-        """The batch without its failed samples, and their failures."""
+        """Separate the failed samples from the batch.
+
+        Returns:
+            The batch without failed samples, and the failures.
+        """
         if self.whole or type(self.samples) is Rows:
             return self, ()
         if Failure not in map(type, self.samples):
             return self, ()
         failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
-        # Not strict: one Failure may stand for a whole batch that was fetched in one call.
+        # Not strict: a single Failure may stand for all samples of a single fetch call.
         slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
         good = [
             (slot, index, sample)
@@ -256,18 +315,18 @@ class RawBatch(NamedTuple):
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Requests to stores and lookups in caches, between one batch and the next.
+    """Counts of store requests and cache lookups between two batches.
 
     Attributes:
-        requests: requests sent, retries included.
-        retries: retries among them.
-        throttled: responses 429 and 503.
-        timed_out: requests without a byte within the time-out.
-        hedges: fetches started a second time.
-        hedges_won: hedges that were the first to finish.
-        cache_hits: objects, or blocks of shards, read from a disk cache.
-        cache_misses: objects, or blocks of shards, fetched for a disk cache.
-        cache_damaged: damaged objects or blocks of a cache, which were fetched again.
+        requests: number of requests, including retries.
+        retries: number of retries.
+        throttled: number of responses 429 and 503.
+        timed_out: number of requests without a byte within the time-out.
+        hedges: number of fetches started a second time.
+        hedges_won: number of hedges that finished first.
+        cache_hits: number of objects, or blocks of shards, read from a disk cache.
+        cache_misses: number of objects, or blocks of shards, fetched for a disk cache.
+        cache_damaged: number of damaged objects or blocks in a cache, fetched again.
     """
 
     requests: int = 0
@@ -285,36 +344,44 @@ class RequestCounts:
 
 
 COUNTED = tuple(each.name for each in fields(RequestCounts))
-counts_of = operator.attrgetter(
-    *COUNTED
-)  # not `astuple`, which takes 40 µs, for each batch within `next()`
+# `dataclasses.astuple` would take 40 µs, for each batch within `next()`.
+counts_of = operator.attrgetter(*COUNTED)
 
 
 class HostBatch(NamedTuple):
-    """A batch in host memory, ready for the consumer, or its failures."""
+    """A finished batch in host memory, or the failures.
+
+    Attributes:
+        plan: the plan of the batch.
+        data: result of `collate_fn`; None if the batch is `empty`.
+        size: number of samples in `data`.
+        failures: failures of the missing samples.
+        end: whether the stream has ended.
+        empty: whether there is nothing to deliver. A batch without samples from a batch sampler is
+            not `empty`, and is delivered.
+        requests: counts of requests since the previous batch; None without requests.
+        worker: the worker that read the batch, if each worker reads a copy of the dataset.
+        stream_state: state of the stream, or of the worker's copy, after the batch. The key
+            ``"ended"`` marks an ended stream. A map-style dataset has a state only if stateful.
+        times: times of the batch in the stages.
+        fetches: times of single fetches since the previous batch; None without a trace.
+    """
 
     plan: BatchPlan
-    data: Any  # the return value of `collate_fn`; None where the batch is `empty`
-    size: int  # how many samples are in `data`
-    failures: tuple[Failure, ...] = ()  # the samples that are not in it, and why
-    end: bool = False  # the stream this came from has nothing more
-    # there is nothing to deliver; a batch of no samples, of a batch sampler, is delivered
+    data: Any
+    size: int
+    failures: tuple[Failure, ...] = ()
+    end: bool = False
     empty: bool = False
-    requests: RequestCounts | None = (
-        None  # requests to stores since the batch before it; None for none
-    )
-    worker: int | None = None  # that read it, where each reads a copy of the dataset
-    # Of the stream, or of that worker's, after this batch; ``"ended"`` is in it if it has nothing
-    # more. Of a map-style dataset only where that is stateful.
+    requests: RequestCounts | None = None
+    worker: int | None = None
     stream_state: StreamState | None = None
-    times: StageTimes = NO_TIMES  # when it passed the stages
-    fetches: FetchTimes | None = (
-        None  # single fetches that ended since the batch before it; None if none are measured
-    )
+    times: StageTimes = NO_TIMES
+    fetches: FetchTimes | None = None
 
     @property
     def skipped(self) -> int:
-        """The number of samples that are not in it; with the rest of each shard that has ended."""
+        """Number of missing samples, including lost rests of shards."""
         return (
             len(self.plan.indices)
             - self.size
@@ -322,7 +389,12 @@ class HostBatch(NamedTuple):
         )
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
-        """The batch as a flat tuple, for a process that has its plan, from which what was read of a stream differs."""
+        """Return the batch as a flat tuple without the plan.
+
+        The receiving process has the plan.
+        After reading a stream, the plan of the batch differs from the `requested` plan. The tuple
+        then has the indices and positions of the plan.
+        """
         plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)
@@ -358,11 +430,14 @@ class HostBatch(NamedTuple):
         return cls.nothing(plan, (Failure.caught(error, stage, plan.number),))
 
     def replaced_by(self, error: BaseException, stage: Stage) -> HostBatch:
-        """An error in place of the batch, with the failures of the batch."""
+        """Return an error in place of the batch, with the batch's failures."""
         return HostBatch.failed(self.plan, error, stage).with_failures_of(self)
 
     def with_failures_of(self, earlier: HostBatch) -> HostBatch:
-        """This batch in place of `earlier`, from which it was made: with its failures, and all but its data."""
+        """Return this batch with the other fields of `earlier`.
+
+        This batch was made from `earlier`. The result has the failures of both batches.
+        """
         return earlier._replace(
             data=self.data,
             size=self.size,
@@ -377,5 +452,9 @@ class HostBatch(NamedTuple):
         return self._replace(failures=tuple(located))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
-        """This batch with the `failures` of `raw`, from which it was made, and its plan."""
+        """Add failures from an earlier stage.
+
+        This batch was made from `raw` without the samples of `failures`. The result has the plan of
+        `raw` and all failures. Without `failures`, the batch is returned unchanged.
+        """
         return self._replace(plan=raw.plan, failures=failures + self.failures) if failures else self

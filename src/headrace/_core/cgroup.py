@@ -1,4 +1,4 @@
-"""What the machine and its control groups grant this process: cores and memory."""
+"""Cores and memory available to this process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ from typing import NamedTuple
 
 
 class CgroupLimits(NamedTuple):
-    """The tightest limits of a process's control group, version 2, and of its parents; infinite where there is none."""
+    """The tightest limits of a control group and all parent groups.
 
-    cores: float = math.inf  # CPU seconds a second
-    memory: float = math.inf  # bytes
-    memory_left: float = math.inf  # bytes of the group that has fewest left
+    Control groups are of version 2. A missing limit is infinite.
+
+    Attributes:
+        cores: CPU seconds per second.
+        memory: memory limit in bytes.
+        memory_left: bytes left in the group with the fewest bytes left.
+    """
+
+    cores: float = math.inf
+    memory: float = math.inf
+    memory_left: float = math.inf
 
     @classmethod
     def here(
         cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
     ) -> CgroupLimits:
-        """The limits of this process; none where the system has no control groups of version 2."""
+        """Return the limits of this process.
+
+        All limits are infinite on systems without control groups of version 2.
+        """
         groups = [
             line.split(":", 2)[2]
             for line in _text(membership).splitlines()
             if line.startswith("0:")
         ]
-        folder = root / "".join(groups).lstrip(
-            "/"
-        )  # inside a container its path may be one of the host
+        # Inside a container, the path may be a path of the host.
+        folder = root / "".join(groups).lstrip("/")
         limits = cls()
         for each in (folder, *folder.parents):
             if each != root and root not in each.parents:

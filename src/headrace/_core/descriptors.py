@@ -1,4 +1,7 @@
-"""File descriptors: the error if none is free, a reserve for receiving them, and those sent in a pickled object."""
+"""File descriptors: errors for a shortage, a reserve, and transfer.
+
+Received descriptors arrive with a pickled object.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 
 
 def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
-    """The error for a descriptor that could not be opened; `purpose` completes "no descriptor is left to …"."""
+    """Return the error for a shortage of descriptors.
+
+    `purpose` completes the sentence "no file descriptor is left to …".
+    """
     if number == errno.ENFILE:
         return OSError(
             number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max"
@@ -30,19 +36,21 @@ def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
 
 @contextlib.contextmanager
 def explained(purpose: str) -> Iterator[None]:
-    """Raise the `shortage` in place of the bare error of a call that finds no descriptor."""
+    """Replace a bare error for a shortage of descriptors by `shortage`."""
     try:
         yield
     except OSError as error:
-        if (
-            error.errno not in _SHORTAGES or error.filename is not None
-        ):  # errors with a file name come from other code
+        # Errors with a file name come from other code.
+        if error.errno not in _SHORTAGES or error.filename is not None:
             raise
         raise shortage(purpose, error.errno) from error
 
 
 def check_free(count: int) -> None:
-    """Raise OSError unless `count` descriptors can be opened; for native code that cannot handle a shortage."""
+    """Raise OSError unless `count` descriptors can be opened.
+
+    For native code without handling of a shortage.
+    """
     reserve = Reserve(count)
     reserve.close()
     if reserve.error is not None:
@@ -50,10 +58,13 @@ def check_free(count: int) -> None:
 
 
 class Reserve:
-    """So many descriptors, closed before others are received: receiving then works while none is free."""
+    """Descriptors held in reserve for receiving other descriptors.
+
+    The reserve is closed before receiving. So receiving works even if no descriptor is free.
+    """
 
     def __init__(self, count: int) -> None:
-        self.error: OSError | None = None  # if fewer could be opened
+        self.error: OSError | None = None  # the error, if fewer than `count` could be opened
         self._count = count
         self._held: list[int] = []
         self._lock = threading.Lock()
@@ -61,7 +72,10 @@ class Reserve:
 
     @contextlib.contextmanager
     def given_up(self) -> Iterator[None]:
-        """Free the descriptors inside the block; as many as possible are taken again after it."""
+        """Free the descriptors inside the block.
+
+        After the block, as many descriptors as possible are opened again.
+        """
         with self._lock:
             self.close()
             try:
@@ -83,10 +97,10 @@ class Reserve:
 
 
 class Descriptor:
-    """An open file descriptor, which this owns: closed with the last reference to this object.
+    """Owner of an open file descriptor.
 
-    In an object that is sent over a channel it arrives as the receiver's own descriptor of the same
-    file.
+    The descriptor is closed with the last reference to the `Descriptor`. In an object sent over a
+    channel, the receiver gets a descriptor of its own for the same file.
     """
 
     __slots__ = ("__weakref__", "number")
@@ -97,11 +111,17 @@ class Descriptor:
 
     @classmethod
     def duplicate(cls, number: int) -> Descriptor:
-        """A new descriptor of the same file as `number`, whose owner keeps it."""
+        """Return a new descriptor of the same file as `number`.
+
+        The owner of `number` keeps `number`.
+        """
         return cls(os.dup(number))
 
     def detach(self) -> int:
-        """A number that the caller closes; reducers of `multiprocessing` call it in the receiver."""
+        """Return a duplicate for the caller to close.
+
+        Reducers of `multiprocessing` call `detach` in the receiver.
+        """
         return os.dup(self.number)
 
     def same_file_as(self, other: Descriptor) -> bool:
@@ -115,7 +135,7 @@ _received: ContextVar[Sequence[Descriptor]] = ContextVar(
 
 @contextlib.contextmanager
 def received(descriptors: Sequence[Descriptor]) -> Iterator[None]:
-    """Provide, inside the block, the descriptors that came with the object being unpickled."""
+    """Provide received descriptors for unpickling inside the block."""
     token = _received.set(descriptors)
     try:
         yield
@@ -124,5 +144,8 @@ def received(descriptors: Sequence[Descriptor]) -> Iterator[None]:
 
 
 def received_descriptor(position: int) -> Descriptor:
-    """The descriptor at `position` among those that came with the object being unpickled."""
+    """Return the received descriptor at a position.
+
+    The descriptors arrived with the object being unpickled.
+    """
     return _received.get()[position]

@@ -1,6 +1,7 @@
-"""`on_error` as an object: what the engine does with a failed sample, and what the consumer does with its failure.
+"""Policies for the `on_error` option.
 
-A new policy is a subclass of `ErrorPolicy` here, and for a word a line in `_BY_NAME`.
+A policy says how the engine treats failed samples, and how the consumer treats failures. To add a
+policy, write a subclass of `ErrorPolicy`, and for a policy with a name, an entry in `_BY_NAME`.
 """
 
 from __future__ import annotations
@@ -18,33 +19,43 @@ from headrace.errors import TooManySkippedError
 
 Decision: TypeAlias = Literal["raise", "skip"]
 
-EXAMPLES = 3  # failures quoted by a `TooManySkippedError`
-EXAMPLE_LIMIT = 400  # characters of each
-EXPECTED = (
-    10  # failures at `max_share` from which on a share is compared: fewer are no estimate of it
-)
+EXAMPLES = 3  # number of failures quoted by a `TooManySkippedError`
+EXAMPLE_LIMIT = 400  # characters of a quoted failure
+# A share is compared once `max_share` allows this number of failures. Fewer failures give no
+# estimate of the share.
+EXPECTED = 10
 
 
 class Tolerance(NamedTuple):
-    """How the engine treats failed samples: the part of a policy that is sent to workers."""
+    """The part of a policy for the engine and the workers.
 
-    # whether a batch is completed without the samples that failed, or the first failure is the
-    # batch's
+    Attributes:
+        skips: whether to complete a batch without the failed samples. False: the first failure is
+            the failure of the batch.
+        max_in_a_row: number of consecutive failures after which a stream ends.
+    """
+
     skips: bool
-    max_in_a_row: int = (
-        100  # failures in a row to read a sample of a stream, after which the stream has ended
-    )
+    max_in_a_row: int = 100
 
 
 @dataclass(slots=True)
 class EpochFailures:
-    """The counts of one epoch that a policy decides by."""
+    """Counts of an epoch for the decisions of a policy.
 
-    delivered: int = 0  # samples delivered
-    skipped: int = 0  # samples skipped
-    in_a_row: int = 0  # samples skipped since the last that was delivered
-    longest: int = 0  # most samples skipped in a row, up to and within the last batch
-    # The last failures. Not as text, which would take longer than skipping them.
+    Attributes:
+        delivered: number of samples delivered.
+        skipped: number of samples skipped.
+        in_a_row: number of samples skipped since the last delivered sample.
+        longest: largest number of samples skipped in a row, up to and within the last batch.
+        examples: the last failures. Failures are not kept as text, because making text takes longer
+            than skipping.
+    """
+
+    delivered: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    longest: int = 0
     examples: deque[Failure] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
 
     def add(self, host: HostBatch) -> None:
@@ -62,7 +73,10 @@ class EpochFailures:
             self.longest = max(self.longest, self.in_a_row)
 
     def error(self, reason: str) -> TooManySkippedError:
-        """The error that so many samples were skipped; the last failure is its cause."""
+        """Return the error for too many skipped samples.
+
+        The last failure is the cause of the error.
+        """
         examples = tuple(shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples)
         error = TooManySkippedError(
             reason=reason,
@@ -71,27 +85,34 @@ class EpochFailures:
             delivered=self.delivered,
             examples=examples,
         )
-        if self.examples:  # not of an epoch that was restored after them
+        if self.examples:  # empty if the epoch was restored after the failures
             error.__cause__ = self.examples[-1].exception()
         return error
 
 
 class ErrorPolicy:
-    """The treatment of errors of user code: decided for each failure, and checked against the counts of the epoch.
+    """Treatment of errors of user code.
 
-    This one skips all samples that fail.
+    A policy decides for each failure, and compares the counts of the epoch with limits. The base
+    class skips all failed samples.
     """
 
     __slots__ = ()
     tolerance: Tolerance = Tolerance(skips=True)
-    """The part of the policy that the engine follows."""
+    """The part of the policy for the engine."""
 
     def decide(self, failure: Failure) -> Decision:
-        """Whether `next()` raises the failure, or its samples are skipped. Called on the consumer's thread."""
+        """Return whether to raise the failure or to skip the samples.
+
+        Runs on the consumer's thread.
+        """
         return "skip"
 
     def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
-        """The reason why too many samples were skipped, or None; with `ended`, by the end of the epoch."""
+        """Return the reason if too many samples were skipped, or None.
+
+        `ended` is True at the end of the epoch.
+        """
         return None
 
 
@@ -104,21 +125,21 @@ class _Raise(ErrorPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SkipErrors(ErrorPolicy):
-    """Skip samples that fail, up to a limit: an `on_error` of `DataLoader`.
+    """Skip failed samples up to a limit.
 
-    As ``on_error="skip"``; beyond a limit `next()` raises `TooManySkippedError`, with the counts
-    and examples.
+    A value for ``on_error=`` of `DataLoader`. Works as ``on_error="skip"``, but beyond a limit
+    `next()` raises `TooManySkippedError` with counts and examples.
 
     Attributes:
-        max_share: largest share of an epoch's samples that may be skipped, from 0 to 1. Compared
-            once it amounts to 10 samples (1,000 samples into the epoch for 0.01), and at the end of
-            the epoch. The rest of a shard that cannot be read on counts as its samples: as many as
-            are known, else an estimate, at least one.
-        max_in_a_row: largest number of errors that may be skipped one after the other.
+        max_share: largest share of skipped samples in an epoch, from 0 to 1. The share is compared
+            once `max_share` allows 10 samples (for 0.01, after 1,000 samples of the epoch), and at
+            the end of the epoch. The unreadable rest of a shard counts with its number of samples:
+            the known number, or else an estimate, at least 1.
+        max_in_a_row: largest number of consecutive errors to skip.
 
     Raises:
         TypeError: `max_in_a_row` is not a whole number.
-        ValueError: a limit is out of its range.
+        ValueError: a limit is out of range.
 
     Example:
         >>> SkipErrors(max_share=0.05)
@@ -134,12 +155,15 @@ class SkipErrors(ErrorPolicy):
 
     @property
     def tolerance(self) -> Tolerance:  # type: ignore[override]
-        # One more than is allowed, so that the consumer counts the excess and raises.
+        # One more than allowed: the consumer counts the excess and raises the error.
         return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
 
     def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
         if counts.longest > self.max_in_a_row:
-            return f"{counts.longest:,} samples in a row failed, and max_in_a_row is {self.max_in_a_row:,}"
+            return (
+                f"{counts.longest:,} samples in a row failed, "
+                f"and max_in_a_row is {self.max_in_a_row:,}"
+            )
         allowed = self.max_share * (counts.delivered + counts.skipped)
         compared = ended or not self.max_share or allowed >= EXPECTED
         if compared and counts.skipped > allowed:
@@ -149,7 +173,7 @@ class SkipErrors(ErrorPolicy):
 
 
 class _Ask(ErrorPolicy):
-    """A function of the user's that decides for each failure."""
+    """Policy with a user's function for each failure."""
 
     def __init__(self, function: Callable[[Failure], Decision]) -> None:
         self._function = function
@@ -166,7 +190,8 @@ class _Ask(ErrorPolicy):
             raise raised from error.__cause__ or failure.exception()
         if decision not in ("raise", "skip"):
             raise TypeError(
-                f'on_error must return "raise" or "skip", but returned {short_repr(decision)}: {failure}'
+                'on_error must return "raise" or "skip", '
+                f"but returned {short_repr(decision)}: {failure}"
             )
         return decision
 
@@ -177,7 +202,11 @@ _BY_NAME: dict[str, ErrorPolicy] = {"raise": _Raise(), "skip": ErrorPolicy()}
 
 
 def error_policy(on_error: OnError) -> ErrorPolicy:
-    """The policy that an `on_error=` argument means; `ValueError` if it means none."""
+    """Return the policy for an `on_error=` argument.
+
+    Raises:
+        ValueError: `on_error` is not a policy.
+    """
     if isinstance(on_error, ErrorPolicy):
         return on_error
     if isinstance(on_error, str) and on_error in _BY_NAME:
@@ -189,5 +218,6 @@ def error_policy(on_error: OnError) -> ErrorPolicy:
     ):
         return _Ask(on_error)
     raise ValueError(
-        f'on_error must be "raise", "skip", SkipErrors(...) or a plain function of the failure, but got {on_error!r}'
+        'on_error must be "raise", "skip", SkipErrors(...) or a plain function of the failure, '
+        f"but got {on_error!r}"
     )

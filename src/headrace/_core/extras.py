@@ -1,4 +1,4 @@
-"""Packages that only a part of headrace needs."""
+"""Optional packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from headrace.errors import MissingExtraError
 
 
 def require(module: str, what: str, package: str, extra: str) -> Any:
-    """Import a module of a package that `what` needs; raises `MissingExtraError`."""
+    """Import a module of an optional package.
+
+    Args:
+        module: name of the module.
+        what: the part of headrace with the need, for the error message.
+        package: name of the package.
+        extra: headrace's extra with the package.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,4 +1,4 @@
-"""The record of an error of user code: where it happened, and whether it may be skipped."""
+"""Records of errors of user code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from headrace._core.text import (
 from headrace._core.torchcompat.private import KeyErrorMessage
 from headrace.errors import ControlFlowError, HeadraceError, RemoteError, WorkerDiedError
 
-KEY_LIMIT = 500  # characters of a key in an error; an URL of an object has fewer
-MESSAGE_LIMIT = 500  # characters of an exception's message in a record that is kept
+KEY_LIMIT = 500  # characters of a key in an error; URLs of objects have fewer
+MESSAGE_LIMIT = 500  # characters of an exception's message in a kept record
 
 
 class Stage(enum.StrEnum):
-    """The step in which user code failed; the values are the words in errors and records."""
+    """The step in which user code failed.
+
+    The values are the words in errors and records.
+    """
 
     SAMPLING = "sampling"
     FETCH = "fetch"
@@ -34,30 +37,29 @@ class Stage(enum.StrEnum):
     COLLATE = "collate"
     ASSEMBLE = "assemble"  # in a worker, outside of transform and collate
     WORKER_START = "worker start"
-    SAVE_STATE = "state_dict"  # of a stream, after a batch
+    SAVE_STATE = "state_dict"  # saving the state of a stream after a batch
     RESTORE = "load_state_dict"
     CLAIM = "claim"  # unpickling in the consumer's thread
     PIN = "pin"
-    COPY = "copy"  # to a device
+    COPY = "copy"  # copying to a device
     ON_ERROR = "on_error"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The record of an error of user code.
+    """Record of an error of user code.
 
     Attributes:
-        error: the exception; those that Python treats as control flow are replaced by a
-            `ControlFlowError`.
-        stage: the step in which it was raised. A `Stage` is a str: ``failure.stage == "fetch"``.
-        batch: the batch's number.
-        index: the sampler's index, or the position in a stream; None where the whole batch failed.
-        key: the dataset's name for that index (an object's key, a path); None if it has none.
-        samples: text with the first indices and keys, where the whole batch failed.
-        worker: the worker's number, None outside a worker.
+        error: the exception. A `ControlFlowError` replaces exceptions for control flow.
+        stage: step of the error. A `Stage` is a str: ``failure.stage == "fetch"``.
+        batch: number of the batch.
+        index: the sampler's index, or the position in a stream; None if the whole batch failed.
+        key: name of the sample in the dataset (key of an object, path); None without a name.
+        samples: text with the first indices and keys of a failed batch; None otherwise.
+        worker: number of the worker; None outside a worker.
         attempt: number of the attempt, from 1.
-        traceback: printed traceback of another process; None if the error is of this one.
-        unskippable: the reason why it is raised under every `on_error`; None where the policy
+        traceback: printed traceback of another process; None for an error of this process.
+        unskippable: reason for raising the error under every `on_error`; None if the policy
             decides.
     """
 
@@ -74,13 +76,16 @@ class Failure:
 
     @classmethod
     def caught(cls, error: BaseException, stage: Stage, batch: int, **where: Any) -> Failure:
-        """Record `error` where it was caught."""
+        """Record a caught exception."""
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
     def located(
         self, indices: Sequence[object], sample_key: Callable[[object], str | None]
     ) -> Failure:
-        """This record with the sample's key; where the whole batch failed, with the batch's indices and keys."""
+        """Return this record with the key of the sample.
+
+        If the whole batch failed, add the indices and keys of the batch.
+        """
         if self.index is not None:
             return replace(self, key=self.key or sample_key(self.index))
         return replace(
@@ -89,9 +94,10 @@ class Failure:
         )
 
     def as_text(self) -> Failure:
-        """This record to be kept, with short text in place of the exception, its traceback, and objects of the user's.
+        """Return this record with short text in place of objects.
 
-        Its error is a `RemoteError` with the message; `type_name` is that of the exception's type.
+        The record can be kept without keeping user objects alive. The error becomes a `RemoteError`
+        with the message and the type name of the exception. The traceback is dropped.
         """
         error = RemoteError(shorten(self.message, MESSAGE_LIMIT), type_name=self.type_name)
         index = self.index
@@ -102,7 +108,10 @@ class Failure:
 
     @property
     def is_skippable(self) -> bool:
-        """Whether an `on_error` policy may skip it: it concerns samples, not the whole pipeline."""
+        """Whether an `on_error` policy may skip the failure.
+
+        Failures of samples may be skipped, failures of the whole pipeline may not.
+        """
         if isinstance(self.error, WorkerDiedError):
             return self.error.batch is not None or self.index is not None
         return self.unskippable is None and self.stage in (
@@ -113,23 +122,29 @@ class Failure:
 
     @property
     def lost(self) -> int | None:
-        """Samples of the rest of a shard that are lost with it, 0 if unknown; None where no shard has ended."""
+        """Number of samples lost with the rest of a shard.
+
+        0 if the number is unknown; None for an error without a lost rest.
+        """
         return self.error.lost_samples if isinstance(self.error, HeadraceError) else None
 
     @property
     def type_name(self) -> str:
-        """The name of the error's type; in another process, where that type does not exist here."""
+        """Name of the error's type.
+
+        For a `RemoteError`, name of the type in the other process.
+        """
         remote = self.error.type_name if isinstance(self.error, RemoteError) else None
         return remote or type(self.error).__name__
 
     @property
     def message(self) -> str:
-        """The error's message, or the name of its class."""
+        """Message of the error."""
         return error_message(self.error)
 
     @property
     def where(self) -> str:
-        """Where it happened, in words: stage, batch, index, key, worker, attempt."""
+        """Text with stage, batch, index, key, worker and attempt."""
         stage = (
             f"stage {self.stage}"
             if self.unskippable is None
@@ -145,7 +160,11 @@ class Failure:
         return ", ".join([stage, f"batch {self.batch}", *filter(None, known)])
 
     def exception(self, *, as_torch: bool = False) -> Exception:
-        """The error, to be raised to the consumer: its location is a note, its worker one too, or in torch's words."""
+        """Return the error with notes, for the consumer.
+
+        A note has the location. For an error of another process, a further note has the traceback.
+        With `as_torch`, torch's words for a worker error replace the message, if possible.
+        """
         note = f"headrace: {self.where}"
         noted = vars(self.error).get("__notes__")
         if isinstance(noted, list) and note in noted:
@@ -158,7 +177,10 @@ class Failure:
         notes = [note, *(f"headrace: {remedy}" for remedy in found)]
         if self.traceback is not None and as_torch and self.worker is not None:
             name = self.type_name.rpartition(".")[2]
-            words = f"Caught {name} in DataLoader worker process {self.worker}.\nOriginal {self.traceback}"
+            words = (
+                f"Caught {name} in DataLoader worker process {self.worker}.\n"
+                f"Original {self.traceback}"
+            )
             if not _set_message(self.error, words):
                 notes.insert(0, words.rstrip())
         elif self.traceback is not None:
@@ -173,7 +195,7 @@ class Failure:
 
 
 _PER_LOOP = "make clients, which belong to one event loop, by headrace.per_loop"
-# By words of errors of asyncio, aiohttp and torch.
+# Stage, pattern for messages of asyncio, aiohttp and torch, and remedy.
 _REMEDIES = (
     (
         Stage.FETCH,
@@ -200,20 +222,23 @@ _REMEDIES = (
 
 
 def _set_message(error: BaseException, words: str) -> bool:
-    """Make `words` the message of `error`, as torch's loader does; the other attributes stay.
+    """Replace the message of an error, as torch's loader does.
 
-    False where a class composes its message of several arguments or in its `__str__`: then the
-    error is as it was.
+    Other attributes stay. Some classes compose a message from several arguments or in `__str__`.
+    An error of such a class stays unchanged.
+
+    Returns:
+        Whether the message was replaced.
     """
     if isinstance(error, HeadraceError) and not isinstance(error, RemoteError):
-        return False  # their own messages have the location and the remedy
+        return False  # messages of headrace have the location and the remedy
     before = error.args
     try:
         if isinstance(error, ImportError):
             error.msg = words
         elif len(before) > 1 and isinstance(type(error).__init__, types.FunctionType):
             return False
-        # `str` of a KeyError is the `repr` of its argument, which would be one line of backslashes.
+        # `str` of a KeyError is the `repr` of the argument: a line full of backslashes.
         error.args = (KeyErrorMessage(words) if isinstance(error, KeyError) else words,)
         if str(error) == words:
             return True
@@ -225,22 +250,36 @@ def _set_message(error: BaseException, words: str) -> bool:
 
 
 def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:
-    """The first of a batch's indices and their keys, in words."""
+    """Return text with the first indices and keys of a batch."""
     words = f"indices {shorten_list(indices, len(indices))}"
     keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
     return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
 
 
 def key_in(sample: object) -> str | None:
-    """The key and the shard that a sample of a tar stream has; None of another."""
-    with suppress(Exception):  # user code: the class of a sample, or of its key
+    """Return key and shard of a sample of a tar stream.
+
+    The result is None for other samples.
+    """
+    with suppress(Exception):  # the classes of the sample and the key are user code
         if isinstance(sample, dict) and "__key__" in sample:
             return f"{sample['__key__']} in {sample.get('__url__')}"
     return None
 
 
+def interrupted(by: BaseException) -> RuntimeError:
+    """Return the error for an epoch that may lack batches, since Ctrl-C came at a bad moment."""
+    return RuntimeError(
+        f"{by!r} came at a moment at which batches can get lost. To go on, "
+        f"call loader.load_state_dict(loader.state_dict()) and begin a new iteration"
+    )
+
+
 def as_exception(error: BaseException) -> Exception:
-    """An exception that can be raised to a consumer without ending its loop, its task or its process."""
+    """Return an exception that cannot end a loop, task or process.
+
+    A `ControlFlowError` replaces an exception for control flow.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     stopped = ControlFlowError(error=error)

@@ -1,4 +1,4 @@
-"""A random order of `range(n)` that is computed position by position, in constant memory."""
+"""Random order of `range(n)`, computed on demand in constant memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST = 2**60
-"""The most values: with them, the sum of two halves still fits into 32 bits."""
+"""Largest number of values. The sum of two halves still fits into 32 bits."""
 
 BLOCK = 16_384
-"""Positions that are computed together, in 0.5 MB. Half as many take 1.2 times as long, twice as many 0.9 times."""
+"""Number of positions computed together, in 0.5 MB.
+
+Blocks of half the size take 1.2 times as long, blocks of twice the size 0.9 times.
+"""
 
 # Odd constants of a 32-bit hash with little bias: https://github.com/skeeto/hash-prospector,
 # "lowbias32".
@@ -28,24 +31,26 @@ _KEY_INPUT = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Permutation:
-    """A random order of ``range(n)`` that takes no memory: each position is computed when it is asked for.
+    """A random order of ``range(n)``, computed on demand.
 
-    The order of loaders with ``shuffle=True`` and a seed, and of `ElasticSampler`; the same on
-    every machine. A sequence: an int is its index, or a slice or an array of integers, for which it
-    gives a NumPy array of int64. An index of a slice costs 27 ns, 1.8 times as much as one of
-    `torch.randperm` (benchmarks/permutation.py).
+    Loaders with ``shuffle=True`` and a seed, and `ElasticSampler`, use this order. The order takes
+    no memory, and is equal on every machine. A permutation is a sequence. An index is an int, a
+    slice or an array of integers. For a slice or an array, the result is a NumPy array of int64.
+    Each value of a slice costs 27 ns, 1.8 times the cost of a value of `torch.randperm`
+    (benchmarks/permutation.py).
 
-    A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from
-    Pseudorandom Functions", 1988) over a rectangle of about √n × √n values, in which halves are
-    added modulo its sides; values beyond the end are permuted again until they are within (Black
-    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel, and cycle
-    walking). The round keys are BLAKE2b of the seed and the epoch. Its statistics are those of
-    `torch.randperm` (tests/unit/test_permutation.py); it is no cipher.
+    The algorithm is a Feistel network (Luby and Rackoff, "How to Construct Pseudorandom
+    Permutations from Pseudorandom Functions", 1988) over a rectangle of about √n × √n values.
+    Halves are added modulo the sides of the rectangle. Values beyond the end are permuted again
+    until within range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002:
+    generalized Feistel, and cycle walking). The round keys are BLAKE2b of the seed and the epoch.
+    The statistics match `torch.randperm` (tests/unit/test_permutation.py). The permutation is not a
+    cipher.
 
     Args:
-        n: number of values.
-        seed: of the order, with `epoch`; both between 0 and 2**64 - 1.
-        epoch: number of the epoch.
+        n: number of values, 0 to 2**60.
+        seed: seed of the order, 0 to 2**64 - 1.
+        epoch: number of the epoch, 0 to 2**64 - 1. Each epoch has another order.
 
     Raises:
         ValueError: a number is out of range.
@@ -76,10 +81,10 @@ class Permutation:
                 raise ValueError(f"{name}={number} must be between 0 and 2**64 - 1")
         key = _KEY_INPUT.pack(self.seed, self.epoch)
         digest = hashlib.blake2b(key, digest_size=64, person=b"headrace order").digest()
-        # Each two rounds divide the bias by the side of the rectangle: for few values more rounds
-        # are needed.
+        # Every two rounds divide the bias by the side of the rectangle. So few values need more
+        # rounds.
         rounds = 8 if n >= 1 << 16 else 16
-        # About √n rows, of which the rectangle has the fewest values beyond `n`.
+        # Choose about √n rows, with the fewest values of the rectangle beyond `n`.
         root = math.isqrt(max(n, 1) - 1) + 1
         rows = min(range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows)
         object.__setattr__(self, "_rows", rows)
@@ -106,7 +111,10 @@ class Permutation:
     def __getitem__(
         self, positions: int | np.integer | slice | Sequence[int] | NDArray[np.integer]
     ) -> int | NDArray[np.int64]:
-        """The value at a position, or an array of those at a slice or an array of positions.
+        """Return the value at a position, or an array of values.
+
+        Args:
+            positions: a position, or a slice or an array of positions.
 
         Raises:
             IndexError: a position is out of range, or is no integer.
@@ -139,7 +147,15 @@ class Permutation:
     def blocks(
         self, start: int = 0, stop: int | None = None, step: int = 1
     ) -> Iterator[NDArray[np.int64]]:
-        """The values at ``range(start, stop, step)``, as arrays of up to 16,384; `stop` is the length by default.
+        """Yield the values at ``range(start, stop, step)`` in blocks.
+
+        Args:
+            start: first position.
+            stop: end of the positions; by default the length.
+            step: distance of positions.
+
+        Yields:
+            Arrays of up to 16,384 values, int64.
 
         Example:
             >>> [block.tolist() for block in Permutation(10, seed=0, epoch=0).blocks(1, step=3)]
@@ -153,7 +169,10 @@ class Permutation:
             )
 
     def _at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The values at positions within range; overwrites the argument."""
+        """Return the values at positions within range.
+
+        The argument is overwritten.
+        """
         values = self._permuted(positions)
         outside = np.flatnonzero(values >= np.uint64(self.n))
         while outside.size:
@@ -163,10 +182,10 @@ class Permutation:
         return values.view(np.int64)
 
     def _permuted(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """One pass through the network, over all values of the rectangle; the argument is used as a buffer.
+        """Pass values of the rectangle through the network once.
 
-        Halves and hashes are of 32 bits, and all steps are in place: 64 bits throughout take 1.5
-        times as long.
+        The argument is used as a buffer. Halves and hashes have 32 bits, and all steps are in
+        place: 64 bits throughout take 1.5 times as long.
         """
         columns, wide = np.uint64(self._columns), values
         quotients = wide // columns
@@ -183,13 +202,13 @@ class Permutation:
             np.right_shift(hashed, _FIFTEEN, out=other)
             np.bitwise_xor(hashed, other, out=hashed)
             np.multiply(hashed, _SECOND, out=hashed)
-            # From 32 random bits to range(side): the high word of the product with it.
+            # Map 32 random bits to range(side): take the high word of the product with `side`.
             np.multiply(hashed, np.uint64(side), out=wide, dtype=np.uint64)
             np.right_shift(wide, _WORD, out=wide)
             np.copyto(hashed, wide, casting="unsafe")
             np.add(changed, hashed, out=changed)
-            # The sum modulo `side`: where it is less, the difference wraps around and is the
-            # greater one.
+            # Reduce the sum modulo `side`. If the sum is less than `side`, the difference wraps
+            # around and is greater than the sum.
             np.subtract(changed, np.uint32(side), out=other)
             np.minimum(changed, other, out=changed)
         np.multiply(halves[0], columns, out=wide, dtype=np.uint64)

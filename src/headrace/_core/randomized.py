@@ -1,4 +1,4 @@
-"""Transforms with a random generator of their own, whose numbers depend on the sample's position and nothing else."""
+"""Transforms with random numbers that depend only on the sample's position."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ _WORD = (1 << 64) - 1
 
 
 class CurrentSample:
-    """The sample that functions of the user's are being called for. Mutable, since it is set for each sample."""
+    """The sample of the running user function.
+
+    The object is mutable and changes with each sample.
+
+    Attributes:
+        key: number of 128 bits, equal for all samples of an epoch or of a pass over a stream.
+        position: position of the sample in the epoch or pass; None if unknown.
+        of_batch: whether a batch is being collated. The sample is then the first of the batch.
+        calls: number of calls of randomized functions for the sample so far.
+    """
 
     __slots__ = ("calls", "key", "of_batch", "position")
 
     def __init__(self, key: int, position: int | None = None) -> None:
-        # a number of 128 bits, the same for all samples of an epoch, or of a pass over a stream
         self.key = key
-        self.position = position  # of the sample in it; None if that is not known
-        self.of_batch = (
-            False  # whether a batch is being collated, of which this is the first sample
-        )
-        self.calls = 0  # of randomized functions for it so far
+        self.position = position
+        self.of_batch = False
+        self.calls = 0
 
 
 current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample", default=None)
-"""None outside of a loader."""
+"""The current sample; None outside of a loader."""
 
 
 @overload
@@ -42,22 +48,27 @@ def randomized(fn: Callable[[T, np.random.Generator], U]) -> Randomized[T, U]: .
 @overload
 def randomized(fn: Callable[[Any, T, np.random.Generator], U]) -> Randomized[T, U]: ...  # a method
 def randomized(fn: Callable[..., U]) -> Randomized[Any, U]:
-    """Make a transform of ``fn(sample, rng)``, whose random numbers depend only on the sample's position.
+    """Make a transform with reproducible random numbers.
 
-    `rng` is a NumPy `Generator` (Philox). Its numbers follow from the loader's `seed`, the epoch,
-    and the position of the sample among those of all ranks; not from the worker, batch, batch size,
-    placement or rank, nor from where the epoch was restored. Use the result as `transform`, in
-    `dataset.map` and `filter`, in a `Compose`, or as `collate_fn`: that is given the batch, and
-    numbers of the position of its first sample. A second randomized function of the same sample
-    draws other numbers.
+    The function is ``fn(sample, rng)``, with a NumPy `Generator` (Philox). The random numbers
+    follow from the loader's `seed`, the epoch, and the position of the sample among the samples of
+    all ranks. The numbers do not depend on worker, batch, batch size, placement, rank, or the point
+    of resuming.
 
-    Without a loader, or within the ``__getitem__`` of a torch dataset, it draws from torch's
-    generator, as torch's transforms do; a call with a generator of yours, ``(sample, rng)``, uses
-    that one. A call within ``aget`` is an error, since fetches overlap.
+    Use the result as `transform`, in `dataset.map` and `filter`, in a `Compose`, or as
+    `collate_fn`. A `collate_fn` gets the batch, and numbers for the position of the first sample. A
+    second randomized function of the same sample draws other numbers.
+
+    Without a loader, and within the ``__getitem__`` of a torch dataset, the function draws from
+    torch's generator, as torch's transforms do. A call ``(sample, rng)`` uses the given generator.
+    A call within ``aget`` is an error, because fetches overlap.
 
     Args:
-        fn: a function of the sample and the generator; may be a lambda or a method. The generator
-            is its own until it returns.
+        fn: a function of the sample and the generator; may be a lambda or a method. No other
+            function uses the generator until `fn` returns.
+
+    Returns:
+        A transform.
 
     Raises:
         TypeError: `fn` is not callable.
@@ -87,7 +98,7 @@ class Randomized(Generic[T, U]):
         self.fn = fn
 
     def __call__(self, sample: T, rng: np.random.Generator | None = None) -> U:
-        """Call the function, with the generator of the current sample unless one is given."""
+        """Call the function with the current sample's generator, or with `rng`."""
         if rng is not None:
             return self.fn(sample, rng)
         rng = _generator()
@@ -97,13 +108,17 @@ class Randomized(Generic[T, U]):
             _idle.append(rng)
 
     def __get__(self, instance: object, owner: type | None = None) -> Randomized[T, U]:
-        """As a method: with `instance` as the first argument of the function."""
+        """Bind the function to an instance, as a method."""
         if instance is None:
             return self
         return Randomized(types.MethodType(self.fn, instance))
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        """By name where a decorator has taken that of its function; programs' own functions are pickled by value."""
+        """Pickle by name if possible.
+
+        A decorator gives the transform the name of the function. Functions of the main program are
+        pickled by value.
+        """
         name: str = getattr(self, "__qualname__", "")
         found: object = None if self.__module__ == "__main__" else sys.modules.get(self.__module__)
         for part in name.split("."):
@@ -114,22 +129,23 @@ class Randomized(Generic[T, U]):
         return f"headrace.randomized({getattr(self, '__qualname__', self.fn)})"
 
 
-# A generator takes 15 µs to make, and 1 µs to be set to another position.
+# Making a generator takes 15 µs, setting another position 1 µs.
 _idle: list[np.random.Generator] = []
 
 
 def _generator() -> np.random.Generator:
-    """A generator that is set to the current sample."""
+    """Return a generator set to the current sample."""
     current = current_sample.get()
     if current is None:
         key, counter = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), (0, 0, 0, 0)
     elif current.position is None:
         raise RuntimeError(
-            "a randomized function was called while samples are fetched, where it is not known for which one (fetches "
-            "overlap): pass it as the loader's transform=, or to .map() of the dataset that the loader is given"
+            "a randomized function was called while samples are fetched, where it is not known "
+            "for which one (fetches overlap): pass it as the loader's transform=, or to .map() "
+            "of the dataset that the loader is given"
         )
     else:
-        # Philox counts up in the first word: no two samples, and no two calls for a sample, come to
+        # Philox counts up in the first word. So two samples, or two calls for a sample, never get
         # the same numbers.
         key, counter = current.key, (0, current.calls, current.position, int(current.of_batch))
         current.calls += 1

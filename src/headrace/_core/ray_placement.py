@@ -1,4 +1,4 @@
-"""Where a loader's engines run on a Ray cluster, as the user says it."""
+"""Placement of a loader's engines on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 
 from headrace._core.text import check_number, whole_number
 
-START_TIMEOUT = 300.0  # seconds; a node that an autoscaler adds takes minutes
+START_TIMEOUT = 300.0  # seconds; an autoscaler takes minutes to add a node
 
 _OURS = ("num_cpus", "max_concurrency", "max_restarts", "name")
 
 
 @dataclass(frozen=True, slots=True)
 class RayPlacement:
-    """Places a loader's engines on a Ray cluster: ``placement=hr.RayPlacement(engines=16, cpus_per_engine=8)``.
+    """Place a loader's engines on a Ray cluster.
 
-    Each engine is a Ray actor. It fetches, transforms and collates whole batches on its node;
-    finished batches come through Ray's object store, one object each. The engines divide
-    `concurrency`, `memory_budget` and `num_workers`, and the batches are the same as without Ray.
-    Connect to the cluster first, with ``ray.init()``.
+    Each engine is a Ray actor, and fetches, transforms and collates whole batches on a node of the
+    cluster. Finished batches come through Ray's object store, an object for each batch.
+    `concurrency`, `memory_budget` and `num_workers` are totals, divided among the engines. The
+    batches are the same as without Ray. Connect to the cluster first, with ``ray.init()``.
 
     Attributes:
         engines: number of engines.
-        cpus_per_engine: Ray's CPUs for each; give the loader about ``num_workers=engines *
-            cpus_per_engine``.
-        min_engines: engines with which an epoch begins; the others join it when they have started.
-            By default all.
-        start_timeout: seconds after which an epoch that has fewer ends with an `EngineStartError`.
+        cpus_per_engine: number of Ray CPUs for each engine. Give the loader about
+            ``num_workers=engines * cpus_per_engine``.
+        min_engines: number of engines required to begin an epoch; by default all. Further engines
+            join the epoch after starting.
+        start_timeout: seconds to wait for `min_engines`. After this time, the epoch ends with an
+            `EngineStartError`.
         options: further arguments of Ray's ``options()`` for an actor, such as ``resources``,
             ``memory``, and ``runtime_env`` (packages, modules, variables with the credentials of a
             store). By default ``scheduling_strategy`` is ``"SPREAD"``: the engines are on different
@@ -37,7 +38,7 @@ class RayPlacement:
 
     Raises:
         TypeError: a number of engines is not a whole number.
-        ValueError: an argument is out of range, or names an option that is headrace's.
+        ValueError: an argument is out of range, or `options` has an option set by headrace.
 
     Example:
         >>> import headrace as hr
@@ -49,9 +50,8 @@ class RayPlacement:
     cpus_per_engine: float = 1
     min_engines: int | None = None
     start_timeout: float = field(default=START_TIMEOUT, repr=False)
-    options: Mapping[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # they may have credentials
+    # Options may have credentials, so the repr leaves out options.
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         whole_number("engines", self.engines, 1)
@@ -59,14 +59,16 @@ class RayPlacement:
         check_number("cpus_per_engine", self.cpus_per_engine, 0)
         if not 0 < self.start_timeout < math.inf:
             raise ValueError(
-                f"start_timeout must be a positive number of seconds, but got {self.start_timeout!r}"
+                "start_timeout must be a positive number of seconds, "
+                f"but got {self.start_timeout!r}"
             )
         if ours := sorted(set(_OURS) & set(self.options)):
             raise ValueError(
-                f"options must not set {', '.join(ours)}: headrace sets them, or they are arguments here"
+                f"options must not set {', '.join(ours)}: "
+                "headrace sets them, or they are arguments here"
             )
 
     @property
     def least(self) -> int:
-        """The number of engines with which an epoch begins."""
+        """Number of engines required to begin an epoch."""
         return self.engines if self.min_engines is None else self.min_engines

@@ -1,4 +1,4 @@
-"""How failed requests to a store are tried again, as the user chooses it."""
+"""Policy for retries of failed store requests."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from headrace._core.text import check_number, whole_number
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How failed requests to a store are tried again. What is tried again at all: docs/stores.md.
+    """Policy for retries of failed requests to a store.
+
+    docs/stores.md lists the errors to retry.
 
     Attributes:
-        max_attempts: the most times that one request is sent; 1 for no retries.
-        initial_backoff: seconds; the wait before attempt n + 1 is random, up to ``initial_backoff *
-            2 ** (n - 1)``.
-        max_backoff: seconds; the upper end of that growth.
-        deadline: seconds without progress after which no attempt is begun. A part of an object that
-            has come in is progress.
-        retry_ratio: how many retries each request that succeeds earns, for all fetchers together.
-        burst: how many retries may be made before any is earned; a tenth of it is earned each
-            second.
+        max_attempts: largest number of attempts for a request; 1 for no retries.
+        initial_backoff: upper bound of the first wait, in seconds. The wait before attempt n + 1 is
+            random, up to ``initial_backoff * 2 ** (n - 1)``.
+        max_backoff: largest upper bound of a wait, in seconds.
+        deadline: seconds without progress after which no further attempt begins. Each received part
+            of an object is progress.
+        retry_ratio: number of retries earned by each successful request, for all fetchers together.
+        burst: number of retries allowed before any retry is earned. A tenth of `burst` is earned
+            each second.
 
     Raises:
         TypeError: `max_attempts` or `burst` is not a whole number.
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
 
     Example:
         >>> RetryPolicy(max_attempts=3)
@@ -46,7 +48,13 @@ class RetryPolicy:
             check_number(f"RetryPolicy: {name}", getattr(self, name), 0)
 
     def max_backoff_after(self, attempt: int) -> float:
-        """The upper end, in seconds, of the random wait after failed attempt `attempt`, counted from 1.
+        """Return the upper bound of the wait after a failed attempt.
+
+        Args:
+            attempt: number of the failed attempt, from 1.
+
+        Returns:
+            Seconds.
 
         Example:
             >>> [RetryPolicy().max_backoff_after(n) for n in (1, 2, 3, 50)]
@@ -56,7 +64,13 @@ class RetryPolicy:
 
 
 def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
-    """The policy that a `retry=` argument means: itself, or so many attempts."""
+    """Return the policy for a `retry=` argument.
+
+    A number is the largest number of attempts.
+
+    Raises:
+        TypeError: `retry` is neither a policy nor a number.
+    """
     if isinstance(retry, RetryPolicy):
         return retry
     if isinstance(retry, bool) or not isinstance(retry, int):

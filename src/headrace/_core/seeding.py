@@ -1,4 +1,7 @@
-"""Random generators of the CPU work: one seed for each batch; the caller's own generators are restored."""
+"""Seeds of random generators for transforms and collation.
+
+Each batch has a seed. The caller's generators are restored.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,16 @@ _SEED_INPUT = struct.Struct("<QQQ")
 
 
 def batch_seed(base: int, epoch: int, number: int) -> int:
-    """The 64-bit seed of one batch: a hash (BLAKE2b), so that neighbouring batches get unrelated seeds."""
+    """Return the 64-bit seed of a batch.
+
+    The seed is a BLAKE2b hash, so neighbouring batches get unrelated seeds.
+    """
     digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, number), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def random_key(base: int, epoch: int) -> int:
-    """The key of an epoch's `randomized` functions, a number of 128 bits."""
+    """Return the 128-bit key of an epoch's `randomized` functions."""
     digest = hashlib.blake2b(
         _SEED_INPUT.pack(base, epoch, 0), digest_size=16, person=b"randomized"
     ).digest()
@@ -37,32 +43,38 @@ def random_key(base: int, epoch: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed `random`, NumPy and torch's CPU generator of this process from one 64-bit seed."""
+    """Seed this process's `random`, NumPy and torch CPU generators.
+
+    `seed` has 64 bits.
+    """
     random.seed(seed)
     np.random.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
-    # The CPU generator alone: torch.manual_seed would also queue a call for a CUDA context that
-    # never comes here.
+    # Only the CPU generator: torch.manual_seed would also queue a call for a CUDA context, and the
+    # context never exists here.
     torch.default_generator.manual_seed(seed)
 
 
 class _Isolation(threading.local):
-    """How the threads of the process isolate their draws: a lock for the exchange of states, never for user code.
+    """Isolation of random draws between threads.
 
     Attributes:
+        lock: held during the exchange of states, never during user code.
+        threads: number of threads inside `isolated_generators`.
+        outside: states of the program, exchanged by the first thread inside.
         inside: whether this thread is in `isolated_generators`.
     """
 
     lock = threading.Lock()
-    threads = 0  # number of threads inside
-    outside: tuple[Any, ...] = ()  # states of the program, exchanged by the first thread inside
+    threads = 0
+    outside: tuple[Any, ...] = ()
     inside = False
 
 
 _isolation = _Isolation()
 
 
-# Functions, not constants: NumPy imports its generators when they are first used (7 ms); most torch
-# datasets need none.
+# A function, not a constant: NumPy imports generators at the first use (7 ms), and most torch
+# datasets need no generator.
 @functools.cache
 def _spare_bit_generator() -> Any:
     return np.random.MT19937(0)
@@ -70,11 +82,12 @@ def _spare_bit_generator() -> Any:
 
 @contextlib.contextmanager
 def isolated_generators() -> Iterator[None]:
-    """Restore the process's random generators (`random`, NumPy, torch's CPU generator) on leaving.
+    """Restore the process's random generators after the block.
 
-    26 µs. NumPy's bit generator is exchanged and not copied, which would take 180 µs. If several
-    threads are inside, the first saves the program's states, and the last restores these states. A
-    nested call restores its caller's.
+    The generators are `random`, NumPy's, and torch's CPU generator. The exchange takes 26 µs.
+    NumPy's bit generator is exchanged, because a copy would take 180 µs. With several threads
+    inside, the first thread saves the program's states, and the last thread restores the program's
+    states. A nested block restores the states of the outer block.
     """
     shared, nested = _Isolation, _isolation.inside
     with shared.lock:
@@ -96,8 +109,11 @@ def isolated_generators() -> Iterator[None]:
 
 
 def _exchanged() -> tuple[Any, ...]:
-    """The states of the process's generators; NumPy's bit generator is replaced by a spare one."""
-    numpy: Any = np.random  # whose stubs leave out that the bit generator can be exchanged
+    """Return the states of the process's generators.
+
+    A spare bit generator replaces NumPy's bit generator.
+    """
+    numpy: Any = np.random  # NumPy's stubs lack the functions for the bit generator
     states = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
     spare = _spare_bit_generator()
     numpy.set_bit_generator(np.random.MT19937(0) if states[2] is spare else spare)
@@ -111,7 +127,10 @@ def _restore(python: Any, torchs: torch.Tensor, numpys: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Free the lock, which another thread of the parent may have held; only this thread is left."""
+    """Reset the lock and the number of threads in a forked child.
+
+    Another thread of the parent may have held the lock. Only this thread exists in the child.
+    """
     _Isolation.lock._at_fork_reinit()  # type: ignore[attr-defined]
     _Isolation.threads = int(_isolation.inside)
 
@@ -120,12 +139,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class TransformGenerators:
-    """The random generators that transforms and a collate function hold, reseeded for each batch.
+    """Random generators inside transforms and collate functions.
 
-    A generator that travels to several workers would otherwise draw the same numbers in each of
-    them. Found are, in all that the functions refer to: NumPy's `Generator` and `RandomState`,
-    `random.Random`, `torch.Generator` on the CPU, and every object with a method
-    ``set_random_seed(seed)``, as albumentations' `Compose` has it.
+    The generators are seeded for each batch. Without seeding, copies of a generator in several
+    workers would draw the same numbers. The search covers all objects reachable from the functions,
+    and finds NumPy's `Generator` and `RandomState`, `random.Random`, `torch.Generator` on the CPU,
+    and every object with a method ``set_random_seed(seed)``, such as albumentations' `Compose`.
     """
 
     def __init__(self, functions: Iterable[object]) -> None:
@@ -134,28 +153,33 @@ class TransformGenerators:
         ]
 
     def seed(self, seed: int) -> None:
-        """Seed the process's generators, and each of these from the batch's seed and its position among them."""
+        """Seed the process's generators and all found generators.
+
+        The seed of a found generator follows from the batch's seed and the generator's number.
+        """
         seed_everything(seed)
         for position, setter in enumerate(self._setters):
             setter(batch_seed(seed, 0, position))
 
 
-# Types that hold no generators.
+# Types without generators inside.
 _LEAVES: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview),
     *(np.ndarray, np.generic, torch.Tensor),
-    *(type, types.CodeType, logging.Logger),  # a logger holds all others
+    *(type, types.CodeType, logging.Logger),  # a logger refers to all other loggers
 )
-# Functions and classes of these packages draw from generators that they are given, or from those of
-# the process.
+# Packages with functions and classes that draw from arguments or from the process's generators.
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"headrace", "numpy", "torch"}
-# Bounds for what a transform may refer to by accident. Larger containers are data: vocabularies,
-# lists of keys.
+# Bounds for objects that a transform refers to by accident. Larger containers are data:
+# vocabularies, lists of keys.
 _LARGEST_CONTAINER, _MOST_OBJECTS = 4096, 100_000
 
 
 def _setter(part: Any) -> Callable[[int], Any] | None:
-    """The function that seeds `part` with a 64-bit seed; None where it is no generator."""
+    """Return a function to seed `part` with 64 bits.
+
+    The result is None if `part` is no generator.
+    """
     if isinstance(part, np.random.Generator):
         bits = part.bit_generator
         return lambda seed: setattr(bits, "state", type(bits)(seed).state)
@@ -166,22 +190,21 @@ def _setter(part: Any) -> Callable[[int], Any] | None:
     if isinstance(part, torch.Generator):
         return part.manual_seed if part.device.type == "cpu" else None
     if callable(getattr(type(part), "set_random_seed", None)):
-        return lambda seed: part.set_random_seed(
-            seed & 0xFFFF_FFFF
-        )  # as libraries take it: 32 bits
+        return lambda seed: part.set_random_seed(seed & 0xFFFF_FFFF)  # libraries take 32 bits
     return None
 
 
 def _reachable(functions: Iterable[object]) -> Iterator[object]:
-    """Every object that the functions hold, each once, in an order that is the same in every process.
+    """Yield every object held by the functions once.
 
-    Without the generators of the process, which `seed_everything` seeds.
+    The order is equal in every process. The generators of the process are left out, because
+    `seed_everything` seeds the process.
     """
     pending = list(functions)[::-1]
-    process: Any = (random.random.__self__, np.random.mtrand._rand, torch.default_generator)  # type: ignore[attr-defined]
-    visited: dict[int, object] = {
-        id(each): each for each in process
-    }  # keeps them alive, so that no id is reused
+    own: Any = random.random.__self__  # type: ignore[attr-defined]
+    process: Any = (own, np.random.mtrand._rand, torch.default_generator)
+    # The dict keeps objects alive, so no id is reused.
+    visited: dict[int, object] = {id(each): each for each in process}
     while pending and len(visited) < _MOST_OBJECTS:
         part = pending.pop()
         if not isinstance(part, _LEAVES) and id(part) not in visited:
@@ -194,17 +217,16 @@ def _reachable(functions: Iterable[object]) -> Iterator[object]:
 def _held_by(part: Any) -> Iterable[object]:
     if isinstance(part, types.FunctionType):
         return () if _is_opaque(part.__module__) else _held_by_function(part)
-    if isinstance(
-        part, types.ModuleType | set | frozenset
-    ):  # the order of a set differs between processes
+    # The order of a set differs between processes.
+    if isinstance(part, types.ModuleType | set | frozenset):
         return ()
     if isinstance(part, dict | list | tuple) and len(part) > _LARGEST_CONTAINER:
         return ()
     held = gc.get_referents(part)
     classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
-    methods = [value for items in classes for _, value in sorted(items)]  # which use globals
-    # An instance's attributes first, in the order of its `__dict__`: the collector's may differ
-    # between processes.
+    methods = [value for items in classes for _, value in sorted(items)]  # methods use globals
+    # The attributes of an instance come first, in the order of `__dict__`. The order of the garbage
+    # collector may differ between processes.
     return (
         *getattr(part, "__dict__", {}).values(),
         *(held if len(held) <= 2 * _LARGEST_CONTAINER else ()),
@@ -215,7 +237,7 @@ def _held_by(part: Any) -> Iterable[object]:
 def _held_by_function(function: types.FunctionType) -> Iterator[object]:
     yield from (function.__closure__, function.__defaults__, function.__kwdefaults__)
     codes, names = [function.__code__], set[str]()
-    for code in codes:  # and those in it, which are appended
+    for code in codes:  # the loop appends code objects nested in `code`
         names.update(code.co_names)
         codes.extend(
             constant for constant in code.co_consts if isinstance(constant, types.CodeType)

@@ -1,4 +1,4 @@
-"""Text of errors, warnings and reports: shortened reprs, notes on exceptions, the caller's line, numbers."""
+"""Text of errors, warnings and reports, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from itertools import islice
 from typing import Any
 
 LIMIT = 200  # characters
-LIST_ITEMS = 8  # shown of a list
+LIST_ITEMS = 8  # number of items shown of a list
 
 
 def shorten(text: str, limit: int = LIMIT) -> str:
-    """The beginning and the end of `text`, with an ellipsis between them where it is longer than `limit` characters."""
+    """Shorten text to at most `limit` characters.
+
+    An ellipsis replaces the middle of a longer text.
+    """
     if len(text) <= limit:
         return text
     half = (limit - 1) // 2
@@ -27,7 +30,10 @@ def shorten(text: str, limit: int = LIMIT) -> str:
 
 
 def short_repr(value: object, limit: int = LIMIT) -> str:
-    """`repr(value)`, shortened; of a value whose `__repr__` raises, the name of its class."""
+    """Return the shortened repr of a value.
+
+    If `__repr__` raises, return the name of the class.
+    """
     try:
         return shorten(repr(value), limit)
     except Exception:  # user code
@@ -35,13 +41,18 @@ def short_repr(value: object, limit: int = LIMIT) -> str:
 
 
 def shorten_list(items: Sequence[object] | Iterable[object], count: int) -> str:
-    """The first of `count` items, as a list is written; never reads more of them than are shown."""
+    """Return the first of `count` items, written as a list.
+
+    Items beyond the shown items are never read.
+    """
     shown = ", ".join(map(short_repr, islice(items, LIST_ITEMS)))
     return f"[{shown}]" if count <= LIST_ITEMS else f"[{shown}, … {count} in all]"
 
 
 def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise TypeError, as Python does, if a keyword is not `known`; with the one that is nearest to it.
+    """Raise TypeError for an unknown keyword argument.
+
+    The message is as in Python, and suggests the nearest known keyword.
 
     Example:
         >>> check_keywords("TarDataset.__init__", ["shufle"], ["shuffle", "seed"])
@@ -61,7 +72,7 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
 
 
 def check_function(name: str, function: object) -> None:
-    """Raise TypeError unless a function can be called, and gives its result without `await`."""
+    """Raise TypeError unless `function` is callable and not async."""
     if not callable(function):
         raise TypeError(f"{name} must be callable, but got {function!r}")
     if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
@@ -83,7 +94,9 @@ def check_number(name: str, value: object, least: float, most: float = math.inf)
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
-    """Return `value` as a plain int, also a number of NumPy or torch.
+    """Return a whole number as a plain int.
+
+    NumPy and torch integers are accepted.
 
     Raises:
         TypeError: `value` is not a whole number.
@@ -103,17 +116,23 @@ _short.maxother = 200  # characters
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, which a terminal would obey."""
+    """Escape control characters, which a terminal would obey."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def dataset_repr(dataset: Any) -> str:
-    """The repr of a dataset, shortened: of a list of a million keys only the first few."""
+    """Return the shortened repr of a dataset.
+
+    A list of a million keys is shown with the first few keys.
+    """
     return printable(_short.repr(dataset))
 
 
 def function_name(function: Any) -> str:
-    """The qualified name of a function; of another callable the name of its class."""
+    """Return the qualified name of a function.
+
+    For another callable, return the name of the class.
+    """
     name = None
     with contextlib.suppress(Exception):  # user code: `__getattr__`
         name = getattr(function, "__qualname__", None)
@@ -121,7 +140,7 @@ def function_name(function: Any) -> str:
 
 
 def error_message(error: BaseException) -> str:
-    """The message of an error, whose `__str__` may raise."""
+    """Return the message of an error, even if `__str__` raises."""
     try:
         return str(error)
     except Exception as broken:  # user code
@@ -129,26 +148,32 @@ def error_message(error: BaseException) -> str:
 
 
 def sample_repr(sample: Any) -> str:
-    """The repr of a named tuple, with the number of bytes instead of its field `data`."""
+    """Return the repr of a named tuple, without the bytes of `data`.
+
+    The repr has the number of bytes in field `data`.
+    """
     fields = (f"{name}=<{len(value):,} bytes>" if name == "data" else f"{name}={value!r}"
               for name, value in zip(sample._fields, sample, strict=True))  # fmt: skip
     return f"{type(sample).__name__}({', '.join(fields)})"
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to `error`; not by its `add_note`, which a class may override, or refuse by a `__setattr__`."""
+    """Add a note to an error without `error.add_note`.
+
+    A class may override `add_note`, or refuse notes by a `__setattr__`.
+    """
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)
 
 
 def set_cause(error: BaseException, cause: BaseException | None) -> None:
-    """Set `error.__cause__`, past a class that lets no attributes be set."""
+    """Set `error.__cause__`, also for classes that refuse attributes."""
     vars(BaseException)["__cause__"].__set__(error, cause)
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, at the first line outside of headrace."""
+    """Warn at the first line outside of headrace."""
     level, frame = 1, sys._getframe()
     while (
         frame.f_back is not None
@@ -159,27 +184,30 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_names(option: str, names: object) -> None:
-    """Raise `TypeError` for one string, of which each letter would be taken for a name."""
+    """Raise `TypeError` if `names` is a str.
+
+    Each letter of a str would count as a name.
+    """
     if isinstance(names, str):
         raise TypeError(f"{option}= must be several names, not one str")
 
 
 def seconds(value: float) -> str:
-    """Seconds as text, with two digits."""
+    """Format seconds with two digits and a unit."""
     unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("µs", 1e-6)
     return f"{digits(value / size)} {unit}"
 
 
 def share(value: float) -> str:
-    """A share as per cent."""
+    """Format a share as a percentage."""
     return f"{100 * value:.0f} %"
 
 
 def rate(value: float) -> str:
-    """A number for each second, with thousands separated."""
+    """Format a rate per second, with separators of thousands."""
     return f"{value:,.0f}" if value >= 100 else digits(value)
 
 
 def digits(value: float) -> str:
-    """With two or three digits."""
+    """Format a number with two or three digits."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"

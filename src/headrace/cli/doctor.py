@@ -1,4 +1,4 @@
-"""`headrace doctor`: what on this machine a loader will suffer from, a line for each finding."""
+"""`headrace doctor`: check this machine for problems of a loader."""
 
 from __future__ import annotations
 
@@ -19,21 +19,34 @@ GIB = 1 << 30  # bytes
 
 
 class Finding(NamedTuple):
-    """One line of the output."""
+    """A line of the output.
 
-    name: str  # what was looked at
-    text: str  # what was found, and what suffers from it
-    remedy: str | None = None  # the command or the option that helps; None where all is well
+    Attributes:
+        name: subject of the check.
+        text: result of the check, and the effect on a loader.
+        remedy: command or option to solve the problem; None without a problem.
+    """
+
+    name: str
+    text: str
+    remedy: str | None = None
 
 
 def _check_descriptors() -> Iterator[Finding]:
-    """File descriptors: one for each request in flight."""
-    from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency  # which imports torch
+    """Check the limit of file descriptors.
+
+    Each request in flight needs a descriptor.
+    """
+    # Imported here: the module imports torch.
+    from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f'{soft:,} (hard limit {hard:,}): concurrency="auto" uses up to {most_concurrency():,} requests'
+    text = (
+        f"{soft:,} (hard limit {hard:,}): "
+        f'concurrency="auto" uses up to {most_concurrency():,} requests'
+    )
     remedy = None
-    if 0 <= soft < USUAL_DESCRIPTORS:  # negative: unlimited
+    if 0 <= soft < USUAL_DESCRIPTORS:  # a negative limit means unlimited
         text += f" of {MOST_CONCURRENCY:,}, and workers may fail to start"
         remedy = "docker run --ulimit nofile=4096; outside of a container, as root: ulimit -n 4096"
         if not 0 <= hard < USUAL_DESCRIPTORS:
@@ -44,7 +57,10 @@ def _check_descriptors() -> Iterator[Finding]:
 
 
 def _check_memory() -> Iterator[Finding]:
-    """Memory of the machine and of the control group, against the default `memory_budget`."""
+    """Check available memory against the default `memory_budget`.
+
+    Available memory is limited by the machine and by the control group.
+    """
     from headrace.options import MEMORY_BUDGET as BUDGET
 
     limits = CgroupLimits.here()
@@ -56,13 +72,19 @@ def _check_memory() -> Iterator[Finding]:
     )
     text, remedy = f"{left / GIB:.1f} GiB available{of}", None
     if left < 2 * BUDGET:
-        text += f"; batches that are fetched ahead may take {BUDGET / GIB:.1f} GiB: the kernel may kill the job"
-        remedy = f"memory_budget={max(1 << 24, int(left) // 4) >> 20} << 20, or more memory for the container"
+        text += (
+            f"; batches that are fetched ahead may take {BUDGET / GIB:.1f} GiB: "
+            "the kernel may kill the job"
+        )
+        remedy = (
+            f"memory_budget={max(1 << 24, int(left) // 4) >> 20} << 20, "
+            "or more memory for the container"
+        )
     yield Finding("memory", text, remedy)
 
 
 def _check_cores() -> Iterator[Finding]:
-    """Cores that this process may use, and the threads that libraries start."""
+    """Check the number of usable cores and of library threads."""
     machine, affinity, quota = (
         os.cpu_count() or 1,
         len(os.sched_getaffinity(0)),
@@ -75,7 +97,10 @@ def _check_cores() -> Iterator[Finding]:
         remedy = f"a larger quota, for example docker run --cpus={min(machine, 4)}"
     elif affinity < machine:
         text += " (CPU affinity)"
-        remedy = f"taskset -c 0-{machine - 1} before the command, or more cores from the scheduler of your cluster"
+        remedy = (
+            f"taskset -c 0-{machine - 1} before the command, "
+            "or more cores from the scheduler of your cluster"
+        )
     if granted < 2:
         yield Finding("cores", f"{text}: fetching, workers and training share them", remedy)
     else:
@@ -83,12 +108,15 @@ def _check_cores() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     started = int(threads) if threads.isdecimal() else affinity if quota < affinity else 0
     if started > granted:
-        text = f"libraries start {started} for {granted:g} cores (OMP_NUM_THREADS): they compete for them"
+        text = (
+            f"libraries start {started} for {granted:g} cores (OMP_NUM_THREADS): "
+            "they compete for them"
+        )
         yield Finding("threads", text, f"export OMP_NUM_THREADS={max(1, int(granted))}")
 
 
 def _check_event_loop() -> Iterator[Finding]:
-    """Whether the loader's loop is uvloop."""
+    """Check that the loader's event loop is uvloop."""
     name, remedy = import_event_loop().__name__, None
     if name != "uvloop":
         remedy = "pip install uvloop; unset HEADRACE_EVENT_LOOP"
@@ -104,14 +132,20 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Print the findings; returns whether there is no problem."""
+    """Print all findings.
+
+    Args:
+        arguments: parsed arguments of the command; not used.
+
+    Returns:
+        Whether there is no problem.
+    """
     problems = 0
     for check in CHECKS:
         try:
             found = [*check()]
-        except (
-            Exception
-        ) as error:  # a file of the system that has another form, a package that fails at import
+        except Exception as error:
+            # A system file may have an unknown format, and an import may fail.
             name = check.__name__.removeprefix("_check_").replace("_", " ")
             found = [
                 Finding(

@@ -1,4 +1,4 @@
-"""`headrace index URL`: one index of many shards."""
+"""`headrace index URL`: build or check the index of shards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,15 @@ _FORMATS: dict[str, type[ShardedStream[Any]]] = {
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Build the index, or a share of its parts, or compare the index with the store."""
+    """Build the index, build a part, or check the index.
+
+    Args:
+        arguments: parsed arguments of the command. `part` is a tuple: number of the part, from 1,
+            and number of parts.
+
+    Returns:
+        True; with `check`, whether index and store agree.
+    """
     loop = background_loop()
     shards, decoder_of = _find(arguments.url, arguments.format)
     length = None if arguments.length is None else function_of(arguments.length, "--length")
@@ -67,13 +75,17 @@ def run(arguments: argparse.Namespace) -> bool:
         return True
     index = loop.run(build_index(shards, indexing, place))
     print(
-        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, {len(index.to_bytes()):,} bytes"
+        f"{place.name}: {len(index.shards):,} shards, {index.counts.sum():,} samples, "
+        f"{len(index.to_bytes()):,} bytes"
     )
     return True
 
 
 def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
-    """The shards, and what makes their decoders, by the endings of names if no format is given."""
+    """Return the shards and a function for decoders.
+
+    Without a format, the endings of the shards' names decide.
+    """
     if format is None:
         suffixes = tuple(ending for kind in _FORMATS.values() for ending in kind.suffixes)
         keys = [shard.key.lower() for shard in find_shards(url, suffixes=suffixes)]
@@ -91,7 +103,10 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
 
 
 def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
-    """Store the parts of shards, by processes that read several shards at once."""
+    """Build the index parts of shards in several processes.
+
+    Each process reads several shards at once.
+    """
     size = min(PARALLEL_BUILDS, -(-len(shards) // processes) or 1)
     num_workers = min(processes, -(-len(shards) // size)) if processes > 1 else 0
     loader = DataLoader(
@@ -99,7 +114,7 @@ def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes:
         size,
         num_workers=num_workers,
         collate_fn=functools.partial(_build_parts, indexing, place),
-        # Obstore, which this process has used, cannot be used after a fork.
+        # This process has used obstore, and obstore does not work after a fork.
         multiprocessing_context="spawn" if num_workers else None,
     )
     is_quiet = not sys.stderr.isatty()
@@ -114,7 +129,11 @@ def _build_parts(indexing: Indexing, place: Shard, shards: list[Shard]) -> int:
 
 
 def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
-    """Print each difference of an index from the store; returns whether there is none."""
+    """Print each difference between index and store.
+
+    Returns:
+        Whether there is no difference.
+    """
     opened, errors = compare(index, shards, indexing)
     gone = np.delete(np.arange(len(index.shards)), opened.numbers).tolist()
     differences = [*map(str, errors)]

@@ -1,4 +1,4 @@
-"""The command `headrace`: arguments in, exit status out."""
+"""Entry point of the command `headrace`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from headrace.errors import HeadraceError, MissingExtraError
 
 __all__ = ["main"]
 
-OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 as a shell has it: 128 + SIGINT
+OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 = 128 + SIGINT, as in a shell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status, 2 for bad arguments and for packages that are not installed."""
+    """Run the command and return the exit status.
+
+    Args:
+        argv: arguments of the command; by default ``sys.argv[1:]``.
+
+    Returns:
+        0 for success. 1 for a failure, or for problems found by the command. 2 for bad arguments
+        and for missing packages. 130 for an interrupt.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -46,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     pack = commands.add_parser(
         "pack",
         help="write many small objects, or other shards, into shards",
-        description="Reads SRC, transforms the samples in workers, and writes shards to DST. After an interruption the "
-        "same command continues. In a program: headrace.pack.",
+        description="Reads SRC, transforms the samples in workers, and writes shards to DST. "
+        "After an interruption the same command continues. In a program: headrace.pack.",
     )
     add = pack.add_argument
     add(
@@ -63,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     index = commands.add_parser(
         "index",
         help="index shards, so that a loader reads them in any order, on any number of GPUs",
-        description="Reads each shard once, and writes one index, which TarDataset.index, LinesDataset.index and "
-        "TFRecordDataset.index find. After an interruption the same command continues.",
+        description="Reads each shard once, and writes one index, which TarDataset.index, "
+        "LinesDataset.index and TFRecordDataset.index find. "
+        "After an interruption the same command continues.",
     )
     add = index.add_argument
     add(
@@ -82,7 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="path or URL of the index (headrace.index in the folder of the shards)",
     )
-    about = "function that gives the length of a sample, as its number of tokens; the index keeps lengths"
+    about = (
+        "function that gives the length of a sample, as its number of tokens; "
+        "the index keeps lengths"
+    )
     add("--length", metavar="MODULE:FUNCTION", help=about)
     add("--check", action="store_true", help="compare the index with the store, and write nothing")
     add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
@@ -93,19 +105,22 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="compute from saved states which samples a run delivered",
-        description="Prints the samples of each epoch that were delivered twice or never. Exit status 1 if there is "
-        "one. In a program: headrace.verify.",
+        description="Prints the samples of each epoch that were delivered twice or never. "
+        "Exit status 1 if there is one. In a program: headrace.verify.",
     )
     add = verify.add_argument
-    about = "two files for each part of the run: the state that the part restored (- for none), and the last state"
+    about = (
+        "two files for each part of the run: the state that the part restored (- for none), "
+        "and the last state"
+    )
     add("states", nargs="+", metavar="STATE", help=about)
     about = "function without arguments that makes the loader of the run"
     add("--loader", required=True, metavar="MODULE:FUNCTION", help=about)
     commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",
-        description="Prints a line for each finding: limits of descriptors and memory, cores, the event "
-        "loop. A problem has its remedy. Exit status 1 if there is one.",
+        description="Prints a line for each finding: limits of descriptors and memory, cores, "
+        "the event loop. A problem has its remedy. Exit status 1 if there is one.",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`headrace pack SRC DST`: many small objects, or other shards, into shards."""
+"""`headrace pack SRC DST`: pack small objects or shards into shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ __all__ = ["function_of", "run"]
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Pack, and print what was packed."""
+    """Pack the source and print the totals.
+
+    Args:
+        arguments: parsed arguments of the command.
+
+    Returns:
+        True.
+    """
     packed = pack(
         _dataset(arguments.source),
         arguments.destination,
@@ -36,7 +43,7 @@ def run(arguments: argparse.Namespace) -> bool:
 def _dataset(source: str) -> Any:
     for kind in (TarDataset, LinesDataset):
         if source.endswith(kind.suffixes):
-            return kind(source, shards_in_parallel=1)  # in the order of the shards
+            return kind(source, shards_in_parallel=1)  # keeps the order of the shards
     return (
         ParquetDataset(source)
         if source.endswith(ParquetDataset._suffixes)
@@ -45,9 +52,17 @@ def _dataset(source: str) -> Any:
 
 
 def function_of(name: str, option: str) -> Any:
-    """The function that an option names, as ``module:function``."""
+    """Import the function named by an option.
+
+    Args:
+        name: name of the function, as ``module:function``.
+        option: name of the option, for the error message.
+
+    Raises:
+        ValueError: there is no such function.
+    """
     module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m`
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

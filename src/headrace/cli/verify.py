@@ -1,4 +1,4 @@
-"""`headrace verify STATE…`: which samples a run delivered, by its saved states."""
+"""`headrace verify STATE…`: list samples delivered twice or never."""
 
 from __future__ import annotations
 
@@ -15,18 +15,29 @@ __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Print what was delivered; returns whether no sample is missing or repeated."""
+    """Compute from saved states which samples a run delivered.
+
+    Args:
+        arguments: parsed arguments of the command.
+
+    Returns:
+        Whether no sample is missing or repeated.
+
+    Raises:
+        ValueError: the number of states is odd, or a file has no state.
+    """
     states = [None if name == "-" else _state_in(name) for name in arguments.states]
     if len(states) % 2:
         raise ValueError(
-            "give two states for each part of the run: the restored state (- for none), and the last"
+            "give two states for each part of the run: the restored state (- for none), "
+            "and the last"
         )
     loader = function_of(arguments.loader, "--loader")()
     found = verify(zip(states[::2], states[1::2], strict=True), loader)
     problems = 0
     for epoch in found:
         print(epoch)
-        # The rest of the last epoch may still come.
+        # A running epoch may still deliver the missing samples.
         kinds = ["repeated"] if epoch is found[-1] and not epoch.ended else ["repeated", "never"]
         for kind in kinds:
             for index in epoch.others[kind].tolist():
@@ -36,7 +47,10 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def _state_in(name: str) -> Any:
-    """The state in a file of `torch.save`, alone or as "loader" of a checkpoint."""
+    """Load a state from a file of `torch.save`.
+
+    The file holds the state alone, or a checkpoint with the state under "loader".
+    """
     try:
         saved = torch.load(name, "cpu", weights_only=True)
         return saved.get("loader", saved)

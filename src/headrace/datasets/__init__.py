@@ -1,4 +1,8 @@
-"""What a format of your own is made of, see docs/your-own-dataset.md; the datasets themselves are in `headrace`."""
+"""Base classes for datasets of your own format.
+
+The page docs/your-own-dataset.md describes how to use the classes. The ready datasets are in
+`headrace`.
+"""
 
 from __future__ import annotations
 
@@ -29,5 +33,6 @@ else:
 
 
 __all__ = [
-    "BadRecord", "Decoder", "RangedShards", "Shard", "ShardedStream", "StreamOptions", "find_shards", "map_shards",
+    "BadRecord", "Decoder", "RangedShards", "Shard", "ShardedStream", "StreamOptions",
+    "find_shards", "map_shards",
 ]  # fmt: skip

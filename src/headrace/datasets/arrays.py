@@ -20,23 +20,28 @@ __all__ = ["ArrayDataset"]
 
 
 class ArrayDataset(RangedShards[torch.Tensor]):
-    """Rows of arrays in ``.npy`` files, map-style: sample i is ``array[i]``, a tensor of the array's type.
+    """Rows of arrays in ``.npy`` files, map-style.
 
-    Of several files the arrays are concatenated along their first axis. A loader reads neighbouring
-    rows by one request; with ``shuffle=True`` and no sampler the order has blocks of neighbours.
-    The constructor requests the first bytes of each file; in an async program call it in a thread,
-    as ``await asyncio.to_thread(ArrayDataset, ...)``.
+    Sample i is ``array[i]``, a tensor of the array's type. Several files are concatenated along the
+    first axis.
+
+    A loader reads neighbouring rows by one request. With ``shuffle=True`` and no sampler, the order
+    is random in blocks of neighbouring rows.
+
+    The constructor requests the first bytes of each file. In an async program, call the constructor
+    in a thread: ``await asyncio.to_thread(ArrayDataset, ...)``.
 
     Args:
-        shards: URLs or paths of files, as for `TarDataset`; in a directory, those ending in
+        shards: URLs or paths of files, as for `TarDataset`. In a directory, the files ending in
             ``.npy``.
-        on_error: what a broken or missing file is for the constructor, as for `ParquetDataset`.
+        on_error: how the constructor treats a broken or missing file, as for `ParquetDataset`.
         store: store of all files, as for `TarDataset`.
 
     Raises:
-        EmptyListingError: a glob or a directory has no file, or there is no such file or directory.
-        ShardError: a file is no ``.npy`` file, is compressed or truncated, has its columns first, a
-            type that torch lacks, or rows of another type or shape than the first file.
+        EmptyListingError: a glob or a directory has no file, or the file or directory does not
+            exist.
+        ShardError: a file is not a ``.npy`` file, is compressed or truncated, stores columns first,
+            has a type unknown to torch, or has rows of another type or shape than the first file.
         StoreError: a request failed.
 
     Example:
@@ -65,19 +70,23 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         self._begins = np.array(begins)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the rows at `indices`, by shard; raises `IndexError` if there is no such row."""
+        """Return the bytes of the rows at `indices`, by shard.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
         shards, rows, _ = self._rows(indices)
         starts = self._begins[shards] + rows * self._row_bytes
         return Ranges(shards, starts, starts + self._row_bytes)
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
-        """The row in `data`."""
+        """Return the row in `data`."""
         return self._tensor(data, self._shape)
 
     def samples_of(
         self, indices: Sequence[int], data: Sequence[memoryview]
     ) -> Sequence[torch.Tensor] | torch.Tensor:
-        """The rows of a batch as a tensor."""
+        """Return the rows of a batch as a tensor."""
         if type(self).sample_of is not ArrayDataset.sample_of:
             return super().samples_of(indices, data)
         return self._tensor(b"".join(data), (len(data), *self._shape))
@@ -89,7 +98,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 
 
 async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
-    """The file, and the offset, the type and the shape of its array."""
+    """Return a file, and the offset, type and shape of the array."""
     shard, first = await shard.read_version(4096)
     begin, dtype, shape, fortran = npy_layout(bytes(first[:4096]), shard)
     try:

@@ -1,4 +1,4 @@
-"""Rows or tables of Arrow IPC files and streams, and of what Hugging Face's `save_to_disk` writes."""
+"""Rows or tables of Arrow IPC files and streams."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrowDataset", "unpacked_size"]
 
-_MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3  # of messages, and kinds of them
-_MAGIC, _PIECE = b"ARROW1", 16 << 10  # bytes that are read at once to find the header of a message
-_SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # by `save_to_disk`
+# First bytes of a message, and kinds of messages.
+_MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3
+_MAGIC, _PIECE = b"ARROW1", 16 << 10  # `_PIECE`: bytes of a request for the header of a message
+_SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # names given by `save_to_disk`
 
 
 @dataclass(frozen=True)
 class _ArrowFile(TableFile):
-    """Where the messages of a file are."""
+    """Positions of the messages of a file."""
 
     shard: Shard
     schema: Any
     schema_message: bytes
     rows: tuple[int, ...]  # of each record batch
-    extents: tuple[
-        tuple[tuple[int, int], ...], ...
-    ]  # of each, its message, after those of dictionaries
+    # Byte ranges to read for each record batch: the dictionaries before the batch, then the batch.
+    extents: tuple[tuple[tuple[int, int], ...], ...]
 
     def row_groups(self, selection: Selection, filters: Any = None) -> list[RowGroup]:
         return [
@@ -45,7 +45,7 @@ class _ArrowFile(TableFile):
 
 
 class _RecordBatch(RowGroup):
-    """A record batch of a file; all its columns are read."""
+    """A record batch of a file, read with all columns."""
 
     kind = "record batch"
 
@@ -75,12 +75,17 @@ class _RecordBatch(RowGroup):
             pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options
         )
         table = reader.read_all()
-        table.validate(full=True)  # wrong offsets would be followed out of its memory
+        # Without the check, wrong offsets would lead outside the table's memory.
+        table.validate(full=True)
         return table if wanted else table.select([])
 
 
 def _field(data: Buffer, table: int, number: int, form: str) -> int:
-    """The value of a field of a table of flatbuffers, 0 if it is not there; with "*" the place of what it refers to."""
+    """Return a field of a flatbuffers table, or 0 if absent.
+
+    With ``form="*"`` the field is a reference. The result is then the position of the referenced
+    object in `data`.
+    """
     fields = table - int(struct.unpack_from("<i", data, table)[0])
     at = 4 + 2 * number
     place = struct.unpack_from("<H", data, fields + at)[0] if at < memoryview(data)[fields] else 0
@@ -91,7 +96,7 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
 
 
 def _message(data: Buffer) -> tuple[int, int, int]:
-    """Kind, number of rows, and bytes of the body of a message, by its header."""
+    """Return kind, number of rows and body bytes of a message."""
     (root,) = struct.unpack_from("<I", data)
     return (
         _field(data, root, 1, "<B"),
@@ -101,7 +106,11 @@ def _message(data: Buffer) -> tuple[int, int, int]:
 
 
 def unpacked_size(header: Buffer, body: memoryview) -> int:
-    """Bytes to which the compressed buffers of a message are said to unpack; raises `ValueError`."""
+    """Return the declared bytes of a message's compressed buffers, unpacked.
+
+    Raises:
+        ValueError: the message is corrupt.
+    """
     try:
         (root,) = struct.unpack_from("<I", header)
         kind, batch = _field(header, root, 1, "<B"), _field(header, root, 2, "*")
@@ -123,7 +132,10 @@ def unpacked_size(header: Buffer, body: memoryview) -> int:
 
 
 async def _open(shard: Shard) -> _ArrowFile:
-    """Find the messages of a file, of which each says where the next begins."""
+    """Find the messages of a file.
+
+    Each message says where the next message begins.
+    """
     import pyarrow
 
     shard, first = await shard.read_version(_PIECE)
@@ -150,7 +162,7 @@ async def _open(shard: Shard) -> _ArrowFile:
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
-                any(schema.names)  # decodes them
+                any(schema.names)  # decode the names here, so a corrupt name is an error now
             elif kind not in (_DICTIONARY, _BATCH) or count < 0 or body < 0 or at > size:
                 raise ValueError("no record batch, or outside the file")
             elif kind == _DICTIONARY:
@@ -160,20 +172,29 @@ async def _open(shard: Shard) -> _ArrowFile:
                 extents.append((*dictionaries, (start, at)))
     ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
     if mark != _MARK or schema is None or not ends:
-        what = f"corrupt, or not Arrow IPC (Feather 2): no message, or no end with at most a footer and {_MAGIC!r}"
+        what = (
+            "corrupt, or not Arrow IPC (Feather 2): no message, "
+            f"or no end with at most a footer and {_MAGIC!r}"
+        )
         raise shard.error(what, start)
     return _ArrowFile(shard, schema, message, tuple(rows), tuple(extents))
 
 
 def _one_split(shards: Sequence[Shard]) -> list[Shard]:
-    """The files; of a listed folder of `save_to_disk` only its data, without the results that are cached beside."""
+    """Leave out the cached results from a listed folder of `save_to_disk`.
+
+    Raises:
+        ValueError: the listing has several splits or saves.
+        StoreError: a file of the split is missing.
+    """
     given = list(shards)
     saved = {
         named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))
     }
     if len(saved) > 1:
         raise ValueError(
-            f"several splits or saves, {sorted(saved)}: give the folder of one, or files by their names"
+            f"several splits or saves, {sorted(saved)}: "
+            "give the folder of one, or files by their names"
         )
     for (folder, count), one in saved.items():
         kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
@@ -184,25 +205,30 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
         ]
         others = kept - {each.name for each in given}
         keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
-        map_shards(one.store.head, keys)  # or not asked for
+        # An existing file was left out by the user's pattern. A missing file raises an error here.
+        map_shards(one.store.head, keys)
     return given
 
 
 class ArrowDataset(TableDataset):
     """The rows of Arrow IPC files, map-style. Needs ``headrace[parquet]``.
 
-    Files (Feather 2) and streams, also with lz4 or zstd, and a folder of Hugging Face's
-    `save_to_disk`: one split, without the results that `datasets` has cached there. Features
-    (Image, Audio, ClassLabel) are given as stored. Options and errors are those of
-    `ParquetDataset`. In place of row groups there are record batches. Each is read whole by one
-    request, whatever the `columns`, and by one more for each dictionary. Record batches have no
-    statistics and no checksums. No parts of nested columns are read. The constructor reads the
-    headers of all record batches, one after the other.
+    Reads files (Feather 2) and streams, also compressed with lz4 or zstd. Also reads a folder of
+    Hugging Face's `save_to_disk`: one split, without results cached there by `datasets`. Features
+    (Image, Audio, ClassLabel) are given as stored.
+
+    Options and errors are those of `ParquetDataset`, with record batches in place of row groups.
+    One request reads a whole record batch, whatever the `columns`. Each dictionary takes one more
+    request. Record batches have no statistics and no checksums. `columns` cannot name parts of
+    nested columns.
+
+    The constructor reads the headers of all record batches of a file, one after the other.
 
     Example:
         >>> import pathlib, tempfile, pyarrow.feather
         >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> pyarrow.feather.write_feather(pyarrow.table({"x": [1, 2], "y": ["a", "b"]}), folder / "0.feather")
+        >>> table = pyarrow.table({"x": [1, 2], "y": ["a", "b"]})
+        >>> pyarrow.feather.write_feather(table, folder / "0.feather")
         >>> ArrowDataset(folder, filters=[("x", ">", 1)])[0]
         {'x': 2, 'y': 'b'}
     """

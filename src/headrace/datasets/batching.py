@@ -1,4 +1,4 @@
-"""Streams of batches limited by a budget of tokens, with buckets of similar lengths."""
+"""Batches of samples by a budget of tokens."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ def batch_by_tokens(
     padded: bool = True,
     drop_last: bool = False,
 ) -> AsyncIterableDataset[list[Any]]:
-    """A stream of lists of samples, each as many as fit a budget of tokens; read it with ``batch_size=None``.
+    """Batch the samples of a stream by a budget of tokens.
 
-    ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``: both
-    functions get the list. Over ranks, `split` the result: then every rank gets the same number of
-    batches. After a restore, samples are read again from the oldest that waits in a bucket.
+    The result is a stream of lists of samples. Read the stream with ``batch_size=None``:
+    ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``. Both
+    functions get the list.
+
+    On several ranks, call `split` on the result: then every rank gets the same number of batches.
+    After a restore, samples are read again from the oldest sample still waiting in a bucket.
 
     Args:
         dataset: the stream.
         max_tokens: budget of a batch, in tokens.
-        length: returns the number of tokens of a sample, an int.
-            It runs on the loop that reads the stream: keep it cheap.
-            An empty sample counts as one token of the budget.
-        boundaries: ascending bounds of buckets, in tokens: samples of up to ``boundaries[0]``
-            tokens are batched together, then those of up to ``boundaries[1]``, …, and the longer
-            ones.
-        padded: whether each sample counts as long as the longest of its batch, to which it will be
+        length: returns the number of tokens of a sample, an int. The function runs on the loop that
+            reads the stream: keep the function cheap. An empty sample counts as one token of the
+            budget.
+        boundaries: upper bounds of buckets, in tokens, ascending. Samples of up to
+            ``boundaries[0]`` tokens are batched together, then samples of up to ``boundaries[1]``,
+            and so on. Longer samples share the last bucket.
+        padded: count each sample as long as the longest sample of its batch, for batches that are
             padded.
-        drop_last: whether to drop the incomplete batch of each bucket at the end.
+        drop_last: drop the incomplete batch of each bucket at the end.
 
     Raises:
-        ValueError: `max_tokens` is not positive, or `boundaries` do not ascend; at a sample that
-            alone exceeds the budget, or has a negative length.
-        TypeError: `dataset` is not an async stream, or a number is not an int; at a sample whose
-            length is not an int.
+        ValueError: `max_tokens` is not positive, or `boundaries` do not ascend. While reading: a
+            sample alone exceeds the budget, or has a negative length.
+        TypeError: `dataset` is not an async stream, or a number is not an int. While reading: a
+            sample's length is not an int.
 
     Example:
         >>> from headrace import from_async_iterable
@@ -79,10 +82,10 @@ def batch_by_tokens(
 
 
 class _TokenBatchIterator(MarkingOperation[list[object]]):
-    """Batches of samples from buckets, each of samples of similar length, until its batch is full.
+    """Iterator of batches of samples of similar length.
 
-    A mark has the numbers of samples and tokens in each bucket; the samples in them are unknown
-    after a restore.
+    Each bucket collects samples until its batch is full. A mark has the numbers of samples and
+    tokens in each bucket. The samples are unknown after a restore, until the stream is read again.
     """
 
     operation = "batch_by_tokens"
@@ -108,7 +111,7 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         self._drop_last = drop_last
         buckets = len(boundaries) + 1
         self._samples: list[list[object]] = [[] for _ in range(buckets)]
-        self._counts = [0] * buckets  # samples, also those from before a restored position
+        self._counts = [0] * buckets  # samples, including samples from before a restored position
         self._longest = [0] * buckets  # tokens
         self._tokens = [0] * buckets
         self._first = [0] * buckets  # number of the read that gave the first sample
@@ -120,7 +123,7 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
                 f"a sample of {tokens} tokens is over max_tokens={self._max_tokens}; cut it"
             )
         bucket = bisect.bisect_left(self._boundaries, tokens)
-        tokens = max(1, tokens)  # otherwise no number of empty samples fills a batch
+        tokens = max(1, tokens)  # with 0, no number of empty samples would fill a batch
         padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)
         over = (padded if self._padded else self._tokens[bucket] + tokens) > self._max_tokens
         full = self._emptied(bucket) if over and self._counts[bucket] else NOTHING
@@ -144,8 +147,8 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         self._counts[bucket] = self._longest[bucket] = self._tokens[bucket] = 0
         if count > len(samples) and not self._reread.left:
             raise StateError(
-                "a bucket has samples of before the position that was restored: the stream has other samples now, or "
-                "the state is damaged"
+                "a bucket has samples of before the position that was restored: "
+                "the stream has other samples now, or the state is damaged"
             )
         return samples
 

@@ -1,4 +1,4 @@
-"""Images with the objects in them, by an annotations file of COCO."""
+"""Images and annotations of COCO."""
 
 from __future__ import annotations
 
@@ -33,39 +33,51 @@ _TENSORS = {
 
 
 class CocoDataset(ObjectDataset):
-    """The images of an annotations file of COCO (instances, keypoints, captions), each with its annotations.
+    """Images of a COCO annotations file, each with its annotations.
 
-    A sample is ``ObjectSample(key, data, label)``; its label a dict, for N annotations, which may
-    be none: `image_id`, `size` ([height, width], None where unknown) and `ids` (int64 [N], or a
-    list of text); of annotations with boxes also `boxes` (float32 [N, 4] of left, top, right and
-    bottom in pixels), `labels` (int64 [N], positions in `classes`), `area` (float32 [N]; the box's
-    if the file has none) and `iscrowd` (bool [N]); and a list of N for each other field, such as
-    `segmentation`, `keypoints` or `caption`, None where it is missing. Batches need a `collate_fn`.
+    The file has instances, keypoints or captions. A sample is ``ObjectSample(key, data, label)``.
+    The label is a dict for the N annotations of the image. N may be 0. The dict has the keys:
+
+    - `image_id`: id of the image.
+    - `size`: [height, width] in pixels, each None where unknown.
+    - `ids`: int64 [N], or a list of text.
+    - `boxes`, if the file has boxes: float32 [N, 4], the left, top, right and bottom in pixels.
+    - `labels`, if the file has boxes: int64 [N], positions in `classes`.
+    - `area`, if the file has boxes: float32 [N]. The area of the box where the file has no area.
+    - `iscrowd`, if the file has boxes: bool [N].
+    - each other field, such as `segmentation`, `keypoints` or `caption`: a list of N values, with
+      None where the field is missing.
+
+    Batches need a `collate_fn`.
 
     Positions refer to the stored pixels: `headrace.decode.image` ignores the orientation of EXIF,
     unless `size` fits the upright image alone.
 
-    Annotations of unknown images or categories, without a right box, or with the id of an earlier
-    annotation of the image are left out. A warning counts them and shows the first of each kind.
-    Parsing takes some six times the file's size in memory. Blocks, as `ObjectDataset`.
+    Some annotations are left out: of unknown images or categories, without a valid box, or with the
+    id of an earlier annotation of the same image. A warning counts the left-out annotations and
+    shows the first of each kind.
+
+    Parsing takes some six times the file's size in memory. The constructor blocks, as
+    `ObjectDataset` does.
 
     Args:
-        store: where the images are; each `file_name` is a key in it.
-        annotations: path or URL of the file (read by `store` if it is below its URL), shard of
-            `headrace.hub`, or dict.
+        store: store of the images. Each `file_name` is a key in the store.
+        annotations: path or URL of the file, shard of `headrace.hub`, or dict. If the
+            file is below the URL of `store`, `store` reads the file.
 
     Attributes:
-        classes: names of the categories, in the order of their ids.
-        category_ids: the file's id of each of `classes`, ascending.
-        left_out: numbers of annotations, by the reason why they were left out.
+        classes: names of the categories, in the order of the category ids.
+        category_ids: ids of the categories in the file, ascending, one for each of `classes`.
+        left_out: numbers of left-out annotations, by reason.
 
     Raises:
-        ShardError: the file is not as COCO's, or all annotations would be left out.
+        ShardError: the file is not in COCO's format, or all annotations would be left out.
 
     Example:
         >>> dog = {"id": 1, "image_id": 7, "category_id": 18, "bbox": [10, 20, 30, 40]}
         >>> content = {"images": [{"id": 7, "file_name": "7.jpg"}], "annotations": [dog]}
-        >>> dataset = CocoDataset("s3://bucket/train", content | {"categories": [{"id": 18, "name": "dog"}]})
+        >>> content["categories"] = [{"id": 18, "name": "dog"}]
+        >>> dataset = CocoDataset("s3://bucket/train", content)
         >>> dataset.target(0)["boxes"].tolist(), dataset.classes
         ([[10.0, 20.0, 40.0, 60.0]], ('dog',))
     """
@@ -119,7 +131,8 @@ class CocoDataset(ObjectDataset):
             text["ids"] = [each["id"] for each in marks]
             if has_boxes:
                 boxes = np.array([each["bbox"] for each in marks], np.float64).reshape(-1, 4)
-                areas = np.array([each.get("area") for each in marks], np.float64)  # NaN for none
+                # A missing area is NaN here.
+                areas = np.array([each.get("area") for each in marks], np.float64)
                 text["area"] = np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist()
                 boxes[:, 2:] += boxes[:, :2]
                 text["boxes"] = boxes.tolist()
@@ -130,7 +143,7 @@ class CocoDataset(ObjectDataset):
         return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
 
     def target(self, index: int) -> dict[str, Any]:
-        """The label of the sample at `index`, without reading its image."""
+        """Return the label at `index`, without reading the image."""
         index = range(len(self))[index]
         target: dict[str, Any] = json.loads(self._fields[index])
         for name in _TENSORS.keys() & target.keys():
@@ -141,12 +154,15 @@ class CocoDataset(ObjectDataset):
         return target
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
-        """The sample at `index`, of the bytes of its image."""
+        """Make the sample at `index` from the bytes of the image."""
         return ObjectSample(self._keys[index], data, self.target(index))
 
 
 def _defect(each: Any, seen: set[Any], images: Any, labels: Mapping[Any, int] | None) -> str:
-    """Why an annotation is left out, or nothing; without `labels` there are no boxes."""
+    """Return the reason to leave out an annotation, or "".
+
+    `labels` is None if the file has no boxes.
+    """
     try:
         if (each["image_id"], each["id"]) in seen:
             return "annotations with the id of an earlier one"

@@ -1,4 +1,4 @@
-"""Datasets made of datasets: concatenated or mixed. Lazy and deterministic."""
+"""Concatenated and mixed datasets, lazy and deterministic."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ T = TypeVar("T")
 
 
 def concat(datasets: Sequence[object]) -> Any:
-    """Datasets one after the other: all map-style, or all streams.
+    """Concatenate datasets: all map-style, or all streams.
 
-    Functions of `map` on the parts run in the loader's workers. Batches are read with `agets` if
-    all parts have it, and neighbouring byte ranges by one request if all parts can.
+    Functions of `map` on the datasets run in the loader's workers. A loader reads batches by
+    `agets` if all datasets have the method. A loader joins neighbouring byte ranges into one
+    request if all datasets support ranges.
 
     Args:
-        datasets: at least one; torch's `Subset`, `ConcatDataset`, … of async datasets, too.
+        datasets: at least one. Also torch's `Subset`, `ConcatDataset` and others, of async
+            datasets.
 
     Returns:
         A dataset of the same kind.
 
     Raises:
-        ValueError: `datasets` is empty, or the numbers in their labels stand for different classes.
-        TypeError: their kinds differ, or one is not async.
+        ValueError: `datasets` is empty, or equal label numbers stand for different classes.
+        TypeError: the datasets are of different kinds, or a dataset is not async.
 
     Example:
         >>> from headrace import AsyncDataset
@@ -67,49 +69,50 @@ def mix(
     stop: Stop = "first",
     unit: Literal["samples", "lengths"] = "samples",
 ) -> Any:
-    """Several datasets as one: each sample is drawn by weight.
+    """Mix several datasets: each sample is drawn by weight.
 
-    All datasets are streams, or all are map-style. Each rank draws for itself: the batches of a
-    step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw the same.
-    A dataset that occurs twice is shuffled differently the second time.
+    All datasets are streams, or all are map-style. Each rank draws for itself, so the batches of a
+    training step, over all ranks, have samples of all datasets. The same seed, epoch and rank draw
+    the same samples. A dataset given twice is shuffled differently the second time.
 
     **Streams** are drawn from at random. Ranks may get different numbers of samples, unless the
-    streams are endless (`repeat`). Below `split` all ranks draw alike.
+    streams are endless (`repeat`). Below `split`, all ranks draw alike.
 
-    **Map-style datasets** are mixed by arithmetic: the mix is the concatenation of the datasets,
-    and a loader without `sampler=` takes an order by weight. At every position, over all ranks,
-    each dataset was drawn as often as its weight says, to within a few samples; of indexed datasets
-    to within about 3 times the square root of the blocks side by side. Ranks get the same number of
-    samples, any number of ranks can continue, and `batch_at`, `samples_at` and `exclude` work.
-    Other loaders, and loaders with another sampler, see the concatenation.
+    **Map-style datasets** are mixed by arithmetic. The mix is the concatenation of the datasets,
+    and a loader without `sampler=` uses an order by weight. At every position, over all ranks, the
+    number of samples drawn from each dataset matches the weight to within a few samples. For
+    indexed datasets the difference is at most about 3 times the square root of the number of blocks
+    read side by side. Ranks get the same number of samples, any number of ranks can continue, and
+    `batch_at`, `samples_at` and `exclude` work. Other loaders, and loaders with another sampler,
+    see the concatenation.
 
     Args:
-        datasets: at least one; as a dict with names, by which states and reports know them.
-        weights: how often each is drawn from; they need not add up to 1. A dict for a dict of
-            datasets. Or a schedule: a list of ``(step, weights)`` that ascends from step 0. A step
-            is one sample of the mix, not a batch; samples that raised an error count. Of map-style
-            datasets, and of streams below `split`, steps count the samples of all ranks; of other
-            streams the samples of each rank. Weights in a schedule may be zero.
-        temperature: draw by ``weight ** (1 / temperature)``: for sizes as weights, by size with 1,
-            more evenly above.
-        seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-        stop: ``"first"``: the mix ends when a dataset that is drawn has ended.
-            ``"all"``: a dataset that has ended starts again, in another order if it is shuffled,
+        datasets: at least one dataset. A dict names the datasets for states and reports.
+        weights: how often each dataset is drawn from. The sum need not be 1. Give a dict of weights
+            for a dict of datasets. A schedule is a list of ``(step, weights)`` with ascending steps
+            from 0. Here a step is a sample of the mix, not a batch, and samples that raised an
+            error count. For map-style datasets, and for streams below `split`, steps count the
+            samples of all ranks. For other streams, steps count the samples of each rank. Weights
+            in a schedule may be zero.
+        temperature: draw by ``weight ** (1 / temperature)``. With sizes as weights, 1 draws by size
+            and larger values draw more evenly.
+        seed: seed of the order, combined with the epoch. None takes the seed of the loader, else 0.
+        stop: ``"first"`` ends the mix when a drawn dataset has ended.
+            ``"all"`` starts an ended dataset again, in another order if the dataset is shuffled,
             until every dataset with a weight, now or later, has ended once.
-            For each block that is read side by side, ``"first"`` may end 2 samples earlier, and
-            ``"all"`` 2 samples later: 3 % of the dataset at most.
+            For each block read side by side, ``"first"`` may end 2 samples earlier and ``"all"`` 2
+            samples later: 3 % of the dataset at most.
             A stream that ends without a sample is not drawn from any more.
-            ``"once"``, of streams: a stream that has ended is not drawn from any more, and the mix
-            ends with the last stream that has a weight.
-        unit: what weights are shares of: ``"samples"``; or ``"lengths"``, as the tokens of
-            map-style datasets with `lengths` (`TokenDataset`; an index that was made with
-            ``--length``).
+            ``"once"``, for streams only, does not draw from an ended stream any more. The mix ends
+            with the last stream that has a weight.
+        unit: the unit of the weights. ``"samples"``, or ``"lengths"`` such as tokens. Lengths need
+            map-style datasets with `lengths` (`TokenDataset`, or an index made with ``--length``).
 
     Raises:
-        ValueError: a weight is not positive, there is not one for each dataset, steps do not
+        ValueError: a weight is not positive, there is not one weight for each dataset, steps do not
             ascend from 0, a dataset has no lengths, or another argument is unknown or only for
-            streams. A loader raises it if a map-style dataset with a weight is empty.
-        TypeError: a dataset is not async, the kinds differ, or a map-style dataset is a mix.
+            streams. A loader raises the error if a map-style dataset with a weight is empty.
+        TypeError: a dataset is not async, the kinds differ, or a map-style dataset is itself a mix.
 
     Example:
         >>> async def a():
@@ -132,7 +135,8 @@ def mix(
     parts, are_streams = require_async([*named.values()])
     if stop not in get_args(Stop) or not temperature > 0:
         raise ValueError(
-            f"stop={stop!r} must be one of {get_args(Stop)}, and temperature={temperature!r} above zero"
+            f"stop={stop!r} must be one of {get_args(Stop)}, "
+            f"and temperature={temperature!r} above zero"
         )
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
@@ -146,7 +150,10 @@ def mix(
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
         schedule = [[0, weights_at(weights)]]
     seed = checked_seed(seed)
-    shown = f"mix([{', '.join(map(dataset_repr, parts))}], {shorten(repr(weights))}, seed={seed}, stop={stop!r})"
+    shown = (
+        f"mix([{', '.join(map(dataset_repr, parts))}], {shorten(repr(weights))}, "
+        f"seed={seed}, stop={stop!r})"
+    )
     names = [*map(str, names)]
     if not are_streams:
         if stop == "once":
@@ -181,7 +188,7 @@ def _mean_length(name: str, dataset: Any) -> float:
 
 
 def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[float]:
-    """The weights in the order of the datasets, checked."""
+    """Return the checked weights in the order of the datasets."""
     found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
     numbers = [*map(float, found)]
     in_range = all(0 <= number < math.inf for number in numbers)
@@ -190,18 +197,22 @@ def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[
             found is not weights
         )
         raise ValueError(f"weights={weights!r} must be {expected}")
-    largest = max(numbers) if temperature < 1 else 1.0  # powers of a share of it do not overflow
+    # Shares of the largest weight: their powers do not overflow.
+    largest = max(numbers) if temperature < 1 else 1.0
     return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:
-    """A stream of anything that can be read with `async for`: a socket, a queue, a database's cursor.
+    """Make a stream of anything readable with `async for`.
+
+    For example a socket, a queue, or a cursor of a database.
 
     Args:
-        make: an async generator function, or another function that returns an async iterable. It is
-            called at each epoch, on the loader's event loop: open connections inside, and close
-            them in a `finally` or `async with`. After a restore, its samples are read again from
-            the first, unless what it returns has `state_dict()` and `load_state_dict(state)`.
+        make: an async generator function, or another function that returns an async iterable.
+            Called at each epoch, on the loader's event loop: open connections inside, and close the
+            connections in a `finally` or `async with`. After a restore, the samples are read again
+            from the first, unless the returned iterable has `state_dict()` and
+            `load_state_dict(state)`.
 
     Raises:
         TypeError: `make` is not callable.
@@ -214,7 +225,8 @@ def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDa
     """
     if not callable(make):
         raise TypeError(
-            f"make must be a function that returns an async iterable, but got {make!r}, which can be read only once"
+            f"make must be a function that returns an async iterable, but got {make!r}, "
+            "which can be read only once"
         )
     return _FunctionStream(make)
 

@@ -21,11 +21,11 @@ from headrace.errors import EmptyListingError
 __all__ = ["FileDataset", "FileSample"]
 
 LARGE = 16 * 2**20  # bytes; read from the page cache in 5 ms, during which the thread is occupied
-PIECE = 4 * 2**20  # bytes; a call in a thread costs 40 µs, reading this more than 1 ms
+PIECE = 4 * 2**20  # bytes; a call in a thread costs 40 µs, reading a piece more than 1 ms
 
 
 class FileSample(NamedTuple):
-    """A file: its key, its bytes, and its label.
+    """A file: the key, the bytes and the label.
 
     Attributes:
         key: the path relative to the dataset's root, with forward slashes.
@@ -42,26 +42,26 @@ class FileSample(NamedTuple):
 
 
 class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
-    """The files under a directory, one sample each: `FileSample(key, data, label)`.
+    """The files under a directory, one sample each.
 
-    The directory is searched once, when the dataset is made; the keys are sorted, so an index means
-    the same file every time. Only regular files count, and links to them; links to directories are
-    followed.
+    A sample is a `FileSample(key, data, label)`. The directory is searched once, when the dataset
+    is made. The keys are sorted, so an index means the same file every time. Only regular files
+    count, and links to regular files. Links to directories are followed.
 
     Args:
         root: the directory.
-        pattern: which files, as for `pathlib.Path.glob`, relative to `root`; all of them, at any
-            depth, if not given.
-        suffix: only files whose names end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that
-            it begins with; or a function of the key, a mapping from it, or a sequence in the order
-            of `keys`.
-        classes: names of the folders in the order of their numbers; by default all folders found,
-            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
-            would renumber the other classes.
+        pattern: pattern of the files, as for `pathlib.Path.glob`, relative to `root`. By default
+            all files, at any depth.
+        suffix: only files with this ending, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
+        labels: the label of each key. ``"folder"`` gives the number, in `classes`, of the first
+            folder of the key. Or a function of the key, a mapping from the key, or a sequence in
+            the order of `keys`.
+        classes: names of the folders in the order of the numbers. By default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: otherwise a class without a
+            file there would renumber the other classes.
 
     Raises:
-        FileNotFoundError: `root` does not exist, or (`EmptyListingError`) has no file that matches.
+        FileNotFoundError: `root` does not exist, or (`EmptyListingError`) no file matches.
         NotADirectoryError: `root` is something else.
         ValueError: `root` is a URL, or `labels` does not fit the files.
         OSError: a directory cannot be read.
@@ -85,10 +85,10 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
     ) -> None:
         if "://" in os.fspath(root):
             raise ValueError(
-                f"FileDataset reads a directory by its path; ObjectDataset takes URLs: {redact_url(str(root))}"
+                "FileDataset reads a directory by its path; ObjectDataset takes URLs: "
+                f"{redact_url(str(root))}"
             )
-        # Absolute, so that it stays the same place when the process changes its directory, or is
-        # another one.
+        # Absolute: another process, or this process in another directory, opens the same files.
         self._root = str(Path(root).absolute())
         parts = Path(pattern).parts
         match = glob_expression("/".join(parts), hidden=True)
@@ -108,7 +108,12 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         return f"{type(self).__name__}({self._root!r}, {len(self)} files)"
 
     async def aget(self, index: int) -> FileSample:
-        """Read the file at `index`; raises `FileNotFoundError` if it is gone, and `IndexError`."""
+        """Read the file at `index`.
+
+        Raises:
+            FileNotFoundError: the file is gone.
+            IndexError: there is no such index.
+        """
         key = self._keys[index]
         path = f"{self._root}/{key}"
         data = await run_blocking(_read, path)
@@ -118,7 +123,10 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
 
 
 async def _read_in_pieces(path: str) -> bytes:
-    """Read a large file in pieces, so that the thread is shared and the read can be cancelled."""
+    """Read a large file in pieces.
+
+    Other reads can use the thread between two pieces, and the read can be cancelled.
+    """
     pieces: list[bytes] = []
     async with aiofiles.open(path, "rb", buffering=0) as file:
         while piece := await file.read(PIECE):
@@ -127,9 +135,9 @@ async def _read_in_pieces(path: str) -> bytes:
 
 
 def _read(path: str) -> bytes | None:
-    """The whole file; None if it is large."""
-    # Four system calls, where `open` and `read` make nine: after each, the thread may have to wait
-    # for the GIL.
+    """Read the whole file; return None if the file is large."""
+    # Four system calls, where `open` and `read` make nine. After each call, the thread may have to
+    # wait for the GIL.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -138,7 +146,8 @@ def _read(path: str) -> bytes | None:
         data = os.read(descriptor, size) if size else b""
         if size and len(data) == size:
             return data
-        parts = [data]  # longer than one call reads, or of a file system that tells no size
+        # The file is longer than the limit of a read, or the file system reports no size.
+        parts = [data]
         while part := os.read(descriptor, max(size, 1 << 16)):
             parts.append(part)
         return b"".join(parts)
@@ -149,19 +158,22 @@ def _read(path: str) -> bytes | None:
 def _regular_files(
     folder: str, prefix: str, levels: int | None, above: frozenset[tuple[int, int]]
 ) -> Iterator[str]:
-    """The keys of the regular files in a directory, through links, that begin with `prefix`.
+    """Yield the keys of the regular files in a directory, through links.
 
-    `levels` of directories are looked into, this one included; None for all. `above` has device and
-    inode of those above; one that is reached again by a link is left out.
+    Args:
+        folder: path of the directory.
+        prefix: the beginning of the keys.
+        levels: number of directory levels to search, including `folder`. None for all.
+        above: device and inode of each directory above. A directory reached again by a link is left
+            out.
     """
     status = os.stat(folder)
     if levels == 0 or (here := (status.st_dev, status.st_ino)) in above:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # a link to nothing, or a file that went while we looked
+            # The entry may be a link to nothing, or a file removed during the search.
+            with contextlib.suppress(FileNotFoundError):
                 if entry.is_dir():
                     below = None if levels is None else levels - 1
                     yield from _regular_files(

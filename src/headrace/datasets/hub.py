@@ -33,34 +33,39 @@ def hub(
     timeout: float = 30.0,
     retry: RetryPolicy | int | None = None,
 ) -> tuple[Shard, ...]:
-    """List files of a repository on the Hugging Face Hub, for the `shards` of any dataset. Needs ``headrace[hub]``.
+    """List files of a Hugging Face repository as shards. Needs ``headrace[hub]``.
 
-    `huggingface_hub` lists them, with the token and settings of its environment (``hf auth login``,
-    ``HF_TOKEN``, ``HF_ENDPOINT``); a `Store` reads them. A branch or tag is resolved to its commit
-    here: later pushes change nothing, and files are checked by their sizes only. Between ranks and
-    restarts a branch may move on: name a commit, or list on one rank and broadcast the result,
-    which has the token. A state of another commit is a `StateError`.
+    The result is for the `shards` of any dataset. `huggingface_hub` lists the files, with the token
+    and settings of the environment (``hf auth login``, ``HF_TOKEN``, ``HF_ENDPOINT``). A `Store`
+    reads the files.
 
-    Each read is a request to the hub, which its rate limits count, and one to the host that it
-    redirects to, which never gets the token. Blocks; in an async program call it by
-    `asyncio.to_thread`.
+    A branch or tag is resolved to its commit when the function is called. Later pushes change
+    nothing, and files are checked by size only. A branch may move between the listings of
+    two ranks, or between two starts: name a commit, or list on one rank and broadcast the result.
+    The result includes the token. A state of another commit is a `StateError`.
+
+    Each read makes two requests. The first goes to the hub and counts in the hub's rate limits. The
+    second goes to the host of the redirect and never carries the token.
+
+    The function blocks. In an async program, call the function by `asyncio.to_thread`.
 
     Args:
-        repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, also after
-            ``hf://``; then ``@`` and a branch, tag, commit or ``refs/…``, or the main branch.
-        files: path in the repository, or several, with braces and globs as for `TarDataset`.
-        token: an access token; None for that of the environment, False for none.
+        repository: ``"datasets/owner/name"``, ``"spaces/…"`` or ``"models/…"``, optionally after
+            ``hf://``. Append ``@`` and a branch, tag, commit or ``refs/…``. The default is the main
+            branch.
+        files: a path in the repository, or several, with braces and globs as for `TarDataset`.
+        token: an access token. None takes the token of the environment, False sends none.
         timeout: as for `Store`.
         retry: as for `Store`. `huggingface_hub` retries the pages of the listing by itself.
 
     Returns:
-        Shards in the order of their paths, each once.
+        Shards in the order of the paths, without duplicates.
 
     Raises:
         EmptyListingError: no file matches.
-        StoreError: the hub refused, failed or does not respond; `ObjectNotFoundError` if it has no
-            such repository.
-        ValueError: the name is not that of a repository.
+        StoreError: the hub refused, failed or did not respond.
+        ObjectNotFoundError: the hub has no such repository.
+        ValueError: `repository` is not the name of a repository.
 
     Example:
         >>> import headrace as hr
@@ -87,7 +92,8 @@ def hub(
             return request()
         except (HFValidationError, StoreError):
             raise
-        except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
+        # `huggingface_hub` raises its own errors, or errors of the HTTP client of its version.
+        except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             text = describe_error(error, secrets_in(store_options)).rstrip(".")
         cause = Cause.UNREACHABLE if status is None else CAUSES.get(status, Cause.OTHER)
@@ -96,7 +102,7 @@ def hub(
             if status is None
             else HUB_REMEDY * (status in (401, 403, 404))
         )
-        # Raised here, so that the request, which has the token, is not its context.
+        # Raised outside the handler: the request has the token and must not become the context.
         raise cause.error(f"listing: {text}. {remedy}".rstrip(), url=page, status=status)
 
     where: dict[str, Any] = {"repo_type": _KINDS[kind], "revision": revision or None}
@@ -108,9 +114,10 @@ def hub(
     patterns = [each for pattern in given for each in expand_braces(pattern)]
 
     def list_files() -> dict[str, Head]:
-        """The files that match, by their paths."""
+        """Return the matching files, by path."""
         fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
-        folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071  # up to a slash
+        # `commonprefix` compares characters, so cut the prefix at the last slash.
+        folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071
         deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
         seen, heads, found = set[str](), dict[str, Head](), dict[str, Head]()
         with contextlib.suppress(EntryNotFoundError):

@@ -1,4 +1,4 @@
-"""Streams of map-style datasets: the samples in the order of a sampler, read in large blocks."""
+"""Streams of map-style datasets, read in large blocks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from headrace._core.streams.resumable import StreamOperation
 
 __all__ = ["IndexStream"]
 
-# blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold
+# Blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold.
 _IN_ORDER = 32
-_SINGLY = 32  # samples fetched at once from a dataset that has no batches
-_AT_MOST = (
-    1 << 14
-)  # samples of a call: they are made on the event loop, where other tasks wait, in up to 40 ms
+_SINGLY = 32  # samples fetched at once from a dataset without batches
+# Samples of a call. The samples are made on the event loop, where other tasks wait up to 40 ms.
+_AT_MOST = 1 << 14
 
 
 class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """The samples of a map-style dataset as a stream; made by `RangedShards.stream`.
+    """A stream of the samples of a map-style dataset.
 
-    The order is that of a `BlockSampler`, which divides the samples among the readers.
+    Made by `RangedShards.stream`. The order is the order of a `BlockSampler`. The sampler divides
+    the samples among the readers.
     """
 
     splits_by_rank = splits_over_workers = True
@@ -65,7 +65,10 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return _IndexIterator(self, self._ranks.shard().in_worker(), self._order_for(self._seed))
 
     def sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
-        """The sampler that a loader of the dataset has; in repetitions of the stream with other seeds."""
+        """Return a sampler with the order of a loader of the dataset.
+
+        Repetitions of the stream have other seeds.
+        """
         sampler = BlockSampler.of(
             self._dataset.blocks,
             self._dataset,
@@ -79,14 +82,17 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A checksum of the names, sizes and numbers of samples of the shards."""
+        """Checksum of the shards' names, sizes and numbers of samples."""
         sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
         names = (shard.name for shard in self._shards)
         return names_digest(map(str, zip(names, sizes, self._dataset.counts, strict=True)))
 
 
 class _IndexIterator(StreamOperation[Any]):
-    """The samples of one reader in one epoch, one block ahead. The position is the number of samples."""
+    """Iterator over the samples of one reader in one epoch.
+
+    Reads a block ahead. The position is the number of samples.
+    """
 
     operation = "stream of an index"
     options = ("shards", "shuffle", "blocks", "reader")
@@ -119,7 +125,7 @@ class _IndexIterator(StreamOperation[Any]):
             if self._closed:
                 raise StopAsyncIteration
             self._task = self._task or self._read_ahead()
-            await asyncio.wait((self._task,))  # loses nothing when it is cancelled
+            await asyncio.wait((self._task,))  # a cancelled wait loses nothing
             self._samples = self._task.result()
             self._closed = not self._samples
             self._task = None if self._closed else self._read_ahead()
@@ -139,13 +145,12 @@ class _IndexIterator(StreamOperation[Any]):
         indices = list(itertools.islice(self._rest, min(at_once, most)))
         try:
             return deque(await self._dataset.agets(indices) if indices else ())
-        except (
-            Exception
-        ):  # of one request or sample: read sample by sample, the error names the sample
+        except Exception:
+            # A request or a sample failed. Read sample by sample, so the error names the sample.
             return deque(await map_all(self._alone, indices, _SINGLY))
 
     async def _alone(self, index: int) -> Any:
-        """Read one sample by itself; a `BadRecord` with the error if the sample cannot be made."""
+        """Read one sample, or return a `BadRecord` with the error."""
         try:
             return await self._dataset.aget(index)
         except Exception as error:

@@ -21,34 +21,35 @@ from headrace.errors import StoreError
 
 __all__ = ["LanceDataset"]
 
-_THREADS = (
-    64  # of an event loop, which wait for requests; of asyncio's own there are six on two cores
-)
+# Threads of an event loop for requests of lance. On two cores asyncio's own pool has six threads.
+_THREADS = 64
 _limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("headrace.lance")
 
 
 class LanceDataset(AsyncDataset[Any]):
-    """The rows of a Lance dataset, map-style, as dicts of Python objects. Needs ``headrace[lance]``.
+    """The rows of a Lance dataset, map-style. Needs ``headrace[lance]``.
 
-    A loader takes the rows of a batch by one call of lance, which requests only their bytes of the
-    columns. A list of indices as one index gives a `pyarrow.Table`, as do samplers of batches with
-    ``batch_size=None``.
+    A sample is a dict of Python objects. A loader takes the rows of a batch by one call of lance.
+    Lance requests only the bytes of the rows in the columns. An index that is a list of indices
+    gives a `pyarrow.Table`. So does a sampler of batches with ``batch_size=None``.
 
-    One version is read, in every process: what is appended, deleted or overwritten later is not
-    seen, and a version that is cleaned up meanwhile is an error. Give a job that is to be resumed
-    its `version`. Requests are lance's own: without headrace's retries, limits and statistics.
+    All processes read the same version. Rows appended, deleted or overwritten later are not seen.
+    If the version is cleaned up meanwhile, reads raise an error. Give a `version` for a job to be
+    resumed.
+
+    Lance makes the requests, without headrace's retries, limits and statistics.
 
     Args:
         url: URL or path of the dataset.
         columns: names of columns to read; None for all.
         version: number or tag of the version; None for the latest.
-        storage_options: for lance: credentials, region, endpoint. Those of `headrace.Store` that
-            are strings.
+        storage_options: options of lance: credentials, region, endpoint. Accepts the options of
+            `headrace.Store` with string values.
 
     Raises:
         MissingExtraError: pylance is not installed.
-        StoreError: the dataset or the version cannot be opened, or lacks a column; when it is read,
-            that a request failed.
+        StoreError: the dataset or the version cannot be opened, or lacks a column. While reading: a
+            request failed.
 
     Example:
         >>> import pathlib, tempfile, lance, pyarrow
@@ -74,15 +75,15 @@ class LanceDataset(AsyncDataset[Any]):
         shown = filter(None, (parts.username, parts.password, parts.query, parts.fragment))
         self._secrets = (*secrets_in(options), *(shown if parts.scheme else ()))
         with self._converted(f"cannot open Lance dataset {self._name}"):
-            # Pickled with its manifest, so that each process reads the same files.
+            # Pickled with the manifest, so each process reads the same files.
             self._dataset = lance.dataset(os.fspath(url), version, storage_options=options)
             self._length: int = self._dataset.count_rows()
             self._columns = None if columns is None else list(columns)
-            self._dataset.take([], self._columns)  # an unknown column
+            self._dataset.take([], self._columns)  # raises an error for an unknown column
 
     @property
     def version(self) -> int:
-        """The number of the version that is read."""
+        """Number of the version of the dataset."""
         return int(self._dataset.version)
 
     def __len__(self) -> int:
@@ -93,7 +94,7 @@ class LanceDataset(AsyncDataset[Any]):
 
     @contextlib.contextmanager
     def _converted(self, what: str) -> Iterator[None]:
-        """Raise lance's errors, and the panics of its Rust code, as `StoreError` without secrets."""
+        """Raise errors and Rust panics of lance as `StoreError` without secrets."""
         try:
             yield
         except BaseException as error:
@@ -102,7 +103,10 @@ class LanceDataset(AsyncDataset[Any]):
             raise StoreError(f"{what}: {redact_text(str(error), self._secrets)}") from None
 
     async def aget(self, index: int | list[int]) -> Any:
-        """Take the row at `index`, or a table of the rows at several; negative indices count from the end."""
+        """Take the row at `index`, or a table of several rows.
+
+        Negative indices count from the end.
+        """
         return (
             await self._take(index) if isinstance(index, list) else (await self.agets([index]))[0]
         )
@@ -120,7 +124,7 @@ class LanceDataset(AsyncDataset[Any]):
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
-            # A thread that is in lance while the interpreter exits would abort the process.
+            # Wait for the thread: a thread in lance at the interpreter's exit aborts the process.
             await asyncio.gather(taking, return_exceptions=True)
             raise
 

@@ -24,32 +24,32 @@ Format = Literal["auto", "json", "text", "bytes"]
 _TYPES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv")
 _JSON = (".jsonl", ".ndjson", ".json")
 _DOCUMENT = "write each record on a line (jq -c '.[]'), or give format='json' for one sample a line"
-LINE_LIMIT = (
-    64 << 20
-)  # bytes; a line is held in memory whole, so a longer one is corruption, an attack or a mistake
+# Bytes. A whole line is held in memory, so a longer line is corruption, an attack or a mistake.
+LINE_LIMIT = 64 << 20
 
 
 class LinesDataset(ShardedStream[Any]):
     r"""A stream of the lines of files: parsed JSON, text, or bytes.
 
     Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or
-    zstd, in the same order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``; the
-    last may lack it. Empty lines of JSON are ignored, as usual; those of text are samples.
+    zstd, in the same order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``. The
+    last line may lack an ending. Empty lines of JSON are ignored, as usual. Empty lines of text are
+    samples.
 
-    An index of lines of JSON has no empty lines, and an index of text has them.
+    An index of JSON lines has no empty lines. An index of text has the empty lines.
 
-    An invalid line raises a `ShardError` with the file, the line and the offset, and the stream
-    continues with the next line. So does a corrupt or truncated compressed file; the rest of that
-    file is lost, and the stream continues with the others.
+    An invalid line raises a `ShardError` with the file, the line and the offset. The stream
+    continues with the next line. A corrupt or truncated compressed file also raises a `ShardError`.
+    The rest of the file is lost, and the stream continues with the other files.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, only files ending in ``.jsonl``,
+        shards: URLs or paths, as for `TarDataset`. In a directory, only files ending in ``.jsonl``,
             ``.ndjson``, ``.json``, ``.txt``, ``.csv`` or ``.tsv``, compressed or not.
         format: ``"json"``: each line parsed. ``"text"``: `str`, UTF-8, without a byte order mark.
             ``"bytes"``: undecoded. ``"auto"``: JSON for the first three endings, compressed or not,
-            else text. A file of one JSON document with records, and a web page in place of a file,
-            are then errors.
-        line_limit: bytes; a longer line is an error.
+            else text. With ``"auto"``, a single JSON document with records, and a web page in place
+            of a file, are errors.
+        line_limit: maximum length of a line in bytes. A longer line is an error.
         options: as for `TarDataset`.
 
     Example:
@@ -84,7 +84,7 @@ class LinesDataset(ShardedStream[Any]):
         return {**super()._options(), "format": self._format}
 
     def decoder(self, shard: Shard) -> _Lines:
-        """The decoder of one shard."""
+        """Return the decoder of a shard."""
         return _Lines(
             shard.name,
             _format_of(self._format, shard),
@@ -107,7 +107,10 @@ def _format_of(format: str, shard: Shard) -> str:
 
 
 def _is_document(value: Any) -> bool:
-    """Whether a value is or has a list of records, or is a table by columns, as pandas writes."""
+    """Return whether a value looks like a whole document.
+
+    A document is or has a list of records, or is a table by columns, as written by pandas.
+    """
     if isinstance(value, list):
         return any(isinstance(each, dict | list) for each in value)
     if not isinstance(value, dict):
@@ -125,14 +128,13 @@ class _Lines(RecordDecoder):
     def __init__(self, shard: str, format: str, limit: int, *, given: bool) -> None:
         super().__init__(shard)
         self.pages = given and format != "json"
-        self._first = (
-            format == "json" and not given
-        )  # whether the next value may be all of the file
-        self._held: list[tuple[Any, int]] = []  # that value, and the byte after its line
+        # Whether the next value may be the whole file.
+        self._first = format == "json" and not given
+        self._held: list[tuple[Any, int]] = []  # the first value, and the byte after the line
         self._format = format
         self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit
-        self._part_bytes = 0  # of an incomplete line, whose parts are held
+        self._part_bytes = 0  # of the held parts of an incomplete line
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
@@ -159,7 +161,7 @@ class _Lines(RecordDecoder):
 
     def whole_sample(self, data: Buffer, offset: int) -> Any:
         line = bytes(data)
-        # A third of the time for nearly all lines; the general path judges all others.
+        # Fast path for nearly all lines, in a third of the time. Others take the general path.
         if self._format == "json" and offset and len(line) <= self._limit:
             with contextlib.suppress(ValueError, RecursionError):
                 return json.loads(line)
@@ -170,7 +172,8 @@ class _Lines(RecordDecoder):
         if not self._offset and self._format != "bytes":
             if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise self._error(
-                    "UTF-16 or UTF-32, by its byte order mark; convert it to UTF-8, or read format='bytes'"
+                    "UTF-16 or UTF-32, by its byte order mark; "
+                    "convert it to UTF-8, or read format='bytes'"
                 )
             content = content.removeprefix(codecs.BOM_UTF8)
         if self._format == "json" and not content.strip():
@@ -184,10 +187,8 @@ class _Lines(RecordDecoder):
                 value = content.decode()
             elif self._format == "json":
                 value = json.loads(content)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # invalid JSON, JSON nested too deeply, invalid UTF-8
+        except (ValueError, RecursionError) as error:
+            # Invalid JSON, JSON nested too deeply, or invalid UTF-8.
             what = f"invalid {self._name}: {str(error).replace('line 1 ', '')}"
             if self._first and content.rstrip().endswith((b"[", b"{", b",")):
                 raise self._error(

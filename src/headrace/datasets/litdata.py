@@ -1,4 +1,4 @@
-"""Datasets of chunks that LitData's `optimize` has written."""
+"""Datasets of chunks written by LitData's `optimize`."""
 
 from __future__ import annotations
 
@@ -24,49 +24,51 @@ from headrace.datasets.arrow import unpacked_size
 
 __all__ = ["LitDataset"]
 
-# By the numbers that LitData gives them, some of them twice.
+# Types by LitData's numbers. Some types have two numbers.
 _NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
 _TORCH_TYPES = (
-    "float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128", "float16",
-    "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16",
+    "float32", "float32", "float64", "float64", "complex64", "complex64", "complex128",
+    "complex128", "float16", "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32",
+    "int32", "int64", "int64", "bool", "uint16",
 )  # fmt: skip
 _MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
-_FRAMES = struct.Struct(
-    "<8sHHIII"
-)  # magic, version, flags; the numbers of samples, of those in a frame, of frames
-_ARROW = b"LDARW01\0"  # at the end of a chunk of rows in an Arrow table
-_ROWS_AT_ONCE = 64  # of an Arrow table, that become Python objects
+# Header of frames: magic, version, flags, number of samples, samples in a frame, number of frames.
+_FRAMES = struct.Struct("<8sHHIII")
+_ARROW = b"LDARW01\0"  # end of a chunk with an Arrow table
+_ROWS_AT_ONCE = 64  # rows of an Arrow table to convert to Python objects at once
 _FRAME = np.dtype(
     [("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")]
 )
 
 
 class LitDataset(tables.OffsetTableDataset[Any]):
-    """The samples of a folder of LitData's chunks, map-style, as the function of `optimize` returned them.
+    """The samples of a folder of LitData's chunks, map-style.
 
-    Media (``jpeg``, ``image``, ``video``, …) are bytes, for `map`; raw PIL images are arrays.
-    Nothing is unpickled. Chunks are read by ranges. As a whole, as by `headrace.MDSDataset`, are
-    read those that are compressed, and those of Arrow tables, in which LitData keeps dicts of text,
-    numbers and bytes alone: all rows of a chunk then have all its keys, None where there was none.
-    Refused are encrypted chunks, and those compressed sample by sample.
+    A sample is as returned by the function of `optimize`. Media (``jpeg``, ``image``, ``video``, …)
+    are bytes, for `map`. Raw PIL images are arrays. Nothing is unpickled.
 
-    The constructor requests the index and the beginning of each chunk; in an async program call it
-    in a thread.
+    Chunks are read by ranges. If chunks are compressed, or have Arrow tables, all chunks are read
+    as a whole, as by `headrace.MDSDataset`. LitData keeps dicts in Arrow tables if the dicts have
+    only text, numbers and bytes. All rows of a chunk then have all keys of the chunk, with None for
+    missing values. Encrypted chunks, and chunks compressed sample by sample, are refused.
+
+    The constructor requests the index and the beginning of each chunk. In an async program, call
+    the constructor in a thread.
 
     Args:
         url: the folder with the index.json.
-        seq_len: for chunks of LitData's `TokensLoader`: tokens of a sample, which is an int64
-            tensor. Samples do not cross chunks.
-        unpacked_bytes: bytes of unpacked chunks that each process keeps. A chunk may unpack to
-            these, to 256 MiB or to 100 times its size, whichever is the most.
+        seq_len: number of tokens in a sample, for chunks of LitData's `TokensLoader`. A sample is
+            then an int64 tensor. Samples do not cross chunks.
+        unpacked_bytes: bytes of unpacked chunks kept by each process. A chunk may unpack to
+            `unpacked_bytes`, 256 MiB or 100 times the chunk's size, whichever is largest.
 
     Raises:
-        MissingExtraError: ``headrace[compression]``, or for Arrow tables ``headrace[parquet]``, is
-            not installed.
-        ShardError: the index, or a chunk, is corrupt, they are not of each other, or they are
-            refused.
+        MissingExtraError: ``headrace[compression]`` is not installed, or ``headrace[parquet]`` for
+            Arrow tables.
+        ShardError: the index or a chunk is corrupt or refused, or the index and a chunk do not
+            match.
         StoreError: a request failed.
-        ValueError: `seq_len` is missing, or is for chunks that are not of tokens.
+        ValueError: `seq_len` is missing, or the chunks are not of tokens.
     """
 
     def __init__(
@@ -80,21 +82,22 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
             raise ValueError(f"{what} ({store.name('index.json')})")
         self._seq_len = seq_len or 0
+        # Bytes of a token.
         self._width = (
             _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0
-        )  # of a token
+        )
         counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
-        self._of_arrow: set[str] = set()  # chunks
+        self._of_arrow: set[str] = set()  # names of chunks with an Arrow table
         super().__init__(store, files, unpacked_bytes, counts)
         self._whole |= bool(self._of_arrow)
 
     def decode(self, number: int, data: memoryview) -> Any:
-        """Make a sample of its bytes."""
+        """Make a sample from the sample's bytes."""
         formats = self._config["data_format"]
         if self._seq_len:
             return torch.as_tensor(_decoder(formats[0])(data)).to(torch.int64)
         if self._files[number].key in self._of_arrow:
-            return marshal.loads(data)  # of `_rows_of_arrow`
+            return marshal.loads(data)  # bytes made by `_rows_of_arrow`
         fields = [
             (f"leaf {leaf}, {format}", _decoder(format), None)
             for leaf, format in enumerate(formats)
@@ -127,7 +130,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         return (begin + row * step, begin + (row + 1) * step) if step else (begin, end)
 
     def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> ByteArray:
-        """Unpack a chunk; one of frames, or of an Arrow table, as if its rows had been compressed as a whole."""
+        """Unpack a chunk.
+
+        Chunks of frames, and of Arrow tables, are converted to the layout of other unpacked chunks.
+        """
         if file.key in self._of_arrow:
             return _rows_of_arrow(file, shard, data, self._largest)
         if not self._config["framed"]:
@@ -135,9 +141,8 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         with shard_errors("no chunk of compressed frames", shard.name):
             magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
             if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
-                raise ValueError(
-                    f"{magic!r} in version {version} of {rows:,} samples, and {file.rows:,} in its index"
-                )
+                what = f"{magic!r} in version {version} of {rows:,} samples"
+                raise ValueError(f"{what}, and {file.rows:,} in its index")
             offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(file.begin)
             frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
             size = sum(frame[-1] for frame in frames)
@@ -154,7 +159,10 @@ class LitDataset(tables.OffsetTableDataset[Any]):
 def _rows_of_arrow(
     file: tables.TableFile, shard: Shard, data: memoryview, largest: int
 ) -> ByteArray:
-    """The rows of the Arrow table at the end of a chunk, each as bytes of its own, after a table of their offsets."""
+    """Convert the Arrow table at the end of a chunk to rows.
+
+    Each row is a string of bytes. A table of offsets comes before the rows.
+    """
     import pyarrow
 
     with shard_errors("no Arrow table that can be read", shard.name):
@@ -168,11 +176,12 @@ def _rows_of_arrow(
             )
         rows, size, left = list[bytes](), 0, file.rows
         for batch in pyarrow.ipc.open_stream(stored):
-            batch.validate(full=True)  # wrong offsets would be followed out of its memory
+            # Without the check, wrong offsets would lead outside the batch's memory.
+            batch.validate(full=True)
             left -= batch.num_rows
             for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):
-                # Plain values and bytes, or a `ValueError`; an old version of marshal, which every
-                # Python reads.
+                # marshal raises a `ValueError` for anything but plain values and bytes. Every
+                # Python reads version 2.
                 rows += [
                     marshal.dumps(row, 2) for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist()
                 ]
@@ -181,7 +190,7 @@ def _rows_of_arrow(
         if left:
             raise ValueError(f"{file.rows - left:,} rows, and {file.rows:,} in its index")
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
-        table = np.array([len(rows), *offsets.tolist()], "<u4")  # or an `OverflowError`
+        table = np.array([len(rows), *offsets.tolist()], "<u4")  # may raise an `OverflowError`
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
 
 
@@ -220,7 +229,8 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
             iter(config["data_format"]),
         )
         if isinstance(_assemble(config["data_spec"], leaves), dict):
-            of_arrow = ["json", "pickle"]  # lists, and None, which are then in an Arrow table
+            # Leaves that are lists or None: the samples are then in an Arrow table.
+            of_arrow = ["json", "pickle"]
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
     for leaf in config["data_format"]:
@@ -230,7 +240,7 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
 
 
 def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
-    """Nested dicts, lists and tuples of leaves, as the index describes them."""
+    """Build nested dicts, lists and tuples of leaves, as described by the index."""
     if spec["type"] is None:
         return next(leaves)
     parts = [_assemble(child, leaves) for child in spec["children_spec"]]

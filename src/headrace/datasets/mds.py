@@ -16,9 +16,8 @@ from headrace.datasets import offset_tables as tables
 
 __all__ = ["MDSDataset"]
 
-Columns = tuple[
-    tuple[str, str, int | None], ...
-]  # their names, encodings, and sizes if these are fixed
+# Name and encoding of each column, and the size in bytes if the size is fixed.
+Columns = tuple[tuple[str, str, int | None], ...]
 
 _TYPES = {
     f"{name}{8 * size}": f"{name[0]}{size}"
@@ -47,27 +46,29 @@ _DECODERS: dict[str, tables.FieldDecoder] = {
 
 
 class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
-    """The samples of a folder that Mosaic's `MDSWriter` has written, map-style: a dict of the columns of each.
+    """The samples of a folder written by Mosaic's `MDSWriter`, map-style.
 
-    Columns are decoded as Mosaic does, arrays and scalars in NumPy's types, but for images:
-    ``jpeg`` and ``png`` stay bytes, for `headrace.decode.fields`, and ``pil`` is an array. Nothing
-    is unpickled. Uncompressed shards are read by ranges. A compressed one is fetched and unpacked
-    as a whole. A loader with ``shuffle=True`` and no sampler reads as many compressed shards side
-    by side as `unpacked_bytes` holds. An order that is random over all shards unpacks a shard for
-    almost each sample.
+    A sample is a dict of the columns. Columns are decoded as by Mosaic, with arrays and scalars in
+    NumPy's types. Images differ: ``jpeg`` and ``png`` stay bytes, for `headrace.decode.fields`, and
+    ``pil`` is an array. Nothing is unpickled.
 
-    The constructor requests the index and the beginning of each shard; in an async program call it
-    in a thread.
+    Uncompressed shards are read by ranges. If a shard is compressed, all shards are fetched as a
+    whole, and compressed shards are unpacked as a whole. A loader with ``shuffle=True`` and no
+    sampler reads compressed shards side by side, as many as fit in `unpacked_bytes`. An order that
+    is random over all shards unpacks a shard for almost each sample.
+
+    The constructor requests the index and the beginning of each shard. In an async program, call
+    the constructor in a thread.
 
     Args:
-        url: the folder with the index.json; the index of several folders, merged by Mosaic, is read
+        url: the folder with the index.json. An index of several folders, merged by Mosaic, is read
             too.
-        unpacked_bytes: bytes of unpacked shards that each process keeps. A shard may unpack to
-            these, to 256 MiB or to 100 times its size, whichever is the most.
+        unpacked_bytes: bytes of unpacked shards kept by each process. A shard may unpack to
+            `unpacked_bytes`, 256 MiB or 100 times the shard's size, whichever is largest.
 
     Raises:
-        MissingExtraError: ``headrace[compression]`` is needed, and not installed.
-        ShardError: the index, or a shard, is corrupt, or they are not of each other.
+        MissingExtraError: ``headrace[compression]`` is needed and not installed.
+        ShardError: the index or a shard is corrupt, or the index and a shard do not match.
         StoreError: a request failed.
     """
 
@@ -77,7 +78,7 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
     def decode(self, number: int, data: memoryview) -> dict[str, Any]:
-        """Make a sample of its bytes."""
+        """Make a sample from the sample's bytes."""
         columns = self._columns[number]
         values = tables.decode_fields(
             data, [(name, _decoder(encoding), size) for name, encoding, size in columns]
@@ -87,9 +88,8 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
 
 def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
     if (shard["format"], shard["version"]) != ("mds", 2):
-        raise ValueError(
-            f"format {shard['format']!r} in version {shard['version']!r}; 'mds' in version 2 is read"
-        )
+        kind = f"{shard['format']!r} in version {shard['version']!r}"
+        raise ValueError(f"format {kind}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
     name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
     file = tables.checked(

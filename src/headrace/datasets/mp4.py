@@ -1,4 +1,4 @@
-"""The index of an mp4 or mov file: where each frame of its video is; and a small mp4 file of some of these frames."""
+"""Index of an mp4 or mov file, and clips as mp4 files."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ from headrace.errors import TruncatedShardError
 __all__ = ["clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
-VideoTrack = tuple[
-    Array, int, tuple[bytes, ...]
-]  # frames in decoding order; ticks a second; boxes for clips
+# Frames in decoding order, ticks per second, boxes to copy into clips.
+VideoTrack = tuple[Array, int, tuple[bytes, ...]]
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
-_FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")  # times as FFmpeg's, in ticks
-_FIRST, _LATER = 16 << 10, 1 << 20  # bytes of requests
-_MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = (
-    1 << 28,
-    1 << 24,
-    4e6,
-)  # of an index, and what it may state
+# Times are in ticks, as in FFmpeg.
+_FRAME.names = ("pts", "offset", "size", "duration", "sync", "shown")
+_FIRST, _LATER = 16 << 10, 1 << 20  # bytes of the first request, and of later requests
+# Limits of the size of an index, and of the numbers stated in an index.
+_MOST_BYTES, _MOST_FRAMES, _MOST_SECONDS = 1 << 28, 1 << 24, 4e6
 _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
-_COPIED = (
-    (b"tkhd",),
-    (b"mdhd", b"hdlr"),
-    (b"vmhd", b"dinf"),
-    (b"stsd",),
-)  # into clips, at each depth
+# Boxes to copy into clips, at each depth.
+_COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))
 
 
 def _check(good: object, what: str) -> None:
@@ -41,7 +34,10 @@ def _check(good: object, what: str) -> None:
 
 
 async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
-    """Read the index of a file by one to three requests; the shard is returned with its size and version."""
+    """Read the index of a file by one to three requests.
+
+    Returns the shard with size and version, and the video track.
+    """
     shard, first = await shard.read_version(_FIRST)
     reader, size = HeaderReader(shard, first, _LATER), shard.size
     at, kind, header, length = 0, b"", 0, 0
@@ -64,7 +60,10 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
 
 
 def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
-    """Kind of a box, length of its header, and length of all; 0 stands for all that is left."""
+    """Return a box's kind, header length and total length.
+
+    A stored length of 0 means all `left` bytes.
+    """
     length, kind = struct.unpack_from(">I4s", data)
     return (
         (kind, 16, *struct.unpack_from(">Q", data, 8)) if length == 1 else (kind, 8, length or left)
@@ -84,12 +83,18 @@ def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _rows(box: memoryview, dtype: str, at: int = 4) -> Array:
-    """The rows of a table, whose number is at that place before them."""
+    """Return the rows of a table.
+
+    The number of rows is stored at byte `at`, directly before the rows.
+    """
     return np.frombuffer(box, dtype, struct.unpack_from(">I", box, at)[0], at + 4)
 
 
 def _runs(box: memoryview, dtype: str, count: int) -> Array:
-    """The values of a table whose rows are a number of times and a value."""
+    """Return the values of a run-length table.
+
+    A row of the table is a number of repetitions and a value.
+    """
     rows = _rows(box, dtype)
     _check(rows["f0"].sum(dtype=float) == count, f"a table of times that is not for {count} frames")
     return np.repeat(rows["f1"].astype(np.int64), rows["f0"])
@@ -97,9 +102,8 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
 
 def _parse(moov: memoryview, size: int) -> VideoTrack:
     movie = dict(_walk(moov))
-    tracks = [
-        dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"
-    ]  # the first of each kind
+    # Of several boxes of the same kind, the first counts.
+    tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]
     kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
     _check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
     track = kinds[b"vide"]
@@ -142,14 +146,12 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
             (2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"]
         )
         shown = (pts >= edits["f1"][-1]) & (pts - int(edits["f1"][-1]) < length)
-        shift = sum(empty) - int(
-            pts[shown].min()
-        )  # not the edit's begin: FFmpeg shows the first frame at once
+        # Not from the edit's begin: FFmpeg shows the first frame at once.
+        shift = sum(empty) - int(pts[shown].min())
     _check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
     frames["pts"], frames["shown"] = pts + shift, shown
-    head = _box(
-        b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :]
-    )  # edits of clips are in ticks
+    # The movie gets the track's time scale: edits of clips are in ticks.
+    head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])
     copied = (
         b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED
     )
@@ -157,7 +159,10 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
 
 
 def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
-    """Where each frame is: in chunks, whose places and numbers of frames are known."""
+    """Return the offset of each frame in the file, in bytes.
+
+    Frames are in chunks. The tables give the chunks' offsets and numbers of frames.
+    """
     places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
     runs, inside = (
@@ -194,7 +199,15 @@ def _table(kind: bytes, *columns: Any, extra: bytes = b"") -> bytes:
 def clip_file(
     boxes: tuple[bytes, ...], frames: Array, begin: int, end: int, data: memoryview
 ) -> bytes:
-    """Make an mp4 file of `frames`, in decoding order, and their `data`, that shows those from `begin` up to `end`."""
+    """Make an mp4 file of a clip.
+
+    Args:
+        boxes: boxes of the track, as of `read_track`.
+        frames: frames needed to decode the clip, in decoding order.
+        begin: time of the first shown frame, in ticks.
+        end: end of the shown frames, in ticks.
+        data: bytes of the original file, from the first of `frames` to the last.
+    """
     head, track, media, info, description = boxes
     durations, ftyp = frames["duration"].astype(np.int64), _box(b"ftyp", b"isom", bytes(4), b"isom")
     delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
@@ -206,8 +219,9 @@ def clip_file(
     places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(
         b"stsc", [1], 1, 1
     )
-    # Of several sync samples FFmpeg chooses where an edit begins and ends: not always right in open
-    # groups, which delay frames. Other codecs may need the flag of each frame.
+    # With several sync samples, FFmpeg chooses where an edit begins and ends. The choice is not
+    # always right in open groups, where frames are delayed. Other codecs may need the flag of each
+    # frame.
     syncs = [1] if delays.any() else np.union1d(1, np.flatnonzero(frames["sync"]) + 1)
     sizes = _table(b"stsz", frames["size"], extra=bytes(4)) + _table(b"stss", syncs)
     media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))

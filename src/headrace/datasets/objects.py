@@ -1,4 +1,7 @@
-"""Objects of a store as samples: one GET each, several for a large one."""
+"""Objects of a store as samples.
+
+A sample is one GET, or several for a large object.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ __all__ = ["ObjectDataset", "ObjectSample"]
 
 
 class ObjectSample(NamedTuple):
-    """An object: its key, its bytes, and its label.
+    """An object: the key, the bytes and the label.
 
     Attributes:
         key: relative to the dataset's URL.
-        data: a read-only view of the bytes as the store's client received them, without a copy.
-            Most decoders take it as it is (`io.BytesIO`, `numpy.frombuffer`, `PIL`); write
-            ``bytes(sample.data)`` where `bytes` are needed, ``bytearray(sample.data)`` where it has
-            to be writable, as for `torch.frombuffer`.
+        data: a read-only view of the bytes as received by the store's client, without a copy. Most
+            decoders accept the view (`io.BytesIO`, `numpy.frombuffer`, `PIL`). Write
+            ``bytes(sample.data)`` where `bytes` are needed, ``bytearray(sample.data)`` where the
+            data must be writable, as for `torch.frombuffer`.
         label: from `labels=`, or None.
     """
 
@@ -46,9 +49,9 @@ class ObjectSample(NamedTuple):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         data: Any = self.data
-        if not isinstance(data, memoryview):  # of a batch: a list of them
+        if not isinstance(data, memoryview):  # a batch has a list of views
             return ObjectSample, (*self,)
-        # A memoryview cannot be pickled; from protocol 5 on its bytes go out of band, without a
+        # A memoryview cannot be pickled. From protocol 5 on, the bytes go out of band, without a
         # copy.
         data = out_of_band(data) if protocol >= 5 else bytes(data)
         return _restore_sample, (self.key, data, self.label)
@@ -59,39 +62,41 @@ def _restore_sample(key: str, data: bytes | memoryview, label: object) -> Object
 
 
 class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
-    """The objects under a URL, one sample each: `ObjectSample(key, data, label)`.
+    """The objects under a URL, one sample each.
 
-    The store is listed once, when the dataset is made (`headrace.open_cached` keeps the listing in
-    a file). The keys are sorted, so an index means the same object every time. Since a listing
-    tells the sizes, a sample is one GET of a known range, and an object of more than 16 MiB a few
-    of them at once. Since it tells the entity tags, an object that is overwritten later is an error
-    and not a mixture.
+    A sample is an `ObjectSample(key, data, label)`. The store is listed once, when the dataset is
+    made (`headrace.open_cached` keeps the listing in a file). The keys are sorted, so an index
+    means the same object every time.
 
-    Empty objects that stand for a folder, as S3's console makes them, are left out: an empty object
-    `a` is taken for one if there are others whose keys begin with `a/`.
+    The listing has the sizes, so a sample is one GET of a known range. An object of more than 16
+    MiB is a few GETs at once. The listing also has the entity tags, so an object overwritten later
+    is an error and not a mixture.
 
-    Making one waits for the listing; in an async program make it in a thread, as ``await
-    asyncio.to_thread(ObjectDataset, ...)``.
+    Empty objects standing for a folder, as made by S3's console, are left out. An empty object `a`
+    counts as a folder if other keys begin with `a/`.
+
+    The constructor waits for the listing. In an async program, call the constructor in a thread:
+    ``await asyncio.to_thread(ObjectDataset, ...)``.
 
     Args:
-        store: where the objects are: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``,
+        store: location of the objects: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``,
             ``http(s)://``, ``file:///directory``), a directory's path, or a `headrace.Store` with
             options, time-out and retries.
-        keys: the objects, relative to the store's URL, in this order; nothing is listed then.
-            Needed for most HTTP servers.
-        suffix: list only keys that end so, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
-        labels: the label of each key: ``"folder"`` for the number, in `classes`, of the folder that
-            it begins with; or a function of the key, a mapping from it, or a sequence in the order
-            of `keys` (of the sorted listing, if there are none).
-        classes: names of the folders in the order of their numbers; by default all folders found,
-            sorted. Give the validation set ``classes=train.classes``: there, a class without a file
-            would renumber the other classes.
+        keys: keys of the objects, relative to the store's URL, in this order. With `keys` nothing
+            is listed. Most HTTP servers cannot list objects and need `keys`.
+        suffix: list only keys with this ending, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
+        labels: the label of each key. ``"folder"`` gives the number, in `classes`, of the first
+            folder of the key. Or a function of the key, a mapping from the key, or a sequence in
+            the order of `keys` (of the sorted listing, if there are no `keys`).
+        classes: names of the folders in the order of the numbers. By default all folders found,
+            sorted. Give the validation set ``classes=train.classes``: otherwise a class without a
+            file there would renumber the other classes.
 
     Raises:
-        EmptyListingError: nothing was listed, or nothing that ends in `suffix`.
-        StoreError: the store refused or failed, or gave no answer (`StoreUnreachableError`), on
-            every attempt.
-        ForkedError: this process is a fork of one that had used a store.
+        EmptyListingError: nothing was listed, or no key ends in `suffix`.
+        StoreError: the store refused, failed or did not respond (`StoreUnreachableError`), on every
+            attempt.
+        ForkedError: this process is a fork of a process that had used a store.
         ValueError: an argument makes no sense.
 
     Example:
@@ -139,23 +144,25 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         etag: str | None = None,
         checksum: str | None = None,
     ) -> Self:
-        """Make a dataset of the objects in the rows of a table, in their order. Nothing is listed.
+        """Make a dataset of the objects in the rows of a table.
 
-        An object of unknown size is read by one GET of its first 16 MiB, whose answer has the size.
-        With the size an object is one GET of a known range, or several of a large one; with the
-        entity tag it must be that version (of a size alone, an object that has grown since comes
-        cut off there; one that has shrunk is an error).
+        The samples are in the order of the rows. Nothing is listed.
+
+        An object of unknown size is read by one GET of the first 16 MiB. The response has the size.
+        With the size, an object is one GET of a known range, or several GETs of a large object.
+        With the entity tag, the object must be the tagged version. With the size alone, an object
+        that has grown since is cut off at the size. An object that has shrunk is an error.
 
         Args:
-            store: where the objects are.
+            store: location of the objects.
             table: a pyarrow table, a pandas or polars frame, or a dict of columns.
-            key: the column of the keys, relative to the store's URL, or full URLs under it. Several
-                rows may have one key: each is a sample.
-            label: the column of the labels; several for tuples; None for no labels.
-            size: the column of the sizes in bytes.
-            etag: the column of the entity tags.
-            checksum: the column of what the bytes must be, as ``algorithm:hexadecimal`` (sha256,
-                sha1, md5, crc32).
+            key: column of the keys, relative to the store's URL, or full URLs under the store's
+                URL. Several rows may have the same key: each row is a sample.
+            label: column of the labels. Several columns for tuples, None for no labels.
+            size: column of the sizes in bytes.
+            etag: column of the entity tags.
+            checksum: column of the expected checksums, as ``algorithm:hexadecimal`` (sha256, sha1,
+                md5, crc32).
 
         Raises:
             ValueError: the table has no row or lacks a column, or a value is not a key under the
@@ -165,7 +172,8 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             >>> import pathlib, tempfile
             >>> folder = pathlib.Path(tempfile.mkdtemp())
             >>> _ = (folder / "7.bin").write_bytes(b"seven")
-            >>> data = ObjectDataset.from_table(folder, {"key": ["7.bin"], "class": ["cat"]}, label="class")
+            >>> table = {"key": ["7.bin"], "class": ["cat"]}
+            >>> data = ObjectDataset.from_table(folder, table, label="class")
             >>> data[0].key, data[0].label
             ('7.bin', 'cat')
         """
@@ -201,37 +209,44 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
 
     async def aget(self, index: int) -> ObjectSample:
-        """Fetch the object at `index`; as with a list, negative indices count from the end.
+        """Fetch the object at `index`.
+
+        As with a list, negative indices count from the end.
 
         Raises:
-            IndexError: there is no such index.
-            StoreError: the store refused or failed, on every attempt; of it `ObjectNotFoundError`,
-                `ObjectChangedError` since the listing, `ChecksumError` and `StoreUnreachableError`.
+            IndexError: `index` is out of range.
+            StoreError: the store refused or failed, on every attempt. Subclasses:
+                `ObjectNotFoundError`, `ObjectChangedError` since the listing, `ChecksumError` and
+                `StoreUnreachableError`.
         """
         return self.sample_of(index, await self.read_bytes(index))
 
     def extent(self, index: int) -> Extent:
-        """Which bytes the object at `index` is, for a cache; raises `IndexError` if there is none."""
+        """Describe the bytes of the object at `index`, for a cache.
+
+        Raises:
+            IndexError: `index` is out of range.
+        """
         key, size, etag, checksum = self._object(index)
         return Extent(
             self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
-        """Fetch the bytes of the object at `index`; errors are those of `aget`."""
+        """Fetch the bytes of the object at `index`; errors as of `aget`."""
         key, size, etag, checksum = self._object(index)
         if size == UNKNOWN:
             return self._store.read_all(key, index=index, etag=etag, checksum=checksum)
         return self._store.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
-        """The sample at `index`, of its bytes."""
+        """Make the sample at `index` from the object's bytes."""
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
         )
 
     def _object(self, index: int) -> tuple[str, int, str | None, str | None]:
-        """Key, size, entity tag and checksum."""
+        """Return key, size, entity tag and checksum."""
         try:
             key = self._keys[index]
         except IndexError:
@@ -262,7 +277,10 @@ def _column(table: Any, name: str) -> list[Any]:
 
 
 def _key(value: object, store: Store, row: int) -> str:
-    """The key, relative to the store's URL; accepts full URLs under it, and paths in its directory."""
+    """Return the key, relative to the store's URL.
+
+    Accepts full URLs under the store's URL, and paths in the store's directory.
+    """
     if not isinstance(value, str) or not value:
         raise ValueError(f"row {row}: the key must be text, but got {value!r}")
     try:

@@ -1,4 +1,4 @@
-"""Shards that begin with a table of offsets, and the index that lists them: of Mosaic's format and LitData's."""
+"""Shards with a table of offsets, as of Mosaic and LitData."""
 
 from __future__ import annotations
 
@@ -45,22 +45,29 @@ _CHANNELS = {
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """A shard as its index describes it: a number of 32 bits, the offsets of its rows and of their end, the rows."""
+    """A shard as described by the index.
+
+    The shard has a 32-bit number of rows, the offsets of the rows and of the end, and the rows.
+    """
 
     key: str
     rows: int
     size: int  # bytes, unpacked
-    format: str | None = None  # of its compression
-    stored: int | None = None  # bytes of the compressed object, if they are known
+    format: str | None = None  # of the compression
+    stored: int | None = None  # bytes of the compressed object, if known
 
     @property
     def begin(self) -> int:
-        """The byte after the offsets, where the first row may begin."""
+        """Number of bytes before the first row."""
         return 4 * self.rows + 8
 
 
 class OffsetTableDataset(RangedShards[T_co]):
-    """Rows of such shards: define `decode`. If one is compressed, all are read as a whole, else by ranges."""
+    """Rows of shards with a table of offsets.
+
+    A subclass defines `decode`. If a shard is compressed, all shards are read as a whole. Otherwise
+    shards are read by ranges.
+    """
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         self._files = tuple(files)
         self._whole = any(file.format for file in files)
         for format in {file.format for file in files if file.format}:
-            unpacker(format)  # a missing package is noticed now
+            unpacker(format)  # raises an error now if a package is missing
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
@@ -92,20 +99,25 @@ class OffsetTableDataset(RangedShards[T_co]):
         size = file.stored if file.format else file.size
         if size not in (None, shard.size):
             raise shard.error(f"{shard.size:,} bytes, and {size:,} in its index")
-        # Without ranges there are more bytes than were asked for.
+        # A store without ranges returns more bytes than requested.
         return shard, np.empty(0, np.int64) if data is None else self._table(
             file, data[: file.begin], shard
         )
 
     def _table(self, file: TableFile, data: memoryview, shard: Shard) -> IntArray:
-        """Where the samples begin, and where the last ends, by the first bytes of a shard, which it checks."""
+        """Check the table of a shard, and return the offsets.
+
+        The offsets are the beginning of each sample and the end of the last sample. `data` has the
+        first bytes of the shard.
+        """
         if len(data) < file.begin:
             raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
         rows, offsets = np.split(np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1])
         if rows != file.rows:
             raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
         if offsets[0] < file.begin or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
-            what = f"its offsets, from {offsets[0]:,} to {offsets[-1]:,}, are not those of {file.size:,} bytes"
+            span = f"from {offsets[0]:,} to {offsets[-1]:,}"
+            what = f"its offsets, {span}, are not those of {file.size:,} bytes"
             raise shard.error(what, offset=4)
         return offsets
 
@@ -115,13 +127,19 @@ class OffsetTableDataset(RangedShards[T_co]):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order: shards that are read as a whole are blocks."""
+        """Sizes of blocks for a random order.
+
+        If shards are read as a whole, the shards are the blocks.
+        """
         if not self._whole:
             return super().blocks
         return Blocks.whole(self._largest, sum(file.size for file in self._files), self.counts)
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`, or their rows in shards that are read as a whole."""
+        """Return the bytes of the samples at `indices`.
+
+        For shards read as a whole, row numbers take the place of bytes.
+        """
         shards, rows, places = self._rows(indices)
         if self._whole:
             return Ranges(shards, rows, rows + 1)
@@ -131,7 +149,11 @@ class OffsetTableDataset(RangedShards[T_co]):
         )
 
     def extent(self, index: int) -> Extent:
-        """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
+        """Describe the bytes of the sample at `index`, for a cache.
+
+        Raises:
+            IndexError: `index` is out of range.
+        """
         return (
             super()
             .extent(index)
@@ -141,7 +163,7 @@ class OffsetTableDataset(RangedShards[T_co]):
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read bytes of a shard, or take a row of one that is read as a whole."""
+        """Read bytes of a shard, or take a row of a whole shard."""
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
         unpacked = await self._unpacked.get(number, partial(self._load, number))
@@ -150,7 +172,10 @@ class OffsetTableDataset(RangedShards[T_co]):
         return data[begin:end]
 
     def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
-        """Where a row begins and ends in a shard that `_load` has checked."""
+        """Return the begin and the end of a row, in bytes.
+
+        `data` is a shard checked by `_load`.
+        """
         begin, end = np.frombuffer(data, "<u4", 2, 4 * row + 4).tolist()
         return begin, end
 
@@ -166,26 +191,30 @@ class OffsetTableDataset(RangedShards[T_co]):
         return found
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; raises `ShardError` if they are corrupt."""
+        """Make the sample at `index` from the sample's bytes.
+
+        Raises:
+            ShardError: the bytes are corrupt.
+        """
         number, row = self.locate(index)
         try:
             return self.decode(number, data)
-        except Exception as error:  # of any decoder
+        except Exception as error:  # a decoder may raise any error
             what = f"sample {row:,} is corrupt: {type(error).__name__}: {error}"
             raise self._shards[number].error(what) from None
 
     def decode(self, number: int, data: memoryview) -> T_co:
-        """Make a sample of the shard with that number of its bytes."""
+        """Make a sample of the shard `number` from the sample's bytes."""
         raise NotImplementedError  # each format has its own
 
     def sample_key(self, index: int) -> str:
-        """The shard and the row of the sample at `index`."""
+        """Return the shard and the row of the sample at `index`."""
         number, row = self.locate(index)
         return f"{self._shards[number].key}[{row}]"
 
 
 def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_co]:
-    """The store at `url`, and what `parse` makes of its index.json."""
+    """Return the store at `url`, and the parsed index.json."""
     store = as_store(url)
     data = background_loop().run(store.read_all("index.json"))
     name = store.name("index.json")
@@ -197,7 +226,11 @@ def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_c
 def checked(
     name: str, rows: int, size: int, compression: str | None, stored: int | None
 ) -> TableFile:
-    """A shard by the values of an index; raises `ValueError` for those that lie."""
+    """Make a `TableFile` of checked values from an index.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
     format = compression.partition(":")[0] if compression else None
     if set(name.split("/")) & {"", ".", ".."} or "\\" in name:
         raise ValueError(f"shard {name!r} is not in the folder")
@@ -216,7 +249,16 @@ def checked(
 def decode_fields(
     data: memoryview, fields: Sequence[tuple[str, FieldDecoder, int | None]]
 ) -> list[Any]:
-    """The values of a sample, of fields with a name, a decoder, and a size; those without a size have it in front."""
+    """Decode the fields of a sample.
+
+    Args:
+        data: bytes of the sample.
+        fields: name, decoder and size in bytes of each field. The sizes of fields without a fixed
+            size are stored at the beginning of the sample.
+
+    Returns:
+        The values of the fields.
+    """
     begin = 4 * sum(not size for _, _, size in fields)
     sizes, values = iter(np.frombuffer(data[:begin], "<u4").tolist()), []
     for name, decoder, size in fields:
@@ -232,7 +274,10 @@ def decode_fields(
 
 
 def raw_image(data: memoryview) -> ByteArray:
-    """The pixels of a raw image of PIL: uint8 of shape (height, width), or (height, width, channels)."""
+    """Return the pixels of a raw image of PIL.
+
+    The array is uint8 of shape (height, width) or (height, width, channels).
+    """
     width, height, length = np.frombuffer(data[:12], "<u4").tolist()
     mode, pixels = (
         bytes(data[12 : 12 + length]).decode(),
@@ -246,7 +291,7 @@ def raw_image(data: memoryview) -> ByteArray:
 
 
 def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:
-    """Values that are preceded by their number and their sizes."""
+    """Decode values, stored after the number of values and the sizes."""
     count = int(np.frombuffer(data[:4], "<u4")[0])
     ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)
     if len(ends) != count or (count and ends[-1] != len(data)):

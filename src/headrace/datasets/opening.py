@@ -1,4 +1,4 @@
-"""Opening the files of a dataset, of which some may be broken; and opening without a request."""
+"""Opening of the files of a dataset."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _DIGEST = 32  # bytes of the hash
 def opened(
     sources: Sequence[S], open_one: Callable[[S], Awaitable[T]], *, on_error: OnOpeningError
 ) -> list[T]:
-    """Open the files of a dataset at the same time, and return them in order.
+    """Open the files of a dataset concurrently.
 
-    With ``on_error="skip"``, broken and missing files are left out, and one warning counts them.
-    A request that fails is an error always: another rank might read that file, and the ranks would
-    then have different datasets.
+    With ``on_error="skip"``, broken and missing files are left out, and one warning counts the
+    left-out files. A failed request is always an error: another rank might read the file, and the
+    ranks would then have different datasets. The results are in the order of `sources`.
 
     Args:
-        sources: the files, or what `open_one` needs of each.
-        open_one: opens one file; async.
+        sources: the files, or the arguments of `open_one` for each file.
+        open_one: async function to open a file.
         on_error: ``"raise"`` or ``"skip"``.
 
     Raises:
-        ShardError: a file is broken, with ``"raise"``; with ``"skip"``, every file is.
+        ShardError: with ``"raise"``, a file is broken. With ``"skip"``, every file is broken.
         StoreError: a request failed.
-        ValueError: `on_error` is neither.
+        ValueError: `on_error` is neither ``"raise"`` nor ``"skip"``.
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
@@ -67,26 +67,25 @@ def opened(
 
 
 def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
-    """Open a dataset by answers of its stores that are kept in a file.
+    """Open a dataset with responses kept in a file.
 
-    To open a dataset, its shards are listed, and their headers and indices are read: some requests
-    for each shard, on each rank and at each start. The first call keeps the answers in the file.
-    Later calls make no request but for the file.
+    To open a dataset, the shards are listed, and their headers and indices are read. This takes
+    some requests for each shard, on each rank and at each start. The first call keeps the responses
+    in the file. Later calls request only the file.
 
-    Each answer has the version of its object. A shard that was replaced since is an
-    `ObjectChangedError` when the shard is read. New shards are not noticed: delete the file, so
-    that the next call makes the file again. Requests of other libraries (Lance, the listing of
-    `headrace.hub`) are made each time.
+    Each response has the version of the object. Reading a shard that was replaced since then raises
+    `ObjectChangedError`. New shards are not noticed: delete the file, and the next call makes a new
+    file. Requests of other libraries (Lance, the listing of `headrace.hub`) are made each time.
 
     Args:
-        path: path or URL of the file. Ranks that start at the same time may all write the file.
-        make: opens the dataset, with whatever arguments; called at each start.
+        path: path or URL of the file. Ranks starting at the same time may all write the file.
+        make: function to open the dataset, with any arguments. Called at each start.
 
     Returns:
-        What `make` returns.
+        The result of `make`.
 
     Raises:
-        ShardError: the file is damaged, or no such file.
+        ShardError: the file is damaged, or is not a file of `open_cached`.
         StoreError: a request failed.
 
     Example:

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, map-style, read by ranged requests of the requested columns."""
+"""Rows of Parquet files, map-style, read by ranged requests."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ParquetDataset", "TableDataset"]
 
-_FEW = 16  # rows that are converted on the event loop
-_FILTERED_AT_ONCE = 4  # row groups of a file whose filter columns are read at the same time
-# Of rows an eighth of the row groups side by side is planned ahead: as Python objects they take
-# five times the memory.
+_FEW = 16  # rows to convert on the event loop
+_FILTERED_AT_ONCE = 4  # row groups of a file with filter columns read at the same time
+# Part of the row groups side by side that is planned ahead: an eighth for rows, all for tables.
+# Rows are Python objects and take five times the memory.
 _AHEAD = {"rows": 8, "arrow": 1}
 
 
 class TableDataset(IndexedShards[Any]):
-    """Base of `ParquetDataset` and `ArrowDataset`; its options are described in the former."""
+    """Base of `ParquetDataset` and `ArrowDataset`.
+
+    `ParquetDataset` describes the options.
+    """
 
     _parts_name: ClassVar[str] = "row groups"
     _suffixes: ClassVar[tuple[str, ...]]
@@ -76,13 +79,11 @@ class TableDataset(IndexedShards[Any]):
         files = self._open_files(
             find_shards(shards, suffixes=self._suffixes, store=store), on_error
         )
-        selections = select_columns(
-            files, names, as_rows=format == "rows"
-        )  # columns of all files agree
+        # The columns of all files agree.
+        selections = select_columns(files, names, as_rows=format == "rows")
         self._groups: list[RowGroup] = []
-        self._passing: list[
-            NDArray[np.uint32]
-        ] = []  # of each group the rows that pass; empty without a filter
+        # Numbers of the rows of each row group that pass the filter. Empty without a filter.
+        self._passing: list[NDArray[np.uint32]] = []
         if filters is None:
             for file, selection in zip(files, selections, strict=True):
                 self._groups += file.row_groups(selection)
@@ -118,16 +119,17 @@ class TableDataset(IndexedShards[Any]):
 
     @property
     def gives_tables(self) -> bool:
-        """Whether a sample is a table of one row."""
+        """Whether a sample is a table with one row."""
         return self._format == "arrow"
 
     def __repr__(self) -> str:
         passing = "" if self._filters is None else f", those with {self._filters}"
-        return f"{type(self).__name__}({len(self._groups)} {self._parts_name}, {len(self)} rows{passing})"
+        parts = f"{len(self._groups)} {self._parts_name}"
+        return f"{type(self).__name__}({parts}, {len(self)} rows{passing})"
 
     @property
     def schema(self) -> Any:
-        """The `pyarrow.Schema` that holds the rows of all files."""
+        """`pyarrow.Schema` for the rows of all files."""
         import pyarrow
 
         schemas = [selection.given for selection in self._schemas.values()]
@@ -135,7 +137,7 @@ class TableDataset(IndexedShards[Any]):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The row groups, as blocks of a random order."""
+        """Row groups, as blocks of a random order."""
         nbytes = sum(group.nbytes for group in self._groups)
         ahead = _AHEAD[self._format]
         return Blocks.whole(
@@ -143,18 +145,21 @@ class TableDataset(IndexedShards[Any]):
         )
 
     def sample_key(self, index: int) -> str:
-        """The file and the row of the sample at `index`."""
+        """Return the file and the row of the sample at `index`."""
         number, row = self.locate(index)
         group = self._groups[number]
         row = int(self._passing[number][row]) if self._passing else row
         return f"{group.footer.shard.key}[{sum(group.footer.rows[: group.number]) + row}]"
 
     async def aget(self, index: int) -> Any:
-        """Read a row: a dict, or a table of one row."""
+        """Read a row: a dict, or a table with one row."""
         return (await self.agets([index]))[0]
 
     async def agets(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Read rows, in order; the row groups that are not in memory all at once."""
+        """Read rows, in the order of `indices`.
+
+        Row groups not in memory are read concurrently.
+        """
         order: IntArray | None = None
         if isinstance(indices, range) and len(indices) and indices.start >= 0 and indices.step == 1:
             wanted = self._neighbours(indices)
@@ -167,7 +172,7 @@ class TableDataset(IndexedShards[Any]):
         ]
         make: Callable[[Sequence[_Part], IntArray | None], Sequence[Any]]
         make = _as_table if self._format == "arrow" else _as_rows
-        # A thread would take longer for few rows, and for slices, which are not copied.
+        # A thread would take longer for few rows, and for slices. Slices are not copied.
         if len(indices) <= _FEW or (
             make is _as_table and order is None and all(part.is_slice for part in parts)
         ):
@@ -175,10 +180,10 @@ class TableDataset(IndexedShards[Any]):
         return await asyncio.to_thread(make, parts, order)
 
     def _neighbours(self, indices: range) -> list[_Wanted]:
-        """The rows of each row group for indices that follow each other."""
+        """Return the rows of each row group, for consecutive indices."""
         left, wanted = len(indices), list[_Wanted]()
         number, row = self.locate(indices.start)
-        self.locate(indices.stop - 1)  # or an IndexError
+        self.locate(indices.stop - 1)  # may raise an IndexError
         while left > 0:
             rows = range(row, min(row + left, int(self._ends[number] - self._firsts[number])))
             wanted.append((number, rows))
@@ -186,7 +191,10 @@ class TableDataset(IndexedShards[Any]):
         return wanted
 
     def _by_group(self, indices: Sequence[int]) -> tuple[list[_Wanted], IntArray | None]:
-        """The rows of each row group, and the place of each row in `indices`; None if they are in order."""
+        """Return the rows of each row group, and the rows' order.
+
+        The order has the position of each row in `indices`. None if the rows are in order.
+        """
         numbers, rows, _ = self._rows(indices)
         order = None
         if bool((np.diff(numbers) < 0).any()):
@@ -194,11 +202,11 @@ class TableDataset(IndexedShards[Any]):
             order = np.argsort(numbers.astype(kind), kind="stable")
             numbers, rows = numbers[order], rows[order]
         wanted, begins = np.unique(numbers, return_index=True)
-        # Of no index there is one empty part.
+        # For no indices, `np.split` returns one empty part: `strict=False` drops the part.
         return [*zip(wanted.tolist(), np.split(rows, begins[1:]), strict=False)], order
 
     def _passed(self, number: int, rows: _Rows) -> _Rows:
-        """The numbers of rows in a row group, of those that pass the filter."""
+        """Return row numbers in a row group, for rows after the filter."""
         if not self._passing:
             return rows
         return (
@@ -208,7 +216,7 @@ class TableDataset(IndexedShards[Any]):
         )
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
-        """The tables of row groups; each is read and decoded once for all that wait."""
+        """Return the tables of row groups."""
         missing = [number for number in numbers if self._unpacked.peek(number) is None]
         read = dict(zip(missing, await map_all(self._load, missing), strict=True))
         return {
@@ -217,62 +225,68 @@ class TableDataset(IndexedShards[Any]):
         }
 
     async def _load(self, number: int) -> Any:
-        """The table of a row group, read and decoded once for all that wait."""
+        """Return the table of a row group.
+
+        The row group is read and decoded once for all waiting calls.
+        """
         return await self._unpacked.get(number, self._groups[number].load)
 
 
 class ParquetDataset(TableDataset):
     """The rows of Parquet files, map-style. Needs ``headrace[parquet]``.
 
-    Files must have the same columns. Tables have the types that hold those of all files
-    (`pyarrow.unify_schemas`, permissive: int32 and int64 give int64); a dictionary in some files
-    only gives its values. A row group is read as a whole: only the bytes of the requested columns,
-    neighbours by one request. It is decoded once for all rows that wait for it. A loader without a
-    sampler reads row groups ahead; with ``shuffle=True`` it reads as many row groups side by side
-    as half of `unpacked_bytes` holds. An order that is random over all rows would read a row group
-    for almost each of them. `stream` gives the rows as a stream.
+    Files must have the same columns. If types differ, tables have common types for the values of
+    all files (`pyarrow.unify_schemas`, permissive: int32 and int64 give int64). A dictionary in
+    only some files gives the plain values.
 
-    The constructor reads the footers, one request for each file; they are pickled with the dataset,
-    so that no other process reads them again. In an async program use ``await
+    A row group is read as a whole: only the bytes of the requested columns, and neighbouring ranges
+    by one request. A row group is decoded once for all waiting rows. A loader without a sampler
+    reads row groups ahead. With ``shuffle=True`` the loader reads row groups side by side, as many
+    as fit in half of `unpacked_bytes`. An order that is random over all rows would read a row group
+    for almost each row. `stream` gives the rows as a stream.
+
+    The constructor reads the footers, one request for each file. The footers are pickled with the
+    dataset, so other processes do not read the footers again. In an async program use ``await
     asyncio.to_thread(ParquetDataset, ...)``.
 
-    A row is a dict of Python objects, as `pyarrow.Table.to_pylist` makes them: nulls are None,
-    lists are lists, structs dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`;
-    dictionary columns give the values. The default collate does not accept None: transform such
-    rows, or give a `collate_fn`.
+    A row is a dict of Python objects, as made by `pyarrow.Table.to_pylist`: nulls are None, lists
+    are lists, structs dicts, decimals `decimal.Decimal`, timestamps `datetime.datetime`. Dictionary
+    columns give the values. The default collate does not accept None: transform rows with None, or
+    give a `collate_fn`.
 
-    The rows of a corrupt row group raise a `ShardError` with file and row group; other row groups
-    can be read. So does a row with a value that Python's types cannot hold, such as a date after
-    the year 9999, or text that is not UTF-8; ``format="arrow"`` converts no values. Flipped bits
-    are certain to be detected only if the writer stored checksums (``write_page_checksum=True`` in
-    pyarrow). A file that has changed raises `ObjectChangedError`.
+    The rows of a corrupt row group raise a `ShardError` with file and row group. Other row groups
+    can be read. A row with a value that Python's types cannot hold also raises a `ShardError`: for
+    example a date after the year 9999, or text in another encoding than UTF-8. ``format="arrow"``
+    converts no values. Flipped bits are certain to be detected only if the writer stored checksums
+    (``write_page_checksum=True`` in pyarrow). A changed file raises `ObjectChangedError`.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.parquet``,
+        shards: URLs or paths, as for `TarDataset`. In a directory, files ending in ``.parquet``,
             ``.pq`` or ``.parq``.
-        columns: names of columns to read, ``"a.b"`` for a part of a nested one; None for all. A
-            directory called ``label=cat`` on the way to a file (Hive partitions) is a column
-            `label` of its rows.
+        columns: names of columns to read, ``"a.b"`` for a part of a nested column. None reads all
+            columns. A directory called ``label=cat`` on the way to a file (Hive partitions) is a
+            column `label` of the file's rows.
         filters: rows to give, as for `pyarrow.parquet.read_table`: an expression of
             `pyarrow.compute`, or conditions (``[("x", ">", 3), ("label", "in", ["cat"])]``). The
-            constructor reads the columns that they name, but not of row groups that have no such
-            rows by their statistics; as in pyarrow, these leave out NaN, which only a negation
-            would let pass. The numbers of the rows that pass are kept, 4 bytes each.
-        format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` of one row. A batch of
-            a loader reaches `collate_fn` as one table, and without a `collate_fn` the batch is this
-            table. In the order of the dataset the table is a slice of its row group, which stays in
-            memory as long as the batch.
-        unpacked_bytes: bytes of decoded row groups that each process keeps.
-        on_error: what a broken or missing file is for the constructor: ``"raise"``, or ``"skip"``:
-            left out, with one warning. Failed requests, and columns that files do not share, are
-            errors always.
-        store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in it, or
-            URLs under its URL. By default each URL's own store is opened with default options.
+            constructor reads the columns named by the filters. Row groups without matching rows, by
+            their statistics, are not read. As in pyarrow, statistics leave out NaN. Only a negation
+            would let NaN pass. The numbers of the passing rows are kept, 4 bytes each.
+        format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` with one row. A batch
+            of a loader reaches `collate_fn` as one table. Without a `collate_fn` the batch is this
+            table. In the order of the dataset, the table is a slice of a row group. The row group
+            stays in memory as long as the batch.
+        unpacked_bytes: bytes of decoded row groups kept by each process.
+        on_error: how the constructor treats a broken or missing file. ``"raise"`` raises the error.
+            ``"skip"`` leaves out the file, with one warning for all. Failed requests, and columns
+            missing in some files, are always errors.
+        store: store of all files, a `headrace.Store` or its URL. `shards` are then keys in the
+            store, or URLs under the store's URL. By default each URL's own store is opened with
+            default options.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
-        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first;
-            for tables, also columns of types that no one type holds.
+        ShardError: a file is not Parquet, corrupt, encrypted, or has other columns than the first.
+            For tables: no common type holds the values of a column.
         StoreError: a request failed.
         ValueError: an invalid argument, or a file lacks a column.
 
@@ -296,7 +310,7 @@ class ParquetDataset(TableDataset):
 
 _Rows = range | IntArray | NDArray[np.uint32]
 _Wanted = tuple[int, _Rows]
-"""The number of a row group, and rows in it."""
+"""Number of a row group, and rows in the row group."""
 
 
 async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
@@ -308,12 +322,12 @@ class _Part(NamedTuple):
     """Some rows of a row group."""
 
     group: RowGroup
-    table: Any  # all its rows
-    rows: _Rows  # numbers of the wanted ones
+    table: Any  # all rows of the row group
+    rows: _Rows  # numbers of the wanted rows
 
     @property
     def is_slice(self) -> bool:
-        """Whether the rows follow each other."""
+        """Whether the rows are consecutive."""
         rows = self.rows
         if isinstance(rows, range):
             return True
@@ -324,7 +338,7 @@ class _Part(NamedTuple):
         )
 
     def take(self) -> Any:
-        """The rows as a table; without a copy if they follow each other."""
+        """Return the rows as a table, without a copy if consecutive."""
         return (
             self.table.slice(int(self.rows[0]), len(self.rows))
             if self.is_slice
@@ -338,18 +352,18 @@ def _take(table: Any, rows: Any) -> Any:
 
     try:
         return table.take(rows)
-    except pyarrow.ArrowNotImplementedError:  # views of strings
+    except pyarrow.ArrowNotImplementedError:  # `take` does not support string views
         return pyarrow.concat_tables(
             [table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)]
         )
 
 
 def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
-    """The rows of several row groups as one table.
+    """Return the rows of several row groups as one table.
 
     Args:
         parts: the rows.
-        order: row n is at place ``order[n]`` of what is asked for; None if the rows are in order.
+        order: position ``order[n]`` of the result gets row n. None if the rows are in order.
     """
     import pyarrow
 
@@ -370,7 +384,10 @@ def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
 
 
 def _gathered(parts: Sequence[_Part], place: int, order: IntArray | None) -> Any:
-    """Rows of a column of numbers without nulls, in less time than by `take`; None for other columns."""
+    """Gather rows of a numeric column without nulls.
+
+    Takes less time than `take`. Returns None for other columns.
+    """
     import pyarrow
     from pyarrow.types import is_floating, is_integer
 
@@ -387,7 +404,10 @@ def _gathered(parts: Sequence[_Part], place: int, order: IntArray | None) -> Any
 
 
 def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:
-    """The rows of several row groups as Python objects; arguments as of `_as_table`."""
+    """Return the rows of several row groups as Python objects.
+
+    The arguments are those of `_as_table`.
+    """
     made: list[Any] = []
     for part in parts:
         try:
@@ -395,7 +415,8 @@ def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:
         except Exception as error:  # OverflowError, UnicodeDecodeError and others
             cause = f"{type(error).__name__}: {error}"
             which = f"row {part.rows[0]:,} of it" if len(part.rows) == 1 else "some of its rows"
-            what = f"{which} cannot be converted to Python objects; read it with format='arrow': {cause}"
+            remedy = "read it with format='arrow'"
+            what = f"{which} cannot be converted to Python objects; {remedy}: {cause}"
             raise part.group.error(what) from None
     if order is None:
         return made

@@ -1,4 +1,4 @@
-"""Streams of shards that are read from their start to their end, and the same shards with an index."""
+"""Streams of shards, and the same shards with an index."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ from headrace.datasets.indexed import IndexedDataset
 
 __all__ = ["ShardedStream", "StreamOptions"]
 
-# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of
-# 2 MiB, 1.4 GB/s in pieces of 8 MiB, and one GET streamed for each of 4 shards 2.1 GB/s
-# (`benchmarks/tar_stream.py`); a store with 30 ms to the first byte gives about 0.5 GB/s with the
+# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of 2
+# MiB and 1.4 GB/s in pieces of 8 MiB. A streamed GET for each of 4 shards gives 2.1 GB/s
+# (`benchmarks/tar_stream.py`). A store with 30 ms to the first byte gives about 0.5 GB/s with the
 # 16 requests of the defaults.
 _READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
-# After the first free block of this size, the greatest that counts, glibc keeps up to twice as much
-# of what is freed. Else it returns the memory of chunks and samples to the kernel all the time, for
-# which a sample of 56 KB has 3 page faults, and a loader 0.86 of the rate. The environment's
-# MALLOC_TRIM_THRESHOLD_ and the like take precedence.
+# Size of a block that is freed untouched. After freeing a block of this size, the largest size that
+# counts, glibc keeps up to twice as many freed bytes. Otherwise glibc returns the memory of chunks
+# and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a
+# loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and similar settings take
+# precedence.
 _KEPT_BYTES = (32 << 20) - (64 << 10)
 
 
 class StreamOptions(TypedDict, total=False):
-    """Options of every stream of shards; see `TarDataset`."""
+    """Options of every stream of shards, as described by `TarDataset`."""
 
     shuffle: bool
     buffer_size: int
@@ -62,25 +63,25 @@ class StreamOptions(TypedDict, total=False):
 
 
 class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """Base of streams of shards that are read from their start to their end, as `TarDataset` and `LinesDataset`.
+    """Base of streams of shards, such as `TarDataset` and `LinesDataset`.
 
-    The order of the shards in an epoch is the same on all ranks. Each rank reads every W-th shard,
-    and may have more samples than another.
+    Shards are read from start to end. The order of the shards in an epoch is the same on all ranks.
+    Each rank reads every W-th shard, and may have more samples than another rank.
 
-    A subclass defines `suffixes` and `decoder`; the options are those of `TarDataset`. If the
+    A subclass defines `suffixes` and `decoder`. The options are those of `TarDataset`. If the
     decoder keeps `Decoder.complete`, the shards can be indexed.
     """
 
     splits_by_rank = True
 
     splits_over_workers = True
-    """In a torch loader each worker reads its own share."""
+    """Whether each worker of a torch loader reads its own share."""
 
     ranks_differ = True
     """Whether ranks may have different numbers of samples."""
 
     suffixes: ClassVar[tuple[str, ...]]
-    """Endings of the names of shards in a directory; none if they are not read as a whole."""
+    """Endings of the names of shards in a directory. Empty if shards are not read whole."""
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         known = [*StreamOptions.__annotations__, *_parameters(type(self))]
@@ -107,11 +108,11 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return f"{type(self).__name__}({len(self._parts)} shards from {self._parts[0].name!r})"
 
     def decoder(self, shard: Shard) -> Decoder:
-        """The decoder of one shard."""
+        """Return the decoder of a shard."""
         raise NotImplementedError  # each format has its own
 
     def index_decoder(self, shard: Shard) -> Decoder:
-        """The decoder by which a shard is indexed, for all options of the class."""
+        """Return the decoder for indexing, for all options of the class."""
         return self.decoder(shard)
 
     @classmethod
@@ -125,35 +126,39 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         unpacked_bytes: int = UNPACKED_BYTES,
         **options: Any,
     ) -> IndexedDataset[T_co]:
-        """The same samples, map-style: any sample is read by one ranged request.
+        """Open the same samples map-style, through an index.
 
-        One index file has the places of the samples of all shards. The file is ``headrace.index``
-        in the folder of the shards, and is made by the command ``headrace index URL``. Without the
-        file, each shard is read once, and the index is kept in the user's cache folder
-        (``~/.cache/headrace``) for these versions of the shards. A compressed shard is read as a
-        whole, or in parts if it has several streams of gzip or frames of zstd. Each part is
-        unpacked once for all samples that wait. Blocks: in an async program use ``await
-        asyncio.to_thread(TarDataset.index, ...)``.
+        Any sample is read by a single ranged request. An index file has the places of the samples
+        of all shards. The file is ``headrace.index`` in the folder of the shards. The command
+        ``headrace index URL`` makes the file. Without the file, each shard is read once. The index
+        is then kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
+        shards.
 
-        A sample that is invalid raises the `ShardError` of the stream when the sample is read.
+        A compressed shard is read as a whole, or in parts if the shard has several gzip streams or
+        zstd frames. Each part is unpacked once for all waiting samples.
+
+        The method blocks. In an async program use ``await asyncio.to_thread(TarDataset.index,
+        ...)``.
+
+        An invalid sample raises the same `ShardError` as the stream, when the sample is read.
 
         Args:
-            shards: as for the class; None for all shards of the index, which need not be listed
-                then.
-            index: path or URL of the index, with `store` a key or URL as for `shards`; None for
+            shards: as for the class. None for all shards of the index: then no shards are listed.
+            index: path or URL of the index. With `store`, a key or URL as for `shards`. None for
                 ``headrace.index`` in the folder of the shards.
-            save: whether an index that is missing, damaged or of other shards is made, and stored
-                at `index`. If storing fails, there is a warning.
+            save: make the index, and store the index at `index`, if the stored index is missing,
+                damaged or of other shards. If storing fails, there is a warning.
             store: as for the class.
-            unpacked_bytes: bytes of unpacked shards that each process keeps, beside those that
-                samples wait for.
-            options: those of the class that say what a sample is, as ``fields=`` or ``format=``.
+            unpacked_bytes: bytes of unpacked shards kept by each process, beside shards with
+                waiting samples.
+            options: options of the class about the content of samples, such as ``fields=`` or
+                ``format=``.
 
         Raises:
-            ShardError: a shard is corrupt, not in the index, or was replaced after the index was
-                made; or the index is damaged.
+            ShardError: a shard is corrupt, missing in the index, or was replaced after the index
+                was made. Or the index is damaged.
             StoreError: a request failed, or there is no index at `index`.
-            TypeError: there is no such option.
+            TypeError: an option is unknown.
 
         Example:
             >>> dataset = TarDataset.index("s3://bucket/train/{0000..0127}.tar")  # doctest: +SKIP
@@ -179,11 +184,11 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return stream._indexed(loop.run(opening), unpacked_bytes)
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
-        """The map-style dataset of shards in an index."""
+        """Return the map-style dataset of shards in an index."""
         return IndexedDataset(opened, unpacked_bytes, self._for_decoding().decoder)
 
     def _for_decoding(self) -> Self:
-        """A copy without the shards, which is small when pickled."""
+        """Return a copy without the shards, small when pickled."""
         other = copy.copy(self)
         other._parts = ()
         return other
@@ -194,7 +199,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         rank = self._ranks.shard()
         if 1 < rank.count > len(self._parts):
             raise ValueError(
-                f"{len(self._parts)} shards cannot be divided among {rank.count} ranks; apply .split() to the stream"
+                f"{len(self._parts)} shards cannot be divided among {rank.count} ranks; "
+                "apply .split() to the stream"
             )
         order, reader = self._order_for(self._seed), rank.in_worker()
         samples = ShardIterator(self, reader, order)
@@ -203,7 +209,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return ShuffleBuffer(samples, self._buffer_size, order._replace(number=1 + reader.index))
 
     def _options(self) -> dict[str, object]:
-        """What must be the same where a state is loaded."""
+        """Return the options that must match a loaded state."""
         return {
             "list of shards": self._names_digest,
             "shuffle": self._shuffle,
@@ -212,14 +218,17 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     @functools.cached_property
     def _names_digest(self) -> str:
-        """The number of shards, and a checksum of their names, in the order given by the user, without secrets."""
+        """Number of shards, and a checksum of the shards' names.
+
+        The names are in the order given by the user, without secrets.
+        """
         return names_digest(self.shards)
 
     def _name_of(self, part: int, number: int) -> str:
-        """The file and the place of the sample with a number in a shard, in words."""
+        """Return the file and the number of a sample, in words."""
         return f"{self._parts[part].name}, sample {number + 1:,}"
 
 
 def _parameters(kind: type[object]) -> Iterable[str]:
-    """Names of the parameters of a class, without those of all streams."""
+    """Return the names of a class's parameters, without `shards` and `options`."""
     return signature_of(kind).parameters.keys() - {"options", "shards"}

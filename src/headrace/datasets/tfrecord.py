@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = ["TFRecordDataset"]
 
-_LARGEST = 1 << 30  # bytes of a record, which is held in memory
+_LARGEST = 1 << 30  # bytes of a record; a whole record is held in memory
 
 
 class TFRecordDataset(ShardedStream[bytes]):
-    """A stream of the records of TFRecord files, as `bytes`; ``Example.FromString`` of protobuf decodes them.
+    """A stream of the records of TFRecord files, as `bytes`.
 
-    Checksums are verified: a damaged record is a `ShardError`, after which the stream goes on with
-    the next, or with the next file if its length is damaged. Tensorflow is not needed.
+    Decode a record by ``Example.FromString`` of protobuf. TensorFlow is not needed.
+
+    Checksums are verified: a damaged record is a `ShardError`. The stream then continues with the
+    next record, or with the next file if the record's length is damaged.
 
     Args:
-        shards: URLs or paths, as for `TarDataset`; in a directory, files ending in ``.tfrecord``,
-            ``.tfrecords`` or ``.tfrec``, or these with ``.gz``, ``.zlib`` or ``.zst``. For
+        shards: URLs or paths, as for `TarDataset`. In a directory, files ending in ``.tfrecord``,
+            ``.tfrecords`` or ``.tfrec``, optionally with ``.gz``, ``.zlib`` or ``.zst``. For
             ``name.tfrecord-00000-of-00100`` give a glob.
         options: as for `TarDataset`.
 
@@ -54,12 +56,16 @@ class TFRecordDataset(ShardedStream[bytes]):
         super().__init__(shards, **options)
 
     def decoder(self, shard: Shard) -> _Records:
-        """The decoder of one shard."""
+        """Return the decoder of a shard."""
         return _Records(shard.name)
 
 
 class _Records(RecordDecoder):
-    """Decoder of one file: length, its checksum, data, its checksum; all numbers are little-endian."""
+    """Decoder of a file.
+
+    A record is the length, the length's checksum, the data and the data's checksum. All numbers are
+    little-endian.
+    """
 
     format, record = "records of TFRecord", "record"
 
@@ -68,7 +74,7 @@ class _Records(RecordDecoder):
 
         super().__init__(shard)
         self._crc = value
-        self._needed = 12  # bytes that are needed to go on
+        self._needed = 12  # bytes needed to continue
 
     def feed(self, data: Buffer) -> Iterator[bytes | BadRecord]:
         self._parts.append(bytes(data))

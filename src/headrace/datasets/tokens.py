@@ -1,4 +1,4 @@
-"""Windows or documents of tokens in shards of integers, map-style, for training language models."""
+"""Windows or documents of tokens, for training language models."""
 
 from __future__ import annotations
 
@@ -26,55 +26,60 @@ TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int
 
 _SUFFIXES = (".bin", ".ds", ".npy")
 _BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
-_VOCABULARY = 1 << 20  # tokens, at most
-# bytes: 256 numbers of 32 bits, of which two say the type, and the third counts the tokens
+_VOCABULARY = 1 << 20  # largest vocabulary, in tokens
+# Bytes: 256 numbers of 32 bits. The first two say the type, the third counts the tokens.
 _LLMC_HEADER = 1024
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
-_LLMC_KINDS = {20240520, 20240522, 20240801}  # the second is of examples for evaluations
+_LLMC_KINDS = {20240520, 20240522, 20240801}  # 20240522 has examples for evaluations
 
 
 class TokenDataset(RangedShards[torch.Tensor]):
-    """Windows of `seq_len` tokens, or documents, map-style: int64 tensors of one dimension, read by ranged requests.
+    """Windows of `seq_len` tokens, or documents, map-style.
 
-    Window `w` of a shard starts at its token ``w × stride``. Windows do not cross shards; tokens at
-    the end of a shard that do not fill a window are dropped. Training usually takes
+    A sample is an int64 tensor of one dimension, read by a ranged request.
+
+    Window `w` of a shard starts at the shard's token ``w × stride``. Windows do not cross shards.
+    Tokens at the end of a shard that do not fill a window are dropped. Training usually takes
     ``seq_len=context + 1`` with ``stride=context``: inputs are ``window[:-1]``, targets
     ``window[1:]``.
 
-    Without a `seq_len` the samples are documents, of different lengths, also none: of Megatron's
-    ``.bin`` and datatrove's ``.ds``, by the index beside each, which has the type of their tokens
-    too. The format of a file is found by what is in it and beside it.
+    With ``seq_len=None`` the samples are documents of different lengths. A document may be empty.
+    Documents need Megatron's ``.bin`` or datatrove's ``.ds``, with the index beside each file. The
+    index also has the type of the tokens. The format of a file is detected from the content and
+    from files beside the shard.
 
-    A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, by one request each,
-    and divides them among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes blocks of
-    other sizes.
+    A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, one request for each
+    block, and divides the blocks among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes
+    blocks of other sizes.
 
-    The constructor requests the first bytes of each shard, and its index; in an async program call
-    it in a thread, as ``await asyncio.to_thread(TokenDataset, ...)``.
+    The constructor requests the first bytes of each shard, and the shard's index. In an async
+    program, call the constructor in a thread: ``await asyncio.to_thread(TokenDataset, ...)``.
 
     Args:
         shards: URLs or paths, as for `TarDataset`: one-dimensional ``.npy``, llm.c's ``.bin``,
             Megatron's ``.bin`` with ``.idx``, datatrove's ``.ds``, or raw little-endian integers,
-            ``.bin`` or ``.npy``; of a file or a glob also with another ending, which needs `dtype`.
-        seq_len: tokens in a window; None for documents. All sequences of a document of Megatron are
-            one sample; modes of several modalities are not read.
-        stride: tokens from the start of a window to that of the next; by default `seq_len`.
-        dtype: type of raw shards, as ``"uint32"``; those with a header, of numpy or llm.c, have
-            their own, and an index has to agree. None: ``.bin`` without an index is ``"uint16"``.
-        on_error: what a broken or missing shard is for the constructor, as for `ParquetDataset`.
+            ``.bin`` or ``.npy``. Files or globs may have other endings, with `dtype`.
+        seq_len: number of tokens in a window. None for documents. All sequences of a Megatron
+            document are one sample. Modes of several modalities are not read.
+        stride: number of tokens from the start of a window to the start of the next window. The
+            default is `seq_len`.
+        dtype: type of raw shards, such as ``"uint32"``. Shards with a header, of numpy or llm.c,
+            have a type of their own. An index must agree with `dtype`. With None, ``.bin`` without
+            an index is ``"uint16"``.
+        on_error: how the constructor treats a broken or missing shard, as for `ParquetDataset`.
         store: store of all shards, as for `TarDataset`.
 
     Raises:
-        EmptyListingError: a glob or a directory has no shard, or there is no such file or
-            directory.
-        ShardError: a shard is not such an array, is compressed, or is truncated within a token; or
-            an index is missing, malformed, or of another shard.
+        EmptyListingError: a glob or a directory has no shard, or the file or directory does not
+            exist.
+        ShardError: a shard is not an array of tokens, is compressed, or is truncated within a
+            token. Or an index is missing, malformed, or of another shard.
         StoreError: a request failed.
         ValueError: an invalid argument, no shard is long enough for a window, or an index
             contradicts `dtype`.
 
     Warns:
-        UserWarning: raw tokens look like those of more bits than they are read as.
+        UserWarning: raw tokens look like tokens of more bits than `dtype` has.
 
     Example:
         >>> import pathlib, tempfile
@@ -107,12 +112,14 @@ class TokenDataset(RangedShards[torch.Tensor]):
         for shard in found:  # before any request
             refuse_compressed(shard.name)
             if dtype is None and not shard.key.lower().endswith(_SUFFIXES):
-                what = f"the ending of {shard.name} does not name a type; give dtype='uint16' or dtype='uint32'"
+                ending = f"the ending of {shard.name} does not name a type"
+                what = f"{ending}; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
         open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
         files = opened(found, open_one, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
-        # Of all shards, one more for each than it has documents; None for windows.
+        # Bounds of the documents of all shards: for each shard, one bound more than documents. None
+        # for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
         if seq_len is None:
             counts = tuple(len(each) - 1 for each in bounds)
@@ -132,18 +139,24 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
     @property
     def lengths(self) -> IntArray:
-        """The number of tokens of each sample, for a `headrace.BalancedBatchSampler`."""
+        """Number of tokens of each sample.
+
+        For a `headrace.BalancedBatchSampler`.
+        """
         if self._bounds is None:
             return np.full(len(self), self._seq_len)
-        between = self._ends + np.arange(
-            len(self._ends)
-        )  # after each shard but the last: no sample
+        # A difference of bounds between two shards is not a sample.
+        between = self._ends + np.arange(len(self._ends))
         lengths = np.delete(np.diff(self._bounds), between[:-1])
         lengths //= self._dtype.itemsize if self._dtype else np.repeat(self._sizes, self.counts)
         return lengths
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the samples at `indices`, by shard; raises `IndexError` if there is no such sample."""
+        """Return the bytes of the samples at `indices`, by shard.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
         shards, rows, places = self._rows(indices)
         if self._bounds is not None:
             at = places + shards
@@ -152,14 +165,17 @@ class TokenDataset(RangedShards[torch.Tensor]):
         return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
 
     def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
-        """The tokens in `data`, int64."""
+        """Return the tokens in `data`, int64."""
         dtype = self._dtype or self._dtypes[self.range(index)[0]]
         return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
 
     def samples_of(
         self, indices: Sequence[int], data: Sequence[memoryview]
     ) -> Sequence[torch.Tensor] | torch.Tensor:
-        """The samples of a batch; windows as a tensor of shape (len(data), seq_len)."""
+        """Return the samples of a batch.
+
+        Windows are a tensor of shape (len(data), seq_len).
+        """
         if (
             self._dtype is None
             or not self._seq_len
@@ -173,7 +189,11 @@ class TokenDataset(RangedShards[torch.Tensor]):
 async def _open_file(
     shard: Shard, raw: str | None, documents: bool
 ) -> tuple[Shard, int, *TokenIndex]:
-    """Find the first byte and the contents of a shard: by its own header, else by the index beside it, else raw."""
+    """Find the type, number and first byte of a shard's tokens.
+
+    The source is the shard's header, or the index beside the shard. Without both, the tokens are
+    raw.
+    """
     shard, data = await shard.read_version(_BEGINNING)
     first, size, key, begin, bounds = (
         bytes(data[:_BEGINNING]),
@@ -185,7 +205,10 @@ async def _open_file(
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
         if len(shape) != 1 or dtype.kind not in "ui":
-            what = f"an array of shape {shape} and type {dtype}; tokens are one-dimensional unsigned or signed integers"
+            what = (
+                f"an array of shape {shape} and type {dtype}; "
+                "tokens are one-dimensional unsigned or signed integers"
+            )
             raise shard.error(what)
         count = shape[0]
     elif first.startswith(b"LITPKDS"):
@@ -208,13 +231,17 @@ async def _open_file(
         there = (size - begin) // dtype.itemsize
         raise shard.error(f"{there} tokens, but {count} in the header", begin)
     if documents and bounds is None:
-        what = "no index of its documents, as Megatron's .bin and datatrove's .ds have beside them; give seq_len="
+        formats = "as Megatron's .bin and datatrove's .ds have beside them"
+        what = f"no index of its documents, {formats}; give seq_len="
         raise shard.error(what)
     return shard, begin, dtype, count, bounds
 
 
 def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> None:
-    """Notice raw tokens of 32 or 64 bits, whose upper halves are nearly 0, that are read as fewer bits."""
+    """Detect raw tokens that are read with too few bits.
+
+    The upper halves of tokens of 32 or 64 bits are nearly 0.
+    """
     seem = width
     for other in (4, 8):
         values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")

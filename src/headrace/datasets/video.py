@@ -1,4 +1,4 @@
-"""Clips of the videos in mp4 and mov files, map-style, read by ranged requests."""
+"""Clips of mp4 and mov files, map-style."""
 
 from __future__ import annotations
 
@@ -17,17 +17,11 @@ from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["VideoClip", "VideoDataset"]
 
-_MOST_CLIPS = 1 << 20  # of a file, beside 1,000 for each frame: times are only stated
+# Limit of clips of a file, plus 1,000 for each frame: the index may state wrong times.
+_MOST_CLIPS = 1 << 20
 _CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
-_CLIP.names = (
-    "first",
-    "last",
-    "begin",
-    "end",
-    "start",
-    "stop",
-    "seconds",
-)  # frames, shown ticks, bytes
+# `first` and `last` are frames, `begin` and `end` shown ticks, `start` and `stop` bytes.
+_CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")
 
 
 class VideoClip(NamedTuple):
@@ -35,9 +29,9 @@ class VideoClip(NamedTuple):
 
     Attributes:
         key: key of the file.
-        start: seconds from the beginning of the video to that of the clip.
+        start: time from the beginning of the video to the beginning of the clip, in seconds.
         times: the time of each frame in the video, in seconds, float64.
-        data: an mp4 file that shows these frames alone, for `headrace.decode.video`.
+        data: an mp4 file with only these frames, for `headrace.decode.video`.
     """
 
     key: str
@@ -47,26 +41,27 @@ class VideoClip(NamedTuple):
 
 
 class VideoDataset(RangedShards[VideoClip]):
-    """Clips of the first video track of mp4 and mov files, map-style: `VideoClip`, to be decoded in ``transform=``.
+    """Clips of the first video track of mp4 and mov files.
 
-    A clip is read from the key frame before it to the last byte that its frames need. It has the
-    frames that are shown at some time in it. What does not fill a clip at the end of a video is
-    dropped: a shorter video has none.
+    Map-style. A sample is a `VideoClip`, for decoding in ``transform=``. A clip is read by a ranged
+    request, from the key frame before the clip to the last byte needed by the clip's frames. The
+    clip has all frames shown at some time in the clip. The rest of a video, too short for a clip,
+    is dropped: a video shorter than a clip has no clips.
 
     The constructor reads the index of each file by one to three requests, each time anew, and keeps
-    26 bytes a frame. Fragmented files, and edit lists that do more than cut and delay, are refused;
-    clips of videos with periodic intra refresh in place of key frames are, by the decoder.
+    26 bytes a frame. Fragmented files are refused, and edit lists that do more than cut and delay.
+    Videos with periodic intra refresh in place of key frames are refused later, by the decoder.
 
     Args:
-        objects: URLs or paths, as the shards of `TarDataset`; in a directory, ``.mp4``, ``.m4v``
-            and ``.mov``.
-        clip_seconds: length of a clip. Numbers of frames differ: batches need
+        objects: URLs or paths, as the shards of `TarDataset`. In a directory, files ending in
+            ``.mp4``, ``.m4v`` or ``.mov``.
+        clip_seconds: length of a clip, in seconds. Numbers of frames differ: batches need
             ``hr.decode.video(frames=…)``.
         frames: number of frames of a clip, in place of `clip_seconds`.
-        stride: from the start of a clip to that of the next, in the same unit; by default the
-            length of a clip.
+        stride: distance from the start of a clip to the start of the next clip, in the same unit.
+            The default is the length of a clip.
         store: store of all files, a `headrace.Store` or its URL, as for `TokenDataset`.
-        on_error: ``"skip"`` leaves out files that are broken or missing, with one warning.
+        on_error: ``"skip"`` leaves out broken or missing files, with one warning.
 
     Raises:
         ShardError: a file has no video that can be read by ranges, or is truncated.
@@ -96,9 +91,8 @@ class VideoDataset(RangedShards[VideoClip]):
             or not 0 < stride < 1e6
             or (frames is not None and (length % 1 or stride % 1))
         ):
-            raise ValueError(
-                f"a length of {length} or stride={stride} is not positive, or no whole number of frames"
-            )
+            lengths = f"a length of {length} or stride={stride}"
+            raise ValueError(f"{lengths} is not positive, or no whole number of frames")
         found = find_shards(objects, suffixes=(".mp4", ".m4v", ".mov"), store=store)
 
         async def read(shard: Shard) -> tuple[Shard, VideoTrack, Array]:
@@ -112,17 +106,21 @@ class VideoDataset(RangedShards[VideoClip]):
             raise ValueError(f"none of {len(found)} videos is long enough for a clip")
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The bytes of the clips at `indices`; raises `IndexError` if there is no such clip."""
+        """Return the bytes of the clips at `indices`.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
         shards, _, places = self._rows(indices)
         clips = self._clips[places]
         return Ranges(shards, clips["start"], clips["stop"])
 
     def sample_key(self, index: int) -> str:
-        """The file and the start of the clip at `index`."""
+        """Return the file and the start of the clip at `index`."""
         return f"{self._shards[self.range(index)[0]].key}[{self._clips[index]['seconds']:.3f} s]"
 
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
-        """The clip at `index`, of its bytes."""
+        """Make the clip at `index` from the clip's bytes."""
         number, (first, last, begin, end, _, _, seconds) = (
             self.range(index)[0],
             self._clips[index].tolist(),
@@ -135,7 +133,10 @@ class VideoDataset(RangedShards[VideoClip]):
 
 
 def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
-    """The clips of a video; `length` and `stride` are numbers of frames, or seconds."""
+    """Return the clips of a video.
+
+    `length` and `stride` are numbers of frames if `count` is true, else seconds.
+    """
     frames, scale, _ = track
     pts, shown = frames["pts"], np.flatnonzero(frames["shown"])
     shown = shown[np.argsort(pts[shown], kind="stable")]
@@ -164,8 +165,8 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
     slices = np.stack((low, high), axis=1).ravel()
     lowest = np.minimum.reduceat(np.append(shown, len(pts)), slices)[::2]
     clips["last"] = last = np.maximum.reduceat(np.append(shown, -1), slices)[::2] + 1
-    # Of an open group, frames are decoded after a key frame, shown before it, and need the frames
-    # before both.
+    # In an open group, some frames are decoded after a key frame, but shown before the key frame.
+    # Such frames need frames before the key frame.
     syncs = np.union1d(0, np.flatnonzero(frames["sync"]))
     by_time = np.searchsorted(np.maximum.accumulate(pts[syncs]), times[low], side="right")
     clips["first"] = first = syncs[

@@ -30,39 +30,42 @@ __all__ = ["ZarrDataset"]
 
 
 class ZarrDataset(RangedDataset[Any]):
-    """Slices of Zarr arrays along an axis, map-style: format 2 or 3, sharded or not, read by zarr-python.
+    """Slices of Zarr arrays along an axis, map-style.
 
-    A sample is a tensor, of a type that torch lacks (strings, dates) a NumPy array; of several
-    `arrays` a dict of these. ``scale_factor`` and other conventions of attributes are not applied.
+    zarr-python reads the arrays: format 2 or 3, sharded or not. A sample is a tensor, or a NumPy
+    array if torch lacks the type (strings, dates). With several `arrays` a sample is a dict.
+    ``scale_factor`` and other conventions of attributes are not applied.
 
-    Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`, so that
-    each is fetched and decoded once in the order of the array, and in that of a loader with
+    Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`. So each
+    chunk is fetched and decoded once in the order of the array, and in the order of a loader with
     ``shuffle=True`` and no sampler. Chunks are decoded in threads. `concurrency` counts reads of
     chunks, and `hedge` has no effect.
 
     Args:
-        url: URL, path or `headrace.Store` of an array or a group; or a store of zarr's, such as the
-            ``store`` of an Icechunk session, which makes its own requests, retries and counts.
-        arrays: names of arrays in the group: one for the array itself as the sample, a list for
-            dicts.
-        axis: the axis of samples, in all arrays, which must agree in its length.
-        missing: what a chunk that does not exist is: an ``"error"``, or ``"fill"``, the array's
-            fill value, since most writers leave out chunks that have only that. A store of zarr's
-            decides itself; Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks that each process keeps, beside those under way. What
-            is decoded for one sample may take these bytes, or 1 GiB if that is more.
-        store: store of the arrays, a `headrace.Store` or its URL; `url` is then a key in it, or
-            under its URL.
+        url: URL, path or `headrace.Store` of an array or a group. Or a store of zarr, such as the
+            ``store`` of an Icechunk session. A store of zarr makes its own requests, retries and
+            counts.
+        arrays: names of arrays in the group. A single name gives the array itself as the sample, a
+            list gives dicts.
+        axis: the axis of samples, in all arrays. The arrays must have the same length along the
+            axis.
+        missing: how to treat a chunk that does not exist. ``"error"`` raises an error. ``"fill"``
+            gives the array's fill value: most writers leave out chunks with only the fill value. A
+            store of zarr decides itself. Icechunk knows its chunks.
+        cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way.
+            Decoding for a single sample may take `cache_bytes` or 1 GiB, whichever is more.
+        store: store of the arrays, a `headrace.Store` or its URL. `url` is then a key in the store,
+            or a URL under the store's URL.
 
     Attributes:
-        block_size: samples in a chunk, of the array with the largest samples.
+        block_size: number of samples in a chunk, of the array with the largest samples.
 
     Raises:
-        IndexError: an array has no such axis.
+        IndexError: an array lacks the axis.
         MissingExtraError: zarr is not installed.
         ObjectNotFoundError: there is no array.
-        ShardError: metadata are damaged, or the array needs the pickle codec. Later: a chunk is
-            missing or damaged.
+        ShardError: metadata are damaged, or the array needs the pickle codec. While reading: a
+            chunk is missing or damaged.
         StoreError: a request failed.
         ValueError: an invalid argument, or arrays of different lengths.
 
@@ -127,21 +130,27 @@ class ZarrDataset(RangedDataset[Any]):
 
     @property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order: as many chunks side by side as are kept."""
+        """Sizes of blocks for a random order.
+
+        As many chunks are read side by side as are kept.
+        """
         stored = sum(array.nbytes for array in self._arrays)
         return Blocks.within(self._cache_bytes, stored // max(1, self._length), self.block_size)
 
     def sample_key(self, index: int) -> str:
-        """The array or group, and the index."""
+        """Return the array or group, and the index."""
         return f"{self._prefix}{self._path}[{index}]"
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
-        """The samples at `indices`, as positions in blocks of neighbours that share a chunk of each array."""
+        """Return the samples at `indices` as positions in blocks.
+
+        The neighbours in a block share a chunk of each array.
+        """
         blocks, rows = np.divmod(positions(indices, self._length), self._step)
         return Ranges(blocks, rows, rows + 1)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
-        """Neighbours of a block, of which `sample_of` takes slices."""
+        """Read neighbours in a block, for slices by `sample_of`."""
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
         keys = [(each, block) for each, (block, _) in enumerate(places)]
@@ -157,16 +166,17 @@ class ZarrDataset(RangedDataset[Any]):
         return rows if index is None else rows[:]
 
     def sample_of(self, index: int, data: Any) -> Any:
-        """The sample in `data`."""
+        """Return the sample in `data`."""
         sample = [_tensor(values[0, ...]) for values in data.arrays]
         return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
 
     async def _read_block(self, number: int, block: int) -> AnyArray:
-        """The samples of a chunk, along the first axis."""
+        """Read the samples of a chunk, along the first axis."""
         array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
         first = block * array.chunks[axis]
         what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
-        with shard_errors(what, self._prefix + array.path):  # of zarr, its codecs, and icechunk
+        # zarr, the codecs and icechunk raise errors of their own.
+        with shard_errors(what, self._prefix + array.path):
             values = await array.getitem(
                 (slice(None),) * axis + (slice(first, first + array.chunks[axis]),)
             )
@@ -176,7 +186,11 @@ class ZarrDataset(RangedDataset[Any]):
 
 
 class _Rows:
-    """Neighbours in some arrays. A slice is a copy: a view would keep the chunk, and torch would pickle all of it."""
+    """Neighbouring samples of several arrays.
+
+    A slice is a copy. A view would keep the whole chunk in memory, and torch would pickle the whole
+    chunk.
+    """
 
     def __init__(self, arrays: list[AnyArray]) -> None:
         self.arrays = arrays

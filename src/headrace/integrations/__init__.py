@@ -1,1 +1,5 @@
-"""What single trainers need: one module for each, which nothing else imports, and which alone imports the trainer."""
+"""Integrations with trainers, a module for each trainer.
+
+Only the module of a trainer imports the trainer. No other module of headrace imports an
+integration.
+"""

@@ -1,4 +1,4 @@
-"""What integrations share: copies of loaders, their orders, and their positions in a trainer's checkpoint."""
+"""Shared code of integrations: copies, orders and saved positions of loaders."""
 
 from __future__ import annotations
 
@@ -25,22 +25,31 @@ from headrace.options import LoaderOptions
 from headrace.samplers import ElasticSampler
 
 State = Mapping[str, Any]
-_AT_ONCE = 4096  # indices computed by one call
+_AT_ONCE = 4096  # number of indices computed by a call
 
 
 def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[Any]:
-    """A copy of a loader, not iterated over; its batches go to `device`, unless the loader has one or this is a CPU."""
+    """Copy a loader for a device.
+
+    The copy has begun no iteration. Batches of the copy go to `device`, unless the loader has a
+    device already, or `device` is None or a CPU.
+    """
     made = copy.copy(loader)
     spec, target = made._control.spec, resolve(device)
     if spec.options["device"] is None and target is not None:
-        made.__dict__.setdefault("device", device)  # a subclass may have an attribute of this name
+        made.__dict__.setdefault("device", device)  # a subclass may define the same name
         options = cast(LoaderOptions, {**spec.options, "device": device})
         made._control = made._control.with_spec(spec._replace(options=options, device=target))
     return made
 
 
 def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
-    """Whether a sampler's order is shuffled, and its own seed or the one given; None if it has to be drawn."""
+    """Describe a sampler's order, if the order can be computed.
+
+    Returns:
+        Whether the order is shuffled, and the seed: the seed of the sampler, or else `seed`. None
+        for a sampler with an order that has to be drawn.
+    """
     if type(sampler) is SequentialSampler:
         return False, seed
     if type(sampler) is SeededRandomSampler:
@@ -54,14 +63,16 @@ def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
 
 
 class BatchwiseSampler(ElasticSampler):
-    """As `ElasticSampler`, but ranks take turns by batches, as in accelerate: rank r has r, r + world_size and so on.
+    """Sampler that distributes an order to ranks batch by batch.
 
-    So what pads the last step is at its end: `Accelerator.gather_for_metrics` cuts it off.
+    Like `ElasticSampler`, but rank r gets the batches r, r + world_size and so on, as in
+    accelerate. So the padding of the last step is at the end of the step, and
+    `Accelerator.gather_for_metrics` cuts off the padding.
 
-    The order in which torch shuffles is replaced by a `permutation`. Any other sampler is asked for
-    all its indices, with generators seeded by seed and epoch for this time, so that every rank has
-    the same order, also on resuming. The last step is padded from the order's beginning with
-    `even_batches`; otherwise the last ranks have fewer samples.
+    Torch's shuffled order is replaced by a `Permutation`. From any other sampler, all indices are
+    drawn at once, with generators temporarily seeded by seed and epoch. So every rank has the same
+    order, also after resuming. With `even_batches`, the last step is padded from the beginning of
+    the order. Without `even_batches`, the last ranks get fewer samples.
 
     Example:
         >>> in_order = torch.utils.data.SequentialSampler(range(9))
@@ -93,21 +104,25 @@ class BatchwiseSampler(ElasticSampler):
         self.even_batches = even_batches
         self._drawn = sampler if order is None else None
         if order is None:
-            self.order_of = type(sampler).__name__  # in the loader's state
+            self.order_of = type(sampler).__name__  # part of the loader's state
 
     @property
     def dealt_at_once(self) -> int:
-        """The number of samples in a batch of one rank."""
+        """Number of samples in a batch of a rank."""
         return self.batch_size
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The number of samples of this rank in a whole epoch."""
+        """Number of samples of this rank in a whole epoch."""
         full, last = self._steps(0, self._shard())
         return full * self.batch_size + last
 
     def remainder(self, cursor: int) -> int:
-        """The number of samples of all ranks in the last step after a cursor, without padding; 0 if it is full."""
+        """Return the number of samples in the last step.
+
+        The number is over all ranks, without padding, and 0 if the last step is full. `cursor` is
+        the position of all ranks at the beginning.
+        """
         return max(self._length - cursor, 0) % (self.batch_size * self.num_replicas)
 
     def _order(self, epoch: int) -> Any:
@@ -127,7 +142,11 @@ class BatchwiseSampler(ElasticSampler):
                 generator.set_state(before)
 
     def _steps(self, cursor: int, shard: ShardOptions) -> tuple[int, int]:
-        """The number of full steps after a cursor, and of this rank's samples in the step after them."""
+        """Return the numbers of full steps and of remaining samples.
+
+        Full steps are counted from `cursor`. Remaining samples are this rank's samples in the last,
+        incomplete step.
+        """
         full, rest = divmod(max(self._length - cursor, 0), self.batch_size * shard.count)
         if self.drop_last or not rest:
             return full, 0
@@ -146,7 +165,10 @@ class BatchwiseSampler(ElasticSampler):
 
 
 class BatchwiseBatches(BatchSampler):
-    """The batches of a `BatchwiseSampler`, with the attribute that `Accelerator.join_uneven_inputs` sets."""
+    """Batches of a `BatchwiseSampler`.
+
+    `Accelerator.join_uneven_inputs` sets the attribute `even_batches`.
+    """
 
     sampler: BatchwiseSampler
     even_batches = property(
@@ -156,10 +178,16 @@ class BatchwiseBatches(BatchSampler):
 
 
 def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
-    """Write this rank's state, so that the file is whole or not there; `StateError` if it could not be read again."""
+    """Write the state of this rank to a file.
+
+    The file is complete or absent, also after a kill.
+
+    Raises:
+        StateError: torch.load(weights_only=True) cannot read the state.
+    """
     path = _path(folder, name, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")  # ranks that share their batches write the same
+    part = path.with_suffix(f".{os.getpid()}")  # ranks with equal batches write the same file
     torch.save(dict(state), part)
     try:
         torch.load(part, weights_only=True)
@@ -171,9 +199,11 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
 
 
 def load_state(folder: str | Path, name: str, rank: RankInfo) -> State | None:
-    """The state for this rank, or else that of rank 0, which may be the same on all; None if the folder has none.
+    """Read the state for this rank from a folder.
 
-    The folder may have files of more ranks, of an earlier run.
+    Without a file for this rank, or if the number of ranks changed, read the state of rank 0: the
+    state may be equal on all ranks. The folder may have files of further ranks from an earlier
+    run. The result is None if the folder has no state.
     """
     own = _path(folder, name, rank.rank)
     found = next((file for file in (_path(folder, name, 0), own) if file.exists()), None)

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: loaders that `Accelerator.prepare` leaves as they are, and which do their part."""
+"""Integration with Hugging Face accelerate."""
 
 from __future__ import annotations
 
@@ -43,44 +43,49 @@ def prepare(
     *,
     device_placement: bool | None = None,
 ) -> PreparedLoader[Any]:
-    """Prepare a headrace loader for accelerate; headrace goes on fetching.
+    """Prepare a headrace loader for accelerate.
 
-    `Accelerator.prepare` makes a plain torch loader of any loader but of one from here. What it
-    would do is done: a map-style dataset is divided among the ranks batch by batch, by
-    `even_batches`, `split_batches` and `drop_last`, and any number of ranks can continue an epoch;
-    batches are copied to the accelerator's device; `save_state` and `load_state` include the
-    position. Batches of a batch sampler are divided by accelerate's `BatchSamplerShard`; a
-    `DistributedSampler` and a stream divide themselves.
+    `Accelerator.prepare` turns other loaders into plain torch loaders, and leaves a loader prepared
+    by this function unchanged. A prepared loader still fetches with headrace, and does the work of
+    accelerate's loader:
+
+    - The ranks share a map-style dataset batch by batch, according to `even_batches`,
+      `split_batches` and `drop_last`. Any number of ranks can continue an epoch.
+    - Accelerate's `BatchSamplerShard` divides the batches of a batch sampler. A
+      `DistributedSampler` and a stream divide samples without accelerate.
+    - Batches are copied to the accelerator's device.
+    - `save_state` and `load_state` of the accelerator include the position of the loader.
 
     Args:
         accelerator: the accelerator.
-        loader: the loader; it is not changed, and not to be iterated over. A prepared loader is
-            returned as it is.
-        device_placement: whether batches are copied to the accelerator's device; by default as the
-            accelerator does.
+        loader: the loader. The loader stays unchanged, and must not be iterated over. A prepared
+            loader is returned unchanged.
+        device_placement: whether to copy batches to the accelerator's device; by default the
+            setting of the accelerator.
 
     Returns:
-        A loader of the same class, which may also be given to `accelerator.prepare`.
+        A loader of the same class. `accelerator.prepare` accepts the loader too.
 
     Raises:
-        TypeError: `loader` is not one of headrace.
-        ValueError: the ranks would get the same samples; `split_batches=True`, and the batch size
-            is no multiple of the number of ranks; or the accelerator needs loaders of its own.
+        TypeError: `loader` is not a headrace loader.
+        ValueError: the ranks would get the same samples; or `split_batches=True`, and the batch
+            size is no multiple of the number of ranks; or the accelerator needs loaders of its own.
 
     Example:
-        >>> import accelerate                                                             # doctest: +SKIP
-        >>> import headrace as hr                                                         # doctest: +SKIP
-        >>> from headrace.integrations.accelerate import prepare                          # doctest: +SKIP
-        >>> accelerator = accelerate.Accelerator()                                        # doctest: +SKIP
-        >>> loader = hr.DataLoader(dataset, batch_size=32, shuffle=True, seed=0)          # doctest: +SKIP
-        >>> loader = prepare(accelerator, loader)                                         # doctest: +SKIP
+        >>> import accelerate                                                  # doctest: +SKIP
+        >>> import headrace as hr                                              # doctest: +SKIP
+        >>> from headrace.integrations.accelerate import prepare               # doctest: +SKIP
+        >>> accelerator = accelerate.Accelerator()                             # doctest: +SKIP
+        >>> loader = hr.DataLoader(dataset, 32, shuffle=True, seed=0)          # doctest: +SKIP
+        >>> loader = prepare(accelerator, loader)                              # doctest: +SKIP
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"expected a headrace.DataLoader before accelerator.prepare(), but got a {type(loader).__name__}"
+            "expected a headrace.DataLoader before accelerator.prepare(), "
+            f"but got a {type(loader).__name__}"
         )
     prepared = _divided(accelerator, loader, device_placement)
-    accelerator.prepare_data_loader(prepared)  # which keeps it in its list
+    accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
     if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
         accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
@@ -89,14 +94,20 @@ def prepare(
 
 
 def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
-    """As `accelerate.skip_first_batches`, also for prepared headrace loaders.
+    """Skip the first batches of the next epoch.
 
-    The next epoch begins after `num_batches` batches of this rank, which are not fetched; those of
-    a stream are, and dropped. After `load_state`, which restores the position, it does nothing if
-    that is the same.
+    As `accelerate.skip_first_batches`, also for prepared headrace loaders. The next epoch of a
+    prepared loader begins after `num_batches` batches of this rank. Skipped batches of a map-style
+    dataset are not fetched. Skipped batches of a stream are fetched and dropped. After `load_state`
+    has restored the same position, the call has no effect.
+
+    Args:
+        loader: a prepared headrace loader, or another loader.
+        num_batches: number of batches to skip on this rank.
 
     Returns:
-        A headrace loader itself, whose `len()` is still that of the whole epoch.
+        The headrace loader. `len()` of the loader is still the number of batches of a whole epoch.
+        For another loader, the result of `accelerate.skip_first_batches`.
 
     Raises:
         ValueError: `load_state` has restored another position.
@@ -108,7 +119,7 @@ def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> An
 
 
 def _loaders(accelerator: accelerate.Accelerator) -> Iterator[tuple[str, PreparedLoader[Any]]]:
-    """The prepared loaders of an accelerator, and the names of their files."""
+    """Yield the prepared loaders of an accelerator, with file names."""
     for number, loader in enumerate(accelerator._dataloaders):
         if isinstance(loader, PreparedLoader):
             yield f"headrace_loader_{number}", loader
@@ -133,38 +144,36 @@ def _load(accelerator: accelerate.Accelerator, models: Any, folder: str) -> None
 
 
 class PreparedLoader(DataLoader[T_co]):
-    """A headrace loader that has been prepared for accelerate; made by `headrace.integrations.accelerate.prepare`.
+    """A headrace loader prepared for accelerate.
 
-    `Accelerator.prepare` returns it unchanged. accelerate has to know of a batch that it is the
-    last: therefore one more batch has been received when a batch is given out. `state_dict()` does
-    not count it.
+    `headrace.integrations.accelerate.prepare` creates prepared loaders, and `Accelerator.prepare`
+    leaves a prepared loader unchanged. accelerate needs to know the last batch of an epoch. So the
+    loader receives the following batch before giving out a batch. `state_dict()` does not count the
+    following batch.
 
     Attributes:
-        end_of_dataloader: whether the batch given out last is the last of its epoch.
-        remainder: number of samples of all ranks in the last step, without padding; 0 if it is
-            full, -1 if unknown.
-        total_batch_size: number of samples of all ranks at one step; None if a batch sampler
-            decides.
+        end_of_dataloader: whether the batch given out last is the last batch of the epoch.
+        remainder: number of samples of all ranks in the last step, without padding; 0 if the last
+            step is full, -1 if unknown.
+        total_batch_size: number of samples of all ranks in a step; None if a batch sampler decides.
     """
 
     _is_accelerate_prepared = True
-    use_stateful_dataloader = False  # accelerate would save one state for all ranks
+    use_stateful_dataloader = False  # accelerate would save a single state for all ranks
     end_of_dataloader = False
     remainder = -1
     total_batch_size: int | None
-    _rank: (
-        RankInfo  # the data-parallel one, which is that of `headrace.get_rank_info` in the loader
-    )
-    _draws_alike = False  # whether each rank draws all batches, by the generator of the first rank
-    _samples: int | None = (
-        None  # of an epoch of all ranks, where a batch sampler's last step may be cut
-    )
-    _takes_parts = (
-        False  # whether each batch is of all ranks, from which `_part_of_batch` takes one
-    )
-    _iteration: object = None  # the one begun last
-    _ahead = 0  # number of calls of `next()` that its position is ahead
-    _skipped = 0  # batches of a stream to be dropped by the next iteration
+    # The data-parallel rank; `headrace.get_rank_info` returns the same rank inside the loader.
+    _rank: RankInfo
+    # Whether each rank draws all batches, with the generator of the first rank.
+    _draws_alike = False
+    # Number of samples of all ranks in an epoch, if accelerate may cut a batch sampler's last step.
+    _samples: int | None = None
+    # Whether batches are of all ranks, and `_part_of_batch` takes the part of this rank.
+    _takes_parts = False
+    _iteration: object = None  # the iteration begun last
+    _ahead = 0  # number of `next()` calls after the batch given out last
+    _skipped = 0  # number of batches of a stream for the next iteration to drop
 
     @property
     def total_dataset_length(self) -> int:
@@ -172,7 +181,7 @@ class PreparedLoader(DataLoader[T_co]):
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
-        """Begin the next epoch, or continue the restored one."""
+        """Begin the next epoch, or continue the restored epoch."""
         if self._draws_alike:
             synchronize_rng_states(["generator"], self.generator)
         pending = self._control.pending
@@ -197,7 +206,7 @@ class PreparedLoader(DataLoader[T_co]):
     def _one_ahead(
         self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
     ) -> Iterator[Any]:
-        """The batches, each after the next one was received."""
+        """Yield each batch after receiving the following batch."""
         state, control = GradientState(), self._control
         state._add_dataloader(self)
         self.end_of_dataloader, self.remainder = False, remainder
@@ -213,7 +222,7 @@ class PreparedLoader(DataLoader[T_co]):
                 try:
                     with self._as_rank():
                         following = next(batches, _END)
-                except Exception as raised:  # in the turn of the batch that it is raised for
+                except Exception as raised:  # raised below, in the turn of the failed batch
                     error = raised
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
@@ -232,21 +241,30 @@ class PreparedLoader(DataLoader[T_co]):
             state._remove_dataloader(self)
 
     def state_dict(self, lag: int = 0) -> dict[str, Any]:
-        """As `DataLoader.state_dict`: the position after the last batch that was given out."""
+        """Return the position after the batch given out last.
+
+        See `headrace.DataLoader.state_dict`.
+        """
         return super().state_dict(lag + self._ahead)
 
     def skip(self, batches: int) -> None:
-        """Let the next iteration begin after a number of batches; see `skip_first_batches`.
+        """Let the next iteration begin after a number of batches.
+
+        See `skip_first_batches`.
+
+        Args:
+            batches: number of batches to skip on this rank.
 
         Raises:
-            ValueError: a restored position is another one.
+            ValueError: a restored position differs from `batches`.
         """
         pending = self._control.pending
         if pending is not None and not (pending.over and batches == 0):
             if pending.steps != batches:
                 restored = f"after {pending.steps} batches of epoch {pending.epoch}"
                 raise ValueError(
-                    f"skip_first_batches(loader, {batches}) of a loader that was restored {restored}"
+                    f"skip_first_batches(loader, {batches}) of a loader "
+                    f"that was restored {restored}"
                 )
             return
         self._control.skip_rest()
@@ -265,14 +283,20 @@ class PreparedLoader(DataLoader[T_co]):
 def _part_of_batch(
     collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]
 ) -> Any:
-    """The number of samples in a batch of all ranks, and one rank's part, collated; of one not full some repeat."""
+    """Collate a rank's part of a batch.
+
+    Returns:
+        The number of samples in the batch of all ranks, and the collated part of the rank. Samples
+        of an incomplete batch repeat to fill the part.
+    """
     return len(samples), collate_fn([samples[number % len(samples)] for number in numbers])
 
 
 def _refuse() -> NoReturn:
     raise RuntimeError(
-        "a plain torch DataLoader was rebuilt from a prepared headrace loader, without headrace's engine. Use "
-        "accelerator.skip_first_batches(loader, n), or skip_first_batches of headrace.integrations.accelerate."
+        "a plain torch DataLoader was rebuilt from a prepared headrace loader, "
+        "without headrace's engine. Use accelerator.skip_first_batches(loader, n), "
+        "or skip_first_batches of headrace.integrations.accelerate."
     )
 
 
@@ -283,9 +307,11 @@ def _divided(
     *,
     takes_parts: bool = False,
 ) -> PreparedLoader[Any]:
-    """A copy of a loader which gives this rank's part, on its device; a prepared one itself.
+    """Return a prepared copy of a loader.
 
-    With `takes_parts` every rank reads the batches of all ranks, and collates its part of each.
+    The copy gives this rank's batches, on this rank's device. A prepared loader is returned
+    unchanged. With `takes_parts`, every rank reads the batches of all ranks, and collates a part of
+    each batch.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -309,7 +335,8 @@ def _divide(
     loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool
 ) -> None:
     rank = _data_parallel_rank(accelerator)
-    ranks, attributes = rank.world_size, loader.__dict__  # past torch's freeze
+    # Torch forbids to set samplers after `__init__`, so set `__dict__`.
+    ranks, attributes = rank.world_size, loader.__dict__
     stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
     if seed is None:
         seed = accelerator.dataloader_config.data_seed or 0
@@ -328,16 +355,16 @@ def _divide(
         size //= ranks
     total = None if size is None else size * ranks
     attributes.update(_rank=rank, total_batch_size=total, _takes_parts=takes_parts)
-    attributes.update(gradient_state=GradientState())  # accelerate's loaders have it
+    attributes.update(gradient_state=GradientState())  # as in accelerate's loaders
     collate: Any = loader.collate_fn
     if takes_parts:
         numbers = range(rank.rank * size, (rank.rank + 1) * size)
         collate = functools.partial(_part_of_batch, getattr(collate, "collate", collate), numbers)
-    loader.collate_fn = collate  # now one that refuses to collate for a loader that is rebuilt
+    loader.collate_fn = collate  # becomes a function that refuses to run in a rebuilt loader
     own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
     if takes_parts:
         return
-    if stream or own is not None:  # the ranks have different samples already
+    if stream or own is not None:  # the stream or sampler already divides samples among ranks
         _check_ranks(loader, own, rank)
         if plain:
             batches = BatchSampler(sampler, size, batches.drop_last)
@@ -358,7 +385,7 @@ def _divide(
             attributes.update(
                 batch_size=size, batch_sampler=BatchwiseBatches(dealt, size, drop_last)
             )
-    else:  # each rank draws all batches, and takes its own
+    else:  # each rank draws all batches, and takes the batches of this rank
         if not getattr(batches, "drop_last", False) and hasattr(sampler, "__len__"):
             loader._samples = len(sampler)
         if ranks == 1:
@@ -376,7 +403,10 @@ def _divide(
 
 
 def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
-    """The rank among those that get different batches: ranks of tensor and context parallelism share theirs."""
+    """Return the data-parallel rank.
+
+    Ranks of tensor and context parallelism share batches, and so share a data-parallel rank.
+    """
     mesh: Any = accelerator._prepare_device_mesh()
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     shared = sizes.get("tp", 1) * sizes.get("cp", 1)
@@ -388,25 +418,30 @@ def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
 def _check_ranks(
     loader: PreparedLoader[Any], sampler: DistributedSampler[Any] | None, rank: RankInfo
 ) -> None:
-    """Raise `ValueError` unless the sampler, or without one the stream, gives this rank a part of its own."""
+    """Check that the sampler or the stream divides samples among ranks.
+
+    Raises:
+        ValueError: this rank would get the samples of other ranks.
+    """
     if sampler is not None:
         with provided_rank(rank):
             given = sampler.rank, sampler.num_replicas
         if given != (rank.rank, rank.world_size):
             raise ValueError(
-                f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, and this is rank {rank.rank} of "
-                f"{rank.world_size}: leave it out, since prepare() divides the dataset"
+                f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, "
+                f"and this is rank {rank.rank} of {rank.world_size}: "
+                "leave it out, since prepare() divides the dataset"
             )
         return
     stream, _ = unwrap(without_adapter(loader.dataset))
+    # Streams of Hugging Face datasets have an attribute `_distributed`.
     of_library = (
         isinstance(stream, IterableDatasetShard)
         or getattr(stream, "_distributed", None) is not None
     )
-    if (
-        rank.world_size > 1 and not of_library and not splits_by_rank(stream)
-    ):  # `_distributed`: of Hugging Face's
+    if rank.world_size > 1 and not of_library and not splits_by_rank(stream):
         raise ValueError(
-            f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: use its .split(), or "
-            f"let it read its rank's part, by headrace.get_rank_info(), and declare this: splits_by_rank = True"
+            f"each of {rank.world_size} ranks would read all of {dataset_repr(loader.dataset)}: "
+            "use its .split(), or let it read its rank's part, by headrace.get_rank_info(), "
+            "and declare this: splits_by_rank = True"
         )

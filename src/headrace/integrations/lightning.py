@@ -1,10 +1,15 @@
-"""Lightning's Trainer: a callback that keeps the position of headrace loaders in checkpoints, and passes on the epoch.
+"""Integration with Lightning.
 
-Lightning finds it by its entry point, so that a program only imports headrace. The Trainer gives a
-number of the epoch to samplers alone, and only after `iter()`; it drops the states of loaders from
-a checkpoint saved at the end of an epoch; and of a loader of unknown length it holds a batch that
-it has not trained on. What it counts is read from the public attributes of its loops, and from the
-checkpoint.
+A callback keeps the position of headrace loaders in checkpoints, and gives the number of the epoch
+to the loaders. Lightning finds the callback by an entry point, so a program only imports headrace.
+
+The callback is needed for three reasons:
+
+- The Trainer gives the number of the epoch only to samplers, and only after `iter()`.
+- The Trainer drops the states of loaders from a checkpoint at the end of an epoch.
+- With a loader of unknown length, the Trainer holds a batch not yet trained on.
+
+The callback reads the Trainer's counts from public attributes of loops, and from the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,23 +37,31 @@ __all__ = ["callbacks", "pytorch_lightning_callbacks"]
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
-class _Positions:  # warns with its own line: programs often ignore the warnings of Lightning's
-    """The methods of the callback; a subclass is one of Lightning's `Callback` too."""
+# Warnings point to this module, because programs often ignore the warnings of Lightning's modules.
+class _Positions:
+    """Methods of the callback.
 
-    package: str  # Lightning's
-    trainer: Any = None  # while it runs
-    checkpoint: dict[str, Any] | None = None  # the one that is continued, until its epoch is over
-    # By training loader, the batches of its earlier iterations in this epoch, and the number of all
-    # batches that were to be trained on when the last of them began.
+    A subclass also inherits from Lightning's `Callback`.
+
+    Attributes:
+        package: name of the Lightning package.
+        trainer: the running Trainer, or None.
+        checkpoint: the continued checkpoint, until the end of the continued epoch.
+        begun: two numbers for each training loader: batches of earlier iterations in this epoch,
+            and Lightning's count of all ready batches at the start of the latest iteration.
+        before_step: states of loaders before the running step, if steps take batches themselves.
+        raised: amount by which Lightning's batch counts are too high until the first step. With
+            raised counts, Lightning finds the end of the epoch.
+    """
+
+    package: str
+    trainer: Any = None
+    checkpoint: dict[str, Any] | None = None
     begun: dict[Any, tuple[int, int]]
-    before_step: dict[
-        Any, LoaderState
-    ]  # the state before the step under way, if steps take batches themselves
-    # by how much Lightning's counts of steps are too high, until the first step, for it to find the
-    # end
+    before_step: dict[Any, LoaderState]
     raised = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:  # for the processes that Lightning spawns
+    def __reduce__(self) -> tuple[Any, ...]:  # Lightning pickles callbacks for spawned processes
         return _callback, (self.package,)
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -90,11 +103,13 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             ]
 
     def _position(self, loader: DataLoader[Any], trained: int | None = None) -> LoaderState:
-        """The state after the batches of the epoch that were trained on; without a number after all fetched ones."""
+        """Return the state after `trained` batches of the epoch.
+
+        Without `trained`, return the state after all fetched batches.
+        """
         control = loader._control
-        over = (
-            control.progress is not None and control.progress.over
-        )  # the call that ended it counts as one
+        # The call of `next()` that ended the epoch counts too.
+        over = control.progress is not None and control.progress.over
         state = control.states(loader, int(over))[0]
         untrained = (
             0
@@ -106,22 +121,28 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
     def _state(
         self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
     ) -> State:
-        """The state of all ranks: that which is `kept`, or the position."""
+        """Return the state of all ranks.
+
+        A state in `kept` replaces the position of the loader.
+        """
         control = loader._control
         if control.resumed:
             return states_to_dict(control.resumed)
         state = kept.get(loader) or self._position(loader, trained)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        # During the handling of an error, other ranks do not take part in a collective call.
         if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
-            return states_to_dict(
-                (state,)
-            )  # while an error is handled, of this rank alone: the others do not call
+            return states_to_dict((state,))
         gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
         torch.distributed.all_gather_object(gathered, state, control.group)
         return states_to_dict(gathered)
 
     def begins(self, loader: DataLoader[Any]) -> bool:
-        """Let an iteration begin where the Trainer is; returns whether it must be given an empty one first."""
+        """Let an iteration begin at the Trainer's position.
+
+        Returns:
+            Whether the Trainer needs an empty iteration first.
+        """
         trainer, control = self.trainer, loader._control
         if not (trainer.training and loader in tree_flatten(trainer.train_dataloader)[0]):
             evaluated = (
@@ -143,14 +164,17 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
         if control.progress is None and not control.next_epoch:
             control.set_epoch(loader, trainer.current_epoch)
-        elif (
-            ready == ready_before and not over
-        ):  # Lightning calls `iter()` again, and has not trained since
+        # Lightning calls `iter()` again without training in between: stay in the epoch.
+        elif ready == ready_before and not over:
             control.set_epoch(loader, control.next_epoch - 1)
         return False
 
     def _continue(self, loader: DataLoader[Any], saved: dict[str, Any]) -> bool:
-        """Let an iteration begin after the batches that a checkpoint was saved after."""
+        """Let an iteration begin at the position of a checkpoint.
+
+        Returns:
+            Whether the Trainer needs an empty iteration first.
+        """
         trainer, control = self.trainer, loader._control
         epoch, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
         ended = _steps(epoch["current"])[:2] == (0, 0)
@@ -163,14 +187,19 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
         )
         if pairs and not control.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
-        if pairs and _steps_take_batches(trainer):  # the longest loader has not begun again
+        # The longest loader has not restarted in this epoch, so the longest loader has the number
+        # of batches.
+        if pairs and _steps_take_batches(trainer):
             known = [
                 states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)
             ]
             trained = max(state.steps for state in known)
         if not control.resumed:
             if trained and not (states or counted or ended):
-                after = f"the checkpoint was saved after batch {trained} of an epoch, and has no state of this loader"
+                after = (
+                    f"the checkpoint was saved after batch {trained} of an epoch, "
+                    "and has no state of this loader"
+                )
                 warnings.warn(
                     f"{after}: its first samples come again, its last ones do not",
                     UserWarning,
@@ -178,18 +207,21 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
                 )
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
-        if counted or ended:  # nothing more of it is to be read
+        if counted or ended:  # no batch of the saved epoch is left to read
             control.resumed = tuple(each._replace(over=True) for each in control.resumed)
         with control.ranked() as rank:
             left, more = control.batches_left(loader, rank), trained - steps
-            self.raised += 0 if counted or ended else more  # the next epoch counts anew
+            self.raised += 0 if counted or ended else more  # counts restart in the next epoch
             if left is not None and (others := len(loader) - left - trained):
-                # On other ranks, or in other batches. Lightning ends an epoch that it continues by
-                # these numbers.
+                # The number of ranks or the batch size changed. Lightning ends a continued epoch by
+                # the count of batches.
                 if len(tree_flatten(trainer.train_dataloader)[0]) == 1:
                     more += others
                 elif (ranks := control.resumed[0].ranks) != rank.world_size:
-                    counts = f"With several loaders, not on {ranks} ranks as before, Lightning's count is wrong"
+                    counts = (
+                        f"With several loaders, not on {ranks} ranks as before, "
+                        "Lightning's count is wrong"
+                    )
                     warnings.warn(
                         f"{counts}: this epoch may end too early or too late",
                         UserWarning,
@@ -202,8 +234,8 @@ class _Positions:  # warns with its own line: programs often ignore the warnings
                 each.update((name, each[name] + more) for name in _COUNTS)
             if counted or (ended and trainer.max_steps == -1):
                 list(control.begin(BatchIterator, loader, rank, late_epoch=True))
-        # Several loaders end an epoch when each has ended once, and Lightning does not save which
-        # of them have.
+        # With several loaders, an epoch ends after each loader has ended once. Lightning does not
+        # save which loaders have ended.
         return left != 0 and any(
             state.steps < trained and not state.over for state in control.resumed
         )
@@ -217,17 +249,27 @@ def _stateful(loaders: Any) -> list[Any]:
 
 
 def _steps_take_batches(trainer: Any) -> bool:
-    """Whether a training step is given the iterator, of which it takes any number of batches."""
+    """Whether training steps take batches from an iterator themselves."""
     return "dataloader_iter" in signature_of(trainer.lightning_module.training_step).parameters
 
 
 def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:
-    """Ready and not started, started and not processed, processed and not completed."""
+    """Return numbers of batches between the counts of Lightning.
+
+    The numbers are: ready and not started, started and not processed, processed and not completed.
+    """
     return tuple(counts[before] - counts[after] for before, after in itertools.pairwise(_COUNTS))
 
 
 def callbacks(package: str = "lightning.pytorch") -> list[Any]:
-    """The callback for a package of Lightning's: its entry point."""
+    """Return the callback for Lightning's entry point.
+
+    Args:
+        package: name of the Lightning package.
+
+    Returns:
+        A list with the callback.
+    """
     return [_callback(package)]
 
 

@@ -1,4 +1,4 @@
-"""Ray Train: loaders in the workers of a `ray.train.torch.TorchTrainer`."""
+"""Integration with Ray Train."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ __all__ = ["prepare_data_loader"]
 def prepare_data_loader(
     loader: DataLoader[Any], add_dist_sampler: bool = True, move_to_device: bool = True
 ) -> DataLoader[Any]:
-    """Prepare a loader in a worker's training function, in place of `ray.train.torch.prepare_data_loader`.
+    """Prepare a loader in the training function of a Ray worker.
 
-    Ray's function makes a plain torch loader, without headrace's engine. This one returns a
-    headrace loader: `loader` itself, or a copy with ``sampler=ElasticSampler(dataset)``, with the
-    loader's `seed` (0 without) and shuffled as it is, and ``device=ray.train.torch.get_device()``.
-    Streams divide themselves. `set_epoch` need not be called.
+    Call this function in place of `ray.train.torch.prepare_data_loader`. Ray's function would make
+    a plain torch loader, without headrace's engine. This function returns `loader` itself, or a
+    copy of `loader` with ``sampler=ElasticSampler(dataset)`` and
+    ``device=ray.train.torch.get_device()``. The sampler shuffles if `loader` does, with the
+    loader's `seed` (0 without a seed). Streams divide samples without a sampler. Calls of
+    `set_epoch` are not needed.
 
     Args:
         loader: a headrace loader, not iterated over yet.
-        add_dist_sampler: whether a sampler for several workers is added.
-        move_to_device: whether batches are copied to the worker's device.
+        add_dist_sampler: whether to add a sampler for several workers.
+        move_to_device: whether to copy batches to the worker's device.
 
     Returns:
-        The loader to iterate over, and whose state is saved.
+        The loader to iterate over. Save the state of this loader.
 
     Raises:
-        TypeError: `loader` is of another class.
-        ValueError: the loader's sampler cannot be divided among the workers.
+        TypeError: `loader` is not a headrace loader.
+        ValueError: the order of the loader's sampler cannot be divided among the workers.
 
     Example:
-        >>> def train(config):                                                            # doctest: +SKIP
+        >>> def train(config):                                                 # doctest: +SKIP
         ...     loader = hr.DataLoader(dataset, 32, shuffle=True, seed=0)
         ...     loader = headrace.integrations.ray.prepare_data_loader(loader)
-        >>> TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)).fit()        # doctest: +SKIP
+        >>> scaling = ScalingConfig(num_workers=2)                             # doctest: +SKIP
+        >>> TorchTrainer(train, scaling_config=scaling).fit()                  # doctest: +SKIP
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"expected a headrace.DataLoader, but got a {type(loader).__name__}")
@@ -52,7 +55,7 @@ def prepare_data_loader(
     placed = copied(loader, device)
     if sampler is None:
         return loader if placed._control.spec.device == loader._control.spec.device else placed
-    attributes = placed.__dict__  # past torch's freeze
+    attributes = placed.__dict__  # torch forbids to set samplers after `__init__`
     attributes["sampler"] = sampler
     if loader.batch_size is not None:
         attributes["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
@@ -60,9 +63,12 @@ def prepare_data_loader(
 
 
 def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | None:
-    """The sampler with which any number of ranks can read a loader's order; None if it needs none."""
+    """Return an elastic sampler for the loader's order, or None.
+
+    None if the loader needs no other sampler.
+    """
     if loader._control.spec.kind.is_iterable:
-        return None  # which warns at `iter()` if it is not split
+        return None  # a stream without a split warns at `iter()`
     order: Any = loader.sampler
     if loader.batch_size is None and loader.batch_sampler is not None:
         order = loader.batch_sampler
@@ -73,7 +79,8 @@ def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | No
     if ranks == 1:
         return None
     raise ValueError(
-        f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: the order of {type(order).__name__} "
-        f"cannot be divided among them. Give the loader a sampler that divides its order, as headrace.ElasticSampler; "
-        f"or add_dist_sampler=False, if each rank has an order of its own."
+        f"each of {ranks} ranks would read all of {dataset_repr(loader.dataset)}: "
+        f"the order of {type(order).__name__} cannot be divided among them. Give the loader a "
+        "sampler that divides its order, as headrace.ElasticSampler; or add_dist_sampler=False, "
+        "if each rank has an order of its own."
     )

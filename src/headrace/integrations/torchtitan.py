@@ -1,4 +1,7 @@
-"""torchtitan: a headrace loader as the `dataloader` of a `Trainer`. torchtitan itself is not imported."""
+"""Integration with torchtitan.
+
+The module does not import torchtitan.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ __all__ = ["HeadraceDataLoader"]
 
 
 class HeadraceDataLoader:
-    """The methods of torchtitan's `BaseDataLoader`, for a headrace loader.
+    """A headrace loader as a torchtitan `BaseDataLoader`.
 
-    A dataloader of yours is a subclass of both; this one first. Its one iterator goes through the
-    epochs of the loader. A batch has to be what torchtitan's trainer takes: a dict of inputs, and
-    labels, from your `collate_fn`.
+    Write a subclass of `HeadraceDataLoader` and `BaseDataLoader`, in this order. A single iterator
+    goes through all epochs of the loader. Your `collate_fn` makes a batch as torchtitan's trainer
+    expects: a dict of inputs, and the labels.
 
-    Any number of data-parallel ranks can continue a map-style dataset whose position is the same on
-    all (`ElasticSampler`, `BlockShuffleSampler`, in order). Otherwise there must be as many as
-    before.
+    Any number of data-parallel ranks can continue a map-style dataset, if the position is equal on
+    all ranks (`ElasticSampler`, `BlockShuffleSampler`, or in order). Otherwise, the number of
+    data-parallel ranks must stay the same.
 
     Args:
-        loader: the loader, which gives this data-parallel rank its part.
-        dp_rank: the data-parallel rank, as torchtitan passes it.
+        loader: the loader. The loader gives this data-parallel rank its own samples.
+        dp_rank: the data-parallel rank from torchtitan.
         dp_world_size: number of data-parallel ranks.
         epochs: number of epochs; None for no end.
 
@@ -33,8 +36,8 @@ class HeadraceDataLoader:
         loader: the loader.
 
     Example:
-        >>> from torchtitan.components.dataloader import BaseDataLoader                 # doctest: +SKIP
-        >>> class Tokens(HeadraceDataLoader, BaseDataLoader):                           # doctest: +SKIP
+        >>> from torchtitan.components.dataloader import BaseDataLoader     # doctest: +SKIP
+        >>> class Tokens(HeadraceDataLoader, BaseDataLoader):               # doctest: +SKIP
         ...     @dataclass(kw_only=True, slots=True)
         ...     class Config(BaseDataLoader.Config):
         ...         url: str
@@ -42,7 +45,9 @@ class HeadraceDataLoader:
         ...     def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **options):
         ...         dataset = hr.TokenDataset(config.url, seq_len=8192)
         ...         sampler = hr.ElasticSampler(dataset, rank=dp_rank, world_size=dp_world_size)
-        ...         loader = hr.DataLoader(dataset, local_batch_size, sampler=sampler, collate_fn=inputs_and_labels)
+        ...         loader = hr.DataLoader(
+        ...             dataset, local_batch_size, sampler=sampler, collate_fn=inputs_and_labels
+        ...         )
         ...         super().__init__(loader, dp_rank=dp_rank, dp_world_size=dp_world_size)
     """
 
@@ -61,7 +66,7 @@ class HeadraceDataLoader:
         self._restored = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epochs that are left.
+        """Yield the batches of all remaining epochs.
 
         Raises:
             ValueError: an epoch has no batch.
@@ -77,23 +82,32 @@ class HeadraceDataLoader:
                 yield batch
             if empty and not may_be_over:
                 raise ValueError(
-                    f"an epoch has no batch on data-parallel rank {self._dp_rank} of {self._dp_world_size}, so that "
-                    f"training would wait for ever: {dataset_repr(self.loader.dataset)}"
+                    f"an epoch has no batch on data-parallel rank {self._dp_rank} of "
+                    f"{self._dp_world_size}, so that training would wait for ever: "
+                    f"{dataset_repr(self.loader.dataset)}"
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch; see `headrace.DataLoader.state_dict`."""
+        """Return the position after the last batch.
+
+        See `headrace.DataLoader.state_dict`.
+        """
         state = self.loader.state_dict()
         if not self.loader._control.is_of_rank(self.loader):
             return state
         return {self._key(): state, "dp_world_size": self._dp_world_size}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue after a saved position; an empty state is ignored, as torchtitan expects.
+        """Continue from a saved position.
+
+        An empty state has no effect, as torchtitan expects.
+
+        Args:
+            state_dict: a result of `state_dict`.
 
         Raises:
-            StateError: the state does not fit the loader, or the number of data-parallel ranks, or
-                it was saved by another dataloader of torchtitan.
+            StateError: the state does not fit the loader or the number of data-parallel ranks, or
+                another torchtitan dataloader saved the state.
         """
         if not state_dict:
             return
@@ -102,9 +116,11 @@ class HeadraceDataLoader:
             saved = state_dict.get("dp_world_size")
             if saved != self._dp_world_size:
                 raise StateError(
-                    f"the state was saved by {saved} data-parallel ranks, and there are {self._dp_world_size} now: "
-                    f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. Use as many as before; or "
-                    f"shards with an index, which any number of ranks can continue"
+                    f"the state was saved by {saved} data-parallel ranks, and there are "
+                    f"{self._dp_world_size} now: "
+                    f"each rank of {dataset_repr(self.loader.dataset)} reads other samples. "
+                    "Use as many as before; or shards with an index, which any number of ranks "
+                    "can continue"
                 )
             state = state_dict[self._key()]
         self.loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Hugging Face's `transformers.Trainer` with headrace's loaders."""
+"""Integration with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -33,41 +33,44 @@ if is_datasets_available():
 
 __all__ = ["Trainer"]
 
-_NAME = "headrace_loader"  # of the files in a checkpoint
+_NAME = "headrace_loader"  # beginning of the names of files in a checkpoint
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` whose loaders are headrace's.
+    """A `transformers.Trainer` with headrace loaders.
 
-    A checkpoint has the loader's state (`headrace_loader_rank_0.pth`, and so on), and
-    ``resume_from_checkpoint`` continues after the batch it was saved at, without reading those
-    before.
+    Checkpoints include the state of the training loader (`headrace_loader_rank_0.pth`, and so on).
+    ``resume_from_checkpoint`` continues after the last batch of the checkpoint, and does not read
+    earlier batches again.
 
-    The order is that of a `headrace.ElasticSampler` with ``data_seed``, or else ``seed``.
-    ``train_sampling_strategy`` and samplers of your own (`_get_train_sampler`) are honoured. For
-    other trainers put this class first: ``class MyTrainer(Trainer, transformers.Seq2SeqTrainer)``.
-    To make a loader yourself, override `get_train_dataloader`; it must give each rank its part, and
-    is saved and restored too.
+    The order is the order of a `headrace.ElasticSampler` with ``data_seed``, or else with ``seed``.
+    The trainer respects ``train_sampling_strategy`` and your own samplers (`_get_train_sampler`).
+    For another trainer, put this class first:
+    ``class MyTrainer(Trainer, transformers.Seq2SeqTrainer)``. To make a loader of your own,
+    override `get_train_dataloader`. Your loader must divide the samples among the ranks. The state
+    of your loader is saved and restored too.
 
     Args:
-        args: as of `transformers.Trainer`.
-        loader_options: headrace's own options of each loader (``transform``, ``concurrency``,
-            ``placement``, ...). A dataset's `map` takes functions for this dataset alone.
-        kwargs: as of `transformers.Trainer`.
+        args: as for `transformers.Trainer`.
+        loader_options: headrace's own options for each loader (``transform``, ``concurrency``,
+            ``placement``, ...). For functions on a single dataset, use the dataset's `map`.
+        kwargs: as for `transformers.Trainer`.
 
     Raises:
-        NotImplementedError: this version of transformers lacks a method that is overridden here.
-        ValueError: the training arguments have an option with which headrace's loaders cannot be
-            used.
+        NotImplementedError: the installed version of transformers lacks a method to override.
+        ValueError: headrace loaders do not support an option of the training arguments.
 
     Example:
-        >>> trainer = Trainer(                                                            # doctest: +SKIP
+        >>> arguments = transformers.TrainingArguments(                        # doctest: +SKIP
+        ...     "out", per_device_train_batch_size=32, dataloader_num_workers=4
+        ... )
+        >>> trainer = Trainer(                                                 # doctest: +SKIP
         ...     model,
-        ...     transformers.TrainingArguments("out", per_device_train_batch_size=32, dataloader_num_workers=4),
+        ...     arguments,
         ...     train_dataset=hr.ObjectDataset("s3://bucket/images/"),
         ...     loader_options={"transform": decode},
         ... )
-        >>> trainer.train(resume_from_checkpoint=True)                                    # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=True)                         # doctest: +SKIP
     """
 
     def __init__(
@@ -86,7 +89,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
         self._resumed: tuple[int, int, int, int] | None = None
-        """The epoch that is continued, its batches before (of whole steps), and its batches and steps in all."""
+        """Numbers of the continued epoch, or None.
+
+        Number of the epoch, number of earlier batches (in whole steps), and total numbers of
+        batches and of steps.
+        """
         super().__init__(*args, **kwargs)
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
@@ -95,7 +102,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
             raise ValueError(
-                f"tensor, context or sequence parallelism of {size} ranks, which need the same batches"
+                f"tensor, context or sequence parallelism of {size} ranks, "
+                "which need the same batches"
             )
 
     def _get_dataloader(
@@ -130,7 +138,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             order["batch_size"] = of_rank * ranks
         elif not stream:
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
-            # Of batches, and divides itself.
+            # A BatchRebalanceSampler draws batches, and divides batches among ranks.
             rebalances = isinstance(sampler, BatchRebalanceSampler)
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
@@ -158,7 +166,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loader
 
     def _part_of_rank(self, dataset: Any, batch_size: int) -> Any:
-        """The part of a torch stream: of Hugging Face's by its own function, of others as accelerate divides them."""
+        """Return this rank's part of a torch stream.
+
+        Hugging Face's function divides Hugging Face datasets. Other streams are divided as in
+        accelerate.
+        """
         rank, ranks = self.args.process_index, self.args.world_size
         if kind_of(dataset) is not DatasetKind.ITERABLE or ranks == 1:
             return dataset
@@ -175,10 +187,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As `transformers.Trainer.train`; loaders are closed at its end.
+        """Train, and close the training loader at the end.
+
+        Arguments and result are as for `transformers.Trainer.train`.
 
         Raises:
-            StateError: the checkpoint has no state of the loader, or one that does not fit.
+            StateError: the checkpoint has no state of the loader, or the state does not fit.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -194,7 +208,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 loader.close()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As `transformers.Trainer`'s; restores the loader, whose position decides how many steps are left."""
+        """Return the numbers of epochs and steps, and restore the loader.
+
+        Overrides the method of `transformers.Trainer`. The position of the loader decides the
+        number of remaining steps.
+        """
         values = super().set_initial_training_values(args, dataloader)
         self._resumed = None
         if not isinstance(dataloader, DataLoader):
@@ -202,9 +220,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if args.world_size > 1 and not isinstance(dataloader, PreparedLoader):
             whole = isinstance(dataloader.sampler, SequentialSampler | RandomSampler)
             if whole and type(dataloader.batch_sampler) in (BatchSampler, type(None)):
-                raise ValueError(  # of a stream, the loader warns at `iter()`
-                    f"each rank would train on all of {dataset_repr(dataloader.dataset)}: give the loader of "
-                    f"get_train_dataloader sampler=headrace.ElasticSampler(dataset, seed=...)"
+                raise ValueError(  # for a stream, the loader warns at `iter()`
+                    f"each rank would train on all of {dataset_repr(dataloader.dataset)}: "
+                    "give the loader of get_train_dataloader "
+                    "sampler=headrace.ElasticSampler(dataset, seed=...)"
                 )
         if self._checkpoint is None or args.ignore_data_skip:
             return values
@@ -215,10 +234,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         try:
             saved = load_state(self._checkpoint, _NAME, rank)
             if saved is None:
-                if step % steps_per_epoch == 0:  # between two epochs, there is nothing to continue
+                if step % steps_per_epoch == 0:  # no epoch to continue between two epochs
                     return values
                 raise StateError(
-                    "the checkpoint has no state of the loader: another Trainer saved it, or without one"
+                    "the checkpoint has no state of the loader: "
+                    "another Trainer saved it, or without one"
                 )
             state = LoaderState.from_dict(saved)
             if (
@@ -226,7 +246,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 and state.ranks != args.world_size
             ):
                 raise StateError(
-                    f"a torch stream of {state.ranks} ranks cannot be divided among {args.world_size}"
+                    f"a torch stream of {state.ranks} ranks "
+                    f"cannot be divided among {args.world_size}"
                 )
             if not sized and state.steps % accumulation:
                 steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
@@ -234,7 +255,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             dataloader.load_state_dict(saved)
         except StateError as error:
             error.add_note(
-                "With TrainingArguments(ignore_data_skip=True) the epoch begins anew, with samples repeated."
+                "With TrainingArguments(ignore_data_skip=True) the epoch begins anew, "
+                "with samples repeated."
             )
             raise
         left = dataloader._control.batches_left(dataloader, rank) if sized else None
@@ -245,17 +267,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
         before = steps_before * accumulation
         self._resumed = epoch, before, before + left, steps_before + steps_left
-        done = (epoch + 1) * steps_per_epoch - steps_left  # in the present numbers
+        done = (epoch + 1) * steps_per_epoch - steps_left  # in steps of the present size
         if step == done or not sized:
             return values
-        # Other ranks, batches or accumulation than before: steps are counted anew from here.
+        # The number of ranks, the batch size or the accumulation changed: count steps anew.
         if args.max_steps > 0:
             epochs = math.ceil((done + args.max_steps - step) / steps_per_epoch)
         else:
             last_step = step + max(math.ceil(args.num_train_epochs * steps_per_epoch) - done, 0)
         warnings.warn(
-            f"saved with other numbers of ranks, samples in a batch or batches in a step. Of epoch {epoch}, {left} of "
-            f"{batches} batches are left for each rank. Training ends after step {last_step}",
+            "saved with other numbers of ranks, samples in a batch or batches in a step. "
+            f"Of epoch {epoch}, {left} of {batches} batches are left for each rank. "
+            f"Training ends after step {last_step}",
             UserWarning,
             stacklevel=2,
         )
@@ -271,10 +294,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if resumed is not None:
             epoch, before, batches, steps = resumed
             arguments.update(steps_in_epoch=batches, num_update_steps_per_epoch=steps)
-            loader.set_epoch(
-                epoch
-            )  # which streams of Hugging Face need, also before a restored epoch
-            if before:  # which accelerate.skip_first_batches drops
+            # Streams of Hugging Face need the number, also before a restored epoch.
+            loader.set_epoch(epoch)
+            if before:  # accelerate.skip_first_batches drops the placeholders of earlier batches
                 rest = _Rest(loader, before)
                 arguments["train_dataloader"] = torch.utils.data.DataLoader(
                     rest,
@@ -285,7 +307,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super()._run_epoch(**arguments)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `transformers.Trainer`'s; into a checkpoint, also the loader's state."""
+        """Save the model, and in a checkpoint also the loader's state.
+
+        Overrides the method of `transformers.Trainer`.
+        """
         super().save_model(output_dir, _internal_call)
         loader = self.callback_handler.train_dataloader
         in_checkpoint = _internal_call and self.is_in_train and not self.args.save_only_model
@@ -293,14 +318,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             save_state(loader.state_dict(), output_dir, _NAME, self.args.process_index)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer`'s, with each sample once, over all ranks."""
+        """Evaluate each sample once, over all ranks.
+
+        Overrides the method of `transformers.Trainer`.
+        """
         if not isinstance(dataloader, DataLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         if self.args.world_size > 1 and dataloader._control.spec.options["on_error"] != "raise":
             raise ValueError(
-                "on_error= must be 'raise' in evaluation by several ranks: results are gathered by batch"
+                "on_error= must be 'raise' in evaluation by several ranks: "
+                "results are gathered by batch"
             )
-        loader = _divided(self.accelerator, dataloader)  # one of the user's is prepared here
+        loader = _divided(self.accelerator, dataloader)  # prepares a loader made by the user
         try:
             return super().evaluation_loop(loader, *args, **kwargs)
         finally:
@@ -308,7 +337,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class _Rest(IterableDataset[Any]):
-    """The rest of a loader's epoch, after nothing in place of each batch before, which is to be dropped."""
+    """The rest of a loader's epoch, after placeholders.
+
+    A None stands for each earlier batch. The trainer drops the placeholders.
+    """
 
     def __init__(self, loader: DataLoader[Any], before: int) -> None:
         self._loader = loader

@@ -1,3 +1,3 @@
-"""What the loader counts and measures: reports, and an exporter of metrics, `headrace.telemetry.prometheus`."""
+"""Reports and metrics of loaders; `headrace.telemetry.prometheus` exports metrics."""
 
 from headrace.telemetry.exporters import prometheus as prometheus

@@ -1,4 +1,7 @@
-"""The counts of a loader and its last batches: the source of `stats()`, reports, traces and exporters."""
+"""Counts of a loader, and records of the last batches.
+
+The source of `stats()`, reports, traces and exporters.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,30 @@ from headrace._core.failure import Failure
 
 __all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "counters_of"]
 
-KEPT = 4096  # batches
-SKIPS = 100  # of which a record is kept
+KEPT = 4096  # records of the last batches kept by a loader
+SKIPS = 100  # records of the last skipped samples kept by a loader
 
 
 class BatchRecord(NamedTuple):
-    """A batch that `next()` returned; times are in seconds of `time.perf_counter`."""
+    """A batch returned by `next()`.
+
+    Times are in seconds of `time.perf_counter`.
+    """
 
     iteration: int  # number of the loader's iteration, from 1
     number: int  # of the batch, in its epoch
     size: int  # number of samples
-    planned: float  # when it was sampled
-    times: StageTimes  # when it passed the stages of the engine
-    called: float  # when `next()` was called
-    taken: float  # when the batch was there
-    refilled: float  # when the next plans had been sampled and sent
-    returned: float  # when `next()` returned it
-    ready: int  # number of batches that were ready after it was taken
-    requests: RequestCounts | None  # to stores, since the batch before it
+    planned: float  # time when the batch was sampled
+    times: StageTimes  # times of the engine's stages
+    called: float  # time when `next()` was called
+    taken: float  # time when the batch was available
+    refilled: float  # time when the next plans had been sampled and sent
+    returned: float  # time when `next()` returned the batch
+    ready: int  # number of ready batches after this batch was taken
+    requests: RequestCounts | None  # requests to stores, since the batch before
     cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
-    fetches: FetchTimes | None = (
-        None  # single fetches since then; measured only while a trace is written
-    )
+    # Single fetches since the batch before. Measured only while a trace is written.
+    fetches: FetchTimes | None = None
 
 
 Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
@@ -42,27 +47,27 @@ Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """A loader's counts since it was made, over all its epochs.
+    """Counts of a loader since its creation, over all epochs.
 
     Attributes:
         epochs: iterations begun.
         batches: batches delivered.
         samples: samples delivered.
-        skipped_samples: samples left out by ``on_error="skip"``, with those of the rest of each
-            shard that ended early.
-        skipped: the last 100 failures that were skipped, oldest first; text alone, without
-            exceptions and samples.
-        lost_batches: batches skipped by ``on_error="skip"``, since all their samples were.
-        wait_seconds: seconds in `next()` or `anext()` for the batches delivered, as in
-            `Report.waited`; the first batch of each iteration included.
-        elapsed_seconds: from the first `iter()` to the last batch delivered.
-        placement: where fetching runs: ``"thread"``, ``"process"``, ``"ray"``; ``"inline"`` in the
-            caller's thread.
+        skipped_samples: samples left out by ``on_error="skip"``, including the remaining samples of
+            each shard that ended early.
+        skipped: the last 100 skipped failures, oldest first. Text alone, without exceptions and
+            samples.
+        lost_batches: batches skipped by ``on_error="skip"`` because all samples were skipped.
+        wait_seconds: seconds in `next()` or `anext()` for the delivered batches, as in
+            `Report.waited`, but including the first batch of each iteration.
+        elapsed_seconds: seconds from the first `iter()` to the last delivered batch.
+        placement: where fetching runs: ``"thread"``, ``"process"`` or ``"ray"``. ``"inline"`` is
+            the caller's thread.
         requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
-        discarded_batches: batches that were ready and not delivered, since the epoch had ended on
+        discarded_batches: ready batches that were not delivered because the epoch had ended on
             another rank, with ``coordinated=True``.
-        worker_deaths: worker processes that died, those included whose batch another worker has
-            made since; counted with the next batch that arrives.
+        worker_deaths: worker processes that died, including workers whose batch another worker has
+            made since. Counted with the next arriving batch.
     """
 
     epochs: int
@@ -80,18 +85,19 @@ class LoaderStats:
 
     @property
     def wait_share(self) -> float:
-        """The part of the elapsed time that the consumer spent waiting for data, from 0 to 1."""
+        """Share of the elapsed time spent waiting for data, from 0 to 1."""
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
 class Counters:
-    """The counts of one loader and its last batches, written on the consumer's thread by whichever iterator delivers.
+    """Counts of a loader, and records of the last batches.
 
-    Subscribers are given each batch of all loaders as it is delivered, on that thread. Attributes
-    that `LoaderStats` has too are described there. A copy of a loader has counts of its own.
+    The iterator that delivers a batch writes the counts, on the consumer's thread. Subscribers
+    receive each delivered batch of all loaders, on the same thread. `LoaderStats` describes the
+    attributes in both classes. A copy of a loader has counts of its own.
     """
 
-    # A dict changes in one step, in whichever thread.
+    # A dict changes atomically, in any thread.
     _subscribers: ClassVar[dict[Subscriber, None]] = {}
 
     def __init__(self, name: str = "loader") -> None:
@@ -99,20 +105,24 @@ class Counters:
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
         self.lost_batches = self.discarded_batches = self.worker_deaths = 0
-        self.nbytes = 0  # approximate size of the samples fetched
-        self.wait_seconds = self.fetch_seconds = 0.0  # `fetch_seconds`: of one fetch of each batch
+        self.nbytes = 0  # approximate size of the fetched samples
+        # `fetch_seconds` has the time of a single fetch of each batch.
+        self.wait_seconds = self.fetch_seconds = 0.0
         self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
         self._counted: RequestCounts | None = None
         self._began: float | None = None
-        self._ended = 0.0  # when the last batch was returned
-        self._kept: deque[BatchRecord] = deque(
-            maxlen=KEPT + 1
-        )  # with the one before those that `records` returns
+        self._ended = 0.0  # time when the last batch was returned
+        # One record more than `records` returns.
+        self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
 
     @property
     def last(self) -> BatchRecord:
-        """The last batch; `IndexError` before the first one."""
+        """Record of the last batch.
+
+        Raises:
+            IndexError: no batch has been delivered.
+        """
         return self._kept[-1]
 
     @property
@@ -127,7 +137,7 @@ class Counters:
             self._began = self._ended = time.perf_counter()
 
     def delivered(self, record: BatchRecord) -> None:
-        """Count a batch that `next()` returns."""
+        """Count a batch to be returned by `next()`."""
         self.batches += 1
         self.samples += record.size
         self.nbytes += record.times.nbytes
@@ -148,13 +158,16 @@ class Counters:
             self._add(host.requests)
 
     def _add(self, more: RequestCounts) -> None:
-        """Add the requests of a batch, once, though it may be skipped in part and delivered."""
+        """Add the requests of a batch once.
+
+        A batch may come twice: skipped in part, and delivered.
+        """
         if more is not self._counted:
             self._counted = more
             self.requests = self.requests + more
 
     def snapshot(self) -> LoaderStats:
-        """A frozen copy."""
+        """Return a frozen copy of the counts."""
         counts = {
             each.name: getattr(self, each.name)
             for each in fields(LoaderStats)
@@ -165,10 +178,10 @@ class Counters:
         return LoaderStats(**counts)
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
-        """The batches of the iteration begun last, at most so many (4,096).
+        """Return the last batches of the latest iteration, at most `last`.
 
-        The first of them has a wait of 0 s where it is not the first of its iteration, whose wait
-        is the start-up.
+        The wait of an iteration's first batch is the start-up. If the iteration's first batch is no
+        longer among the records, the first returned record has a wait of 0 s.
         """
         kept = list(self._kept)[-last - 1 :]
         found = [each for each in kept if each.iteration == kept[-1].iteration]
@@ -178,18 +191,26 @@ class Counters:
 
     @staticmethod
     def subscribe(subscriber: Subscriber) -> Callable[[], object]:
-        """Call `subscriber` with each batch of every loader from its next one on; returns what ends it."""
+        """Call `subscriber` with each future batch of every loader.
+
+        Returns a function that ends the subscription.
+        """
         Counters._subscribers[subscriber] = None
         return lambda: Counters._subscribers.pop(subscriber, None)
 
 
 def counters_of(loader: Any, function: str) -> Counters:
-    """The counters of a loader; `TypeError` if it is no `DataLoader`."""
+    """Return the counters of a loader.
+
+    Raises:
+        TypeError: `loader` is not a `DataLoader`.
+    """
     counters = getattr(getattr(loader, "_control", None), "counters", None)
     if not isinstance(counters, Counters):
         kind = type(loader)
         raise TypeError(
-            f"{function}() needs a headrace.DataLoader, but got {kind.__module__}.{kind.__qualname__}; "
+            f"{function}() needs a headrace.DataLoader, "
+            f"but got {kind.__module__}.{kind.__qualname__}; "
             f"of a loader that a trainer has wrapped, give the one that it was made of"
         )
     return counters

@@ -1,7 +1,7 @@
-"""What limits a loader, from the figures of an iteration, the change that helps, and the waiting after it.
+"""Diagnosis of a loader: the limit, and a change.
 
-The limit is the step that the loop waits for longest. Where that is the fetch stage, or transforms
-and collation, the load of the stage says why.
+The limit is the step with the longest wait of the loop. For the fetch stage, and for transforms and
+collation, the load of the stage tells the reason. The wait after the change is predicted.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from headrace.telemetry.figures import Figures
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]
 
-# Below these, waiting is not worth a change: the share of the time, and the mean time of `next()`
-# in seconds.
+# Waits below both limits are not worth a change: share of the time, and mean seconds of `next()`.
 FEW_WAITS = 0.05
 FAST_NEXT = 50e-6
 BATCHES_AT_LEAST = 10  # for a diagnosis
-# CPU seconds of a worker for each second of its work, below which it waits for something else
+# CPU seconds per second of a worker's work. A worker with less CPU time waits for something else.
 WAITING = 0.1
-LONG_START = 0.5  # of the time
-HEADROOM = 1.2  # of a change beyond what is needed
-MOST = 16.0  # times as fast: no change beyond that is advised at once
-THROTTLED = 0.01  # of the requests, above which the store is the limit
-# seconds per second in which the engine's thread computes, or could, above which it is the limit
+LONG_START = 0.5  # share of the time
+HEADROOM = 1.2  # factor of a change beyond the need
+MOST = 16.0  # largest speed-up advised at once
+THROTTLED = 0.01  # share of the requests; with more refusals, the store is the limit
+# Seconds per second in which the engine's thread computes, or could. With more, the thread is the
+# limit.
 BUSY_LOOP = 0.85
-BLOCKED_LOOP = 0.1  # of the time
-BLOCKED_WAITING = (
-    0.25  # of all waiting, the first batch included; the watchdog sees a part of what blocks
-)
-# times a quick one of the first fetches: a quick one of all, where more in flight only wait longer
+BLOCKED_LOOP = 0.1  # share of the time
+# Share of all waiting, including the first batch. The watchdog sees a part of the blocking calls.
+BLOCKED_WAITING = 0.25
+# Ratio of a quick fetch to a quick fetch among the first. With a larger ratio, more fetches in
+# flight only wait longer.
 QUEUEING = 2.0
-TURNS = 10  # fetches one after the other, in which concurrency="auto" has tried more in flight
-MANY_CORES = (
-    3  # above which several engines have one each, beside the training loop and the workers
-)
-IDLE_WORKERS = 0.7  # of the workers, below which more of them would not help
-BUSY_WORKERS = 0.9  # of the workers, above which they are the limit, whatever the loop waits for
-GAIN = 1.05  # times as many batches a second after a change; one that gives less is not advised
+TURNS = 10  # consecutive fetches; then concurrency="auto" has tried more fetches in flight
+# With more cores, several engines have a core each, beside the training loop and the workers.
+MANY_CORES = 3
+IDLE_WORKERS = 0.7  # share of busy workers; with less, more workers would not help
+BUSY_WORKERS = 0.9  # share of busy workers; with more, workers are the limit, whatever the wait
+GAIN = 1.05  # factor of batches a second after a change; a change with less is not advised
 
-# The steps that `next()` waits for, by what the loop waits for in them.
+# Steps of waits in `next()`, by the cause of the wait.
 STAGES = {
     "fetching": ("queue", "fetch"),
     "transforms and collation": ("worker queue", "work"),
@@ -53,25 +52,24 @@ STAGES = {
 
 
 class Setup(NamedTuple):
-    """The arguments of a loader that decide on its speed, and what follows from them."""
+    """Arguments and environment of a loader that decide the speed."""
 
     concurrency: int | str
     num_workers: int
-    look_ahead: int  # batches that may be planned and not delivered
+    look_ahead: int  # most batches planned and not delivered
     in_order: bool
     memory_budget: int | None
     placement: str  # ``"thread"``, ``"process"`` or ``"inline"``
     stream: bool  # whether the dataset is a stream
     cores: int  # CPUs that this process may use
-    most_concurrency: int  # fetches that the descriptors allow
-    fixed_look_ahead: bool = (
-        False  # whether `prefetch_factor` was given, so that it does not follow `concurrency`
-    )
+    most_concurrency: int  # fetches allowed by the limit of descriptors
+    # Whether `prefetch_factor` was given. Then the look-ahead does not follow `concurrency`.
+    fixed_look_ahead: bool = False
     engines: int = 1
 
 
 class Diagnosis(NamedTuple):
-    """What limits a loader: the last attributes of a `Report`."""
+    """Limit of a loader, and change: last attributes of a `Report`."""
 
     limit: str
     evidence: str
@@ -81,12 +79,12 @@ class Diagnosis(NamedTuple):
 
 
 class _Model:
-    """Predicts the waiting from the figures of an iteration, if one stage were faster.
+    """Predicts the wait if a stage were faster, from the figures.
 
-    The loop computes for `u` seconds for each batch, and `next()` takes `c` seconds for a batch
-    that is ready. If batches come each `P` seconds, one step takes `max(P, u + c)`. A faster stage
-    does not bring `P` below what the others allow: their floor is known for the event loop's thread
-    (its CPU time for a batch) and for the workers.
+    For each batch, the loop computes for `u` seconds, and `next()` takes `c` seconds if the batch
+    is ready. If a batch comes every `P` seconds, a step takes `max(P, u + c)`. A faster stage does
+    not bring `P` below the floor of the other stages. The floor is known for the event loop's
+    thread (CPU time per batch) and for the workers.
     """
 
     def __init__(self, figures: Figures, setup: Setup) -> None:
@@ -95,11 +93,15 @@ class _Model:
         in_workers = setup.num_workers and not figures.in_call
         of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
         self.floor = max(figures.engine_cpu * figures.period, of_workers)
-        # Samples that are planned ahead.
+        # Number of samples planned ahead.
         self.ahead = setup.look_ahead * figures.samples / figures.batches
 
     def needed(self, *, floor: float | None = None) -> float:
-        """By how much the limiting stage has to be faster so that it is no longer the limit, with some to spare."""
+        """Return the speed-up that the limiting stage needs.
+
+        With the speed-up, the stage is no longer the limit. The speed-up includes `HEADROOM`, and
+        is at most `MOST`.
+        """
         figures = self.figures
         target = max(
             figures.compute + self.in_call,
@@ -111,13 +113,16 @@ class _Model:
     def at_period(
         self, period: float, *, floor: float | None = None, in_call: float | None = None
     ) -> float:
-        """The wait share if batches came each so many seconds, and `next()` took `in_call` for those that are ready."""
+        """Return the wait share if a batch came every `period` seconds.
+
+        `in_call` is the time of `next()` for a ready batch, in seconds.
+        """
         compute, call = self.figures.compute, self.in_call if in_call is None else in_call
         step = max(period, self.floor if floor is None else floor, compute + call)
         return max(0.0, 1.0 - compute / step) if step else 0.0
 
     def without(self, gone: float) -> float:
-        """The wait share without so many seconds of the waiting."""
+        """Return the wait share without `gone` seconds of the wait."""
         figures = self.figures
         return max(0.0, figures.waited - gone) / max(1e-9, figures.seconds - gone)
 
@@ -131,13 +136,16 @@ class _Model:
         floor: float | None = None,
         **change: Any,
     ) -> Diagnosis:
-        """The diagnosis with a change that makes the limiting stage faster by a factor."""
+        """Return the diagnosis with a change that speeds up the stage.
+
+        The limiting stage becomes faster by `factor`.
+        """
         predicted = self.at_period(self.figures.period / factor, floor=floor)
         return Diagnosis(limit, evidence, advice, predicted, change)
 
 
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
-    """The diagnosis of an iteration, without advice that would change nothing."""
+    """Diagnose an iteration, without advice that changes nothing."""
     found = _diagnosed(figures, setup)
     if found.predicted is None or found.limit in ("consumer", "start-up") or not figures.compute:
         return found
@@ -153,13 +161,14 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     if figures.batches < BATCHES_AT_LEAST:
         return Diagnosis(
             "few-batches",
-            f"only {figures.batches} batches were delivered after the first, which took {seconds(figures.start_up)}",
+            f"only {figures.batches} batches were delivered after the first, "
+            f"which took {seconds(figures.start_up)}",
             "read more batches before asking for a report",
         )
     model, total = _Model(figures, setup), figures.start_up + figures.seconds
     wait = figures.waited / figures.batches
     waiting = figures.start_up + figures.waited
-    # Whether the workers, or the thread without them, have work all the time after the first batch.
+    # Whether the workers, or the thread without workers, are always busy after the first batch.
     working = figures.workers_busy + figures.steps_busy
     busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(
         1, setup.num_workers
@@ -169,9 +178,10 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         place = f" in {figures.blocked_in}" if figures.blocked_in else ""
         return Diagnosis(
             "blocked-loop",
-            f"for about {share(figures.blocked)} of the time, a blocking call{place} stops all fetches",
-            "call it with anyio.to_thread.run_sync, which runs 40 at once, use an async client, or do CPU work in "
-            "transform=",
+            f"for about {share(figures.blocked)} of the time, "
+            f"a blocking call{place} stops all fetches",
+            "call it with anyio.to_thread.run_sync, which runs 40 at once, "
+            "use an async client, or do CPU work in transform=",
         )
     if (
         figures.start_up > max(figures.waited, LONG_START * total)
@@ -179,14 +189,14 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     ):
         return Diagnosis(
             "start-up",
-            f"the first batch took {seconds(figures.start_up)} of {seconds(total)}; later ones {seconds(wait)} in "
-            f"next()",
-            "keep the loader for several epochs (its engine and workers stay), or call iter() before the model is "
-            "built",
+            f"the first batch took {seconds(figures.start_up)} of {seconds(total)}; "
+            f"later ones {seconds(wait)} in next()",
+            "keep the loader for several epochs (its engine and workers stay), "
+            "or call iter() before the model is built",
             figures.wait_share,
         )
-    # A thread that always computes makes the loop wait for the GIL, which looks as its own time,
-    # without CPU time.
+    # If the engine's thread always computes, the loop waits for the GIL. The wait looks like the
+    # loop's own time, without CPU time.
     holds_gil = setup.placement == "thread" and figures.engine_cpu > BUSY_LOOP
     if (
         holds_gil
@@ -195,13 +205,16 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     ):
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
-        evidence = f"next() takes {seconds(wait)}, and the loop itself {seconds(figures.compute)} for each batch"
+        evidence = (
+            f"next() takes {seconds(wait)}, "
+            f"and the loop itself {seconds(figures.compute)} for each batch"
+        )
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
     if busy:
         return _working(model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
     stage = max(waits, key=waits.__getitem__)
-    # Without workers a stream's functions run in `next()`, whatever that waits for.
+    # Without workers a stream's functions run in `next()`, whatever the cause of the wait.
     many = IDLE_WORKERS * setup.num_workers or figures.wait_share / 2
     stepping = figures.steps_busy > many and stage in ("fetching", "sending batches")
     if stepping or stage == "transforms and collation":
@@ -212,7 +225,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
 
 
 def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
-    """The reason, where the loop waits for a plan, or for a batch that is made."""
+    """Diagnose waits for plans, or for batches after collation."""
     figures, setup = model.figures, model.setup
     part = share(waited / figures.waited)
     if stage == "the sampler":
@@ -225,9 +238,10 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
     if stage == "delivery":
         return Diagnosis(
             "copy",
-            f"{part} of the waiting is inside next(), after the batch has arrived: unpickling, pinning, or copying it",
-            "return few large tensors from collate_fn; with a GPU, use device=, which copies the next batches while "
-            "the loop computes",
+            f"{part} of the waiting is inside next(), after the batch has arrived: "
+            f"unpickling, pinning, or copying it",
+            "return few large tensors from collate_fn; with a GPU, use device=, "
+            "which copies the next batches while the loop computes",
             model.without(waited),
         )
     if (
@@ -236,7 +250,10 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
     ):
         return found
     change: dict[str, Any] = {}
-    advice = "return fewer and larger tensors from collate_fn, or move less: decode later, use smaller dtypes"
+    advice = (
+        "return fewer and larger tensors from collate_fn, "
+        "or move less: decode later, use smaller dtypes"
+    )
     if setup.placement == "process" and setup.engines == 1:
         change["placement"] = "thread"
         advice = f'placement="thread"; or {advice}'
@@ -247,19 +264,20 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
 
 
 def _fetching(model: _Model) -> Diagnosis:
-    """The reason, where the loop waits for batches that are not fetched."""
+    """Diagnose waits for batches that are not fetched."""
     figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
     speed = f"{rate(figures.samples / figures.seconds)} samples/s"
     if refused:
-        # Of an `aget` that does not count its requests: one for each sample and refusal.
+        # An `aget` may not count its requests: assume a request for each sample and refusal.
         refused_share = refused / (figures.requests.requests or figures.samples + refused)
         if refused_share > THROTTLED:
             return model.faster(
                 "throttling",
-                f"the store refused {share(refused_share)} of the requests (429 or 503), at {speed}",
-                f"make 1/{digits(factor)} of the requests: shards in place of objects, .cache(folder) for later "
-                "epochs, or several prefixes of the bucket",
+                f"the store refused {share(refused_share)} of the requests "
+                f"(429 or 503), at {speed}",
+                f"make 1/{digits(factor)} of the requests: shards in place of objects, "
+                ".cache(folder) for later epochs, or several prefixes of the bucket",
                 factor,
             )
     if (found := _busy_loop(model)) is not None:
@@ -267,9 +285,10 @@ def _fetching(model: _Model) -> Diagnosis:
     if setup.stream:
         return model.faster(
             "latency",
-            f"the stream gives {speed}, with the event loop {share(figures.engine_cpu)} busy: it waits for its source",
-            f"read {digits(factor)} times as much at once: by shards_in_parallel= or requests_per_shard= of shards, or "
-            f"from several sources in an __aiter__ of yours",
+            f"the stream gives {speed}, with the event loop {share(figures.engine_cpu)} busy: it "
+            "waits for its source",
+            f"read {digits(factor)} times as much at once: by shards_in_parallel= or "
+            "requests_per_shard= of shards, or from several sources in an __aiter__ of yours",
             factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
@@ -279,16 +298,18 @@ def _fetching(model: _Model) -> Diagnosis:
         return _more_in_flight(
             model,
             "latency",
-            f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at {speed}; the "
-            f"window was full {share(figures.full)} of the time",
+            f"{figures.concurrency} in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, "
+            f"at {speed}; the window was full {share(figures.full)} of the time",
             figures.concurrency * factor,
-            ', if the source serves more at once, which concurrency="auto" in a long epoch finds out',
+            ", if the source serves more at once, "
+            'which concurrency="auto" in a long epoch finds out',
         )
     if figures.held > 0.5:
         mebibytes = math.ceil((setup.memory_budget or 0) * factor / 2**20)
         return model.faster(
             "memory-budget",
-            f"plans waited for memory at {share(figures.held)} of the batches, with {in_flight} in flight",
+            f"plans waited for memory at {share(figures.held)} of the batches, "
+            f"with {in_flight} in flight",
             f"memory_budget={mebibytes} * 2**20",
             factor,
             memory_budget=mebibytes * 2**20,
@@ -300,22 +321,26 @@ def _fetching(model: _Model) -> Diagnosis:
     return _more_in_flight(
         model,
         "look-ahead",
-        f"{in_flight} are in flight: the batches that may be planned ahead are not enough to keep more",
+        f"{in_flight} are in flight: "
+        f"the batches that may be planned ahead are not enough to keep more",
         model.ahead * factor,
     )
 
 
 def _busy_loop(model: _Model) -> Diagnosis | None:
-    """The event loop's thread has no time left; None if it has."""
+    """Diagnose an event loop's thread without spare time, or return None."""
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + figures.engine_queued > BUSY_LOOP:
         factor = model.needed(floor=0.0)
         cpu = busy * figures.seconds / max(1, figures.samples)
-        evidence += f", {seconds(cpu)} for a sample, and waits for a core {share(figures.engine_queued)} of the time"
+        evidence += (
+            f", {seconds(cpu)} for a sample, "
+            f"and waits for a core {share(figures.engine_queued)} of the time"
+        )
         advice = (
-            f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, agets, ranges that "
-            f"are read together, or shards"
+            f"less Python for each sample, {seconds(cpu / factor)} of it: CPU work in transform=, "
+            f"agets, ranges that are read together, or shards"
         )
         change: dict[str, Any] = {}
         if setup.cores > MANY_CORES and not setup.stream:
@@ -333,11 +358,11 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
 
 
 def _order(model: _Model) -> Diagnosis:
-    """One slow sample holds up the batches after it."""
+    """Diagnose slow samples that hold up later batches."""
     figures = model.figures
     evidence = (
-        f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample that takes more "
-        f"than three times the usual time, while later batches are complete"
+        f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample "
+        f"that takes more than three times the usual time, while later batches are complete"
     )
     advice = 'in_order=False, or hedge="auto" if a second request is faster'
     return Diagnosis(
@@ -346,14 +371,20 @@ def _order(model: _Model) -> Diagnosis:
 
 
 def _saturated(model: _Model) -> Diagnosis | None:
-    """The store, or the link to it, gives no more: fetches wait for each other; None if that is not known."""
+    """Diagnose a source at its limit, or return None if unknown.
+
+    The store, or the link to the store, gives no more: fetches wait for each other.
+    """
     figures, setup = model.figures, model.setup
     searched = (
         setup.concurrency == "auto"
         and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
     )
     if figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
-        shown = f"the first ones, which had to wait for few others, took {seconds(figures.first_fetch_seconds)}"
+        shown = (
+            "the first ones, which had to wait for few others, "
+            f"took {seconds(figures.first_fetch_seconds)}"
+        )
     elif (
         searched
         and figures.full > 0.5
@@ -365,16 +396,17 @@ def _saturated(model: _Model) -> Diagnosis | None:
         return None
     factor = model.needed()
     advice = (
-        f"{digits(factor)} times fewer bytes, or requests: smaller samples, several in one request, or .cache(folder) "
-        f"for later epochs"
+        f"{digits(factor)} times fewer bytes, or requests: smaller samples, "
+        f"several in one request, or .cache(folder) for later epochs"
     )
     if setup.concurrency != "auto":
         advice += '; concurrency="auto" finds how many fetches get the most'
     return model.faster(
         "source",
-        f"{figures.in_flight:.0f} fetches in flight take {seconds(sum(figures.fetch_seconds[:1]))} each, at "
-        f"{rate(figures.samples / figures.seconds)} samples/s and {figures.nbytes / figures.seconds / 1e6:.3g} MB/s, "
-        f"and {shown}",
+        f"{figures.in_flight:.0f} fetches in flight take "
+        f"{seconds(sum(figures.fetch_seconds[:1]))} each, "
+        f"at {rate(figures.samples / figures.seconds)} samples/s and "
+        f"{figures.nbytes / figures.seconds / 1e6:.3g} MB/s, and {shown}",
         advice,
         factor,
     )
@@ -383,12 +415,15 @@ def _saturated(model: _Model) -> Diagnosis | None:
 def _more_in_flight(
     model: _Model, limit: str, evidence: str, wanted: float, condition: str = ""
 ) -> Diagnosis:
-    """The diagnosis with a change by which so many samples are fetched at once, or the power of two after it."""
+    """Return the diagnosis with a change to fetch more samples at once.
+
+    The number of samples is `wanted`, or the next power of two.
+    """
     figures, setup = model.figures, model.setup
     in_flight = figures.concurrency
     change: dict[str, Any] = {}
     if setup.fixed_look_ahead:
-        change["prefetch_factor"] = None  # then it follows `concurrency`
+        change["prefetch_factor"] = None  # the look-ahead then follows `concurrency`
     if wanted > in_flight or not change:
         in_flight = min(setup.most_concurrency, 1 << math.ceil(math.log2(max(1.0, wanted))))
         change["concurrency"] = in_flight
@@ -398,7 +433,10 @@ def _more_in_flight(
 
 
 def _working(model: _Model) -> Diagnosis:
-    """The reason, where the loop waits for transforms, collation, and the functions of a stream before batching."""
+    """Diagnose waits for transforms, collation, or stream functions.
+
+    The functions are the functions of a stream before batching.
+    """
     figures, setup = model.figures, model.setup
     workers, most, busy = setup.num_workers, setup.cores, figures.workers_busy
     each, others = figures.work_seconds, model.in_call
@@ -430,20 +468,24 @@ def _working(model: _Model) -> Diagnosis:
     target = max(figures.compute + others, figures.period / 100)
     wanted = max(1, math.ceil(min(MOST * max(1, workers), HEADROOM * each / target)))
     if wanted > most and not waits:
-        evidence += f"; this machine grants {most} cores, of which the workers use {figures.workers_cpu:.1f}"
+        used = f"{figures.workers_cpu:.1f}"
+        evidence += f"; this machine grants {most} cores, of which the workers use {used}"
     number = max(workers, min(wanted, most))
     change = {"num_workers": number} if number > workers else {}
     advice = f"num_workers={number}"
     if not change:
         number = wanted
         advice = (
-            f"less work for each sample, 1/{wanted / workers:.2g} of it: decode smaller images, transform on the "
-            f"accelerator, or store decoded samples"
+            f"less work for each sample, 1/{wanted / workers:.2g} of it: decode smaller images, "
+            f"transform on the accelerator, or store decoded samples"
         )
     elif not workers and setup.placement in ("thread", "process"):
         advice += ', or num_workers="auto", which finds the number'
     if waits:
-        advice = f"await in aget what transforms wait for: a worker waits for one thing at a time; or {advice}"
+        advice = (
+            "await in aget what transforms wait for: a worker waits for one thing at a time; "
+            f"or {advice}"
+        )
     predicted = model.at_period(
         each / number, floor=figures.engine_cpu * figures.period, in_call=others
     )

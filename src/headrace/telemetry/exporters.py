@@ -1,4 +1,4 @@
-"""Metrics of loaders for Prometheus: a table, and a collector."""
+"""Metrics of loaders for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ _Exports: TypeAlias = "weakref.WeakValueDictionary[str, Counters]"
 
 
 class Export:
-    """A loader's metrics, exported until `close`, or the end of the loader."""
+    """The export of a loader's metrics.
+
+    The export lasts until `close`, or until the loader is garbage-collected.
+    """
 
     def __init__(self, exports: _Exports, counters: Counters, name: str) -> None:
         if name in exports:
             raise ValueError(
-                f"the name {name!r} is exported already: give each loader a name= of its own, or close() the other "
-                f"export"
+                f"the name {name!r} is exported already: "
+                f"give each loader a name= of its own, or close() the other export"
             )
         exports[name] = counters
         self._end = weakref.finalize(counters, exports.pop, name, None)
 
     def close(self) -> None:
-        """End the export; any number of times."""
+        """End the export; may be called repeatedly."""
         self._end()
 
 
-# The name without the prefix, the help, and the attribute of `Counters`.
+# Name without the prefix, help text, and attribute of `Counters`.
 COUNTERS = (
     ("epochs", "Iterations begun.", "epochs"),
     ("batches", "Batches delivered.", "batches"),
@@ -56,7 +59,7 @@ COUNTERS = (
     ("cache_misses", "Objects, or blocks of shards, fetched for a cache.", "requests.cache_misses"),
     ("cache_damaged", "Damaged in a cache.", "requests.cache_damaged"),
 )
-# All are those of the last batch.
+# All gauges describe the last batch.
 GAUGES = (
     ("fetches_in_flight", "At the last batch.", "last.times.load.in_flight"),
     ("fetch_limit", "Fetches allowed, at the last batch.", "last.times.load.limit"),
@@ -75,23 +78,23 @@ def prometheus(
 ) -> Export:
     """Export a loader's metrics to a registry of the Prometheus client.
 
-    The registry has to be served in the process that iterates over the loader. Counters continue
-    over all iterations, also after `close()`; gauges are those of the last batch. A loader that is
-    no longer referenced leaves the registry.
+    Serve the registry in the process that iterates over the loader. Counters continue over all
+    iterations, also after `close()`. Gauges describe the last batch. A loader leaves the registry
+    when the loader is no longer referenced.
 
     Args:
         loader: a `DataLoader`.
-        name: the value of the label ``loader``. Each loader of a registry needs another.
-        registry: the client's default registry if None.
+        name: value of the label ``loader``. Each loader of a registry needs a different name.
+        registry: registry of the client. None for the client's default registry.
 
     Returns:
-        The export, whose `close()` removes the loader from the registry.
+        The export. `close()` of the export removes the loader from the registry.
 
     Raises:
         ImportError: `headrace[prometheus]` is not installed.
-        TypeError: `loader` is no `DataLoader`.
-        ValueError: a loader is exported to this registry by this name already; or the registry has
-            metrics of these names from elsewhere.
+        TypeError: `loader` is not a `DataLoader`.
+        ValueError: a loader is exported to the registry by the same name already, or the registry
+            has metrics of the same names from elsewhere.
 
     Example:
         >>> import headrace as hr
@@ -115,13 +118,16 @@ def prometheus(
 
 
 class _Collector:
-    """The metrics of all loaders of one registry, in which each name may be there once."""
+    """Metrics of all loaders of a registry.
+
+    A registry accepts each metric name only once.
+    """
 
     def __init__(self) -> None:
         self.exports: _Exports = weakref.WeakValueDictionary()
 
     def collect(self) -> Iterator[Any]:
-        """The metrics."""
+        """Yield the metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         loaders = list(self.exports.items())
@@ -136,4 +142,4 @@ class _Collector:
                     family.add_metric([loader], operator.attrgetter(source)(counters))
                 yield family
 
-    describe = collect  # without values when this is registered
+    describe = collect  # called at registration, before there are values

@@ -12,49 +12,52 @@ from headrace.telemetry.counters import BatchRecord
 
 __all__ = ["WAITS", "Figures", "figures_of", "steps_of", "waits_of"]
 
-# The steps in which `next()` may wait for its batch, in their order.
+# Steps in which `next()` may wait for a batch, in order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
 
-SLOW = 3.0  # times the median, from which on a fetch is a slow one
-FIRST = 20  # fetches of which the second shortest had to wait for few others
+SLOW = 3.0  # a slow fetch takes more than this many times the median
+FIRST = 20  # number of first fetches; the second shortest had to wait for few others
 
 
 def _percentile(values: Iterable[float], part: float) -> float:
-    """The value below which this part of the values lies; 0.0 of none."""
+    """Return a percentile of values, or 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))] if ordered else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the batches after the first one, whose wait is the start-up.
+    """Figures of an iteration, without its first batch.
+
+    The wait for the first batch is the start-up.
 
     Attributes:
-        start_up: seconds of the first `next()`; 0.0 if more than 4,095 batches came after it.
+        start_up: seconds of the first `next()`. 0.0 if more than 4,095 batches came later.
         batches: number of batches after the first, at most 4,095.
-        samples: in them.
-        seconds: from the first batch to the last.
+        samples: number of samples in `batches`.
+        seconds: seconds from the first batch to the last.
         waited: seconds in `next()`.
-        wait_share: share of the time in which the consumer waited there, from 0 to 1.
-        waits: those seconds, by the step that the awaited batch was in.
-        in_call_seconds: mean seconds of `next()` that no look-ahead hides: plans, delivery, and
-            work inside it.
+        wait_share: share of the time that the consumer waited in `next()`, from 0 to 1.
+        waits: seconds in `next()`, by the step of the awaited batch.
+        in_call_seconds: mean seconds of `next()` not hidden by look-ahead: plans, delivery, and
+            work inside `next()`.
         compute: mean seconds of the consumer between two calls of `next()`.
-        fetch_seconds: the 50th, 90th and 99th percentile of the duration of one fetch; empty if
-            unknown.
-        in_flight: mean number of fetches in flight, when a batch was complete.
-        concurrency: how many were allowed, at the last batch.
-        full: share of the batches at whose completion as many fetches were in flight as allowed,
-            and more waited.
-        nbytes: approximate size of the samples fetched.
-        workers_busy: mean number of batches that are transformed and collated at the same time.
-        workers_cpu: CPU seconds per second of these, of all workers together.
+        fetch_seconds: the 50th, 90th and 99th percentile of the duration of a fetch, in seconds.
+            Empty if unknown.
+        in_flight: mean number of fetches in flight when a batch was complete.
+        concurrency: number of allowed fetches, at the last batch.
+        full: share of the batches completed while all allowed fetches were in flight and more
+            waited.
+        nbytes: approximate size of the fetched samples.
+        workers_busy: mean number of batches transformed and collated at the same time.
+        workers_cpu: CPU seconds of transforms and collation per second, of all workers together.
         engine_cpu: CPU seconds of the engine's thread per second.
-        engine_queued: seconds per second in which that thread could have computed and had no core.
-        blocked: share of the time, that of the first batch included, in which user code blocked the
-            event loop.
-        blocked_in: the line that blocked it last.
-        requests: to stores, those before the first batch included.
+        engine_queued: seconds per second in which the engine's thread could have computed and had
+            no core.
+        blocked: share of the time in which user code blocked the event loop, including the first
+            batch.
+        blocked_in: the line of the last blocking call.
+        requests: requests to stores, including the first batch.
     """
 
     start_up: float
@@ -64,28 +67,24 @@ class Figures:
     waited: float = 0.0
     wait_share: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
-    slow_waits: float = (
-        0.0  # seconds of waiting for the fetch of batches which took three times the median
-    )
+    slow_waits: float = 0.0  # seconds of waiting for slow fetches, see `SLOW`
     in_call_seconds: float = 0.0
     compute: float = 0.0
     fetch_seconds: tuple[float, ...] = ()
-    first_fetch_seconds: float = (
-        0.0  # the second shortest of the first twenty, which few others kept waiting
-    )
-    quick_fetch_seconds: float = 0.0  # the 20th percentile of all
+    # The second shortest of the first twenty fetches, with few other fetches to wait for.
+    first_fetch_seconds: float = 0.0
+    quick_fetch_seconds: float = 0.0  # the 20th percentile of all fetches
     in_flight: float = 0.0
     concurrency: int = 0
     full: float = 0.0
     grown: float = 1.0  # factor of `concurrency` in the second half of the batches
-    held: float = 0.0  # share of the batches at whose completion plans waited for memory
+    held: float = 0.0  # share of the batches completed while plans waited for memory
     nbytes: int = 0
     work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
-    steps_busy: float = (
-        0.0  # mean number of calls of a stream's functions before batching at the same time
-    )
+    # Mean number of concurrent calls of a stream's functions before batching.
+    steps_busy: float = 0.0
     engine_cpu: float = 0.0
     engine_queued: float = 0.0
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
@@ -96,12 +95,15 @@ class Figures:
 
     @property
     def period(self) -> float:
-        """Mean seconds from one batch to the next."""
+        """Mean time from a batch to the next batch, in seconds."""
         return self.seconds / self.batches if self.batches else 0.0
 
 
 def figures_of(records: Sequence[BatchRecord]) -> Figures:
-    """The figures of one iteration's records, in the order of delivery; at least one."""
+    """Compute the figures of an iteration.
+
+    `records` has at least one record, in the order of delivery.
+    """
     first, rest = records[0], records[1:]
     start_up = first.returned - first.called
     seconds = rest[-1].returned - first.returned if rest else 0.0
@@ -114,7 +116,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     if seconds <= 0:
         return Figures(**of_all, blocked_in=first.times.blocked_in)
     waits = dict.fromkeys(WAITS, 0.0)
-    by_batch = []  # the waiting for the fetch of each, and its duration
+    by_batch = []  # for each batch, the wait for the fetch and the duration of the fetch
     for record in rest:
         parts = waits_of(record)
         for step, wait in parts.items():
@@ -126,9 +128,8 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     typical = _percentile([taken for _, taken in by_batch if taken > 0], 0.5)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     loads = [record.times.load for record in rest]
-    ends = sorted(
-        (record.times for record in records), key=lambda times: times.assembled
-    )  # may come in another order
+    # The order of assembly may differ from the order of delivery.
+    ends = sorted((record.times for record in records), key=lambda times: times.assembled)
     begin, end = ends[0], ends[-1]
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(max(0.0, record.times.work_ended - record.times.work_began) for record in rest)
@@ -178,7 +179,10 @@ def _share(conditions: Iterable[object]) -> float:
 
 
 def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
-    """The steps by which a batch came to `next()`, each with its end; 0.0 for one that it did not pass."""
+    """Return the steps of a batch on the way to `next()`.
+
+    Each step has its end time, or 0.0 if the batch skipped the step.
+    """
     times = record.times
     steps = [
         ("plan", times.admitted),
@@ -189,9 +193,8 @@ def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
         ("loop", times.assembled),
         ("hand-over", record.taken),
     ]
-    if (
-        times.work_began > times.assembled
-    ):  # on the consumer's thread, after the engine is done with the batch
+    # On the consumer's thread, after the engine has finished the batch.
+    if times.work_began > times.assembled:
         steps[3:6] = [
             ("loop", times.assembled),
             ("hand-over", times.work_began),
@@ -201,7 +204,10 @@ def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
 
 
 def waits_of(record: BatchRecord) -> dict[str, float]:
-    """The seconds of the call of `next()`, by the step that its batch was in, one of `WAITS`."""
+    """Return the seconds of a call of `next()`, by step.
+
+    The steps are `WAITS`: the step of the batch while `next()` waited.
+    """
     seconds = dict.fromkeys(WAITS, 0.0)
     at = record.called
     last = ("plan", record.refilled), ("delivery", record.returned)

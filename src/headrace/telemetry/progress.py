@@ -1,4 +1,4 @@
-"""A progress bar of tqdm with a loader's rate, waiting share and limit."""
+"""Progress bars of tqdm for loaders."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from headrace.telemetry.report import make_report
 __all__ = ["progress"]
 
 T_co = TypeVar("T_co", covariant=True)
-REPORTED = 256  # batches of which rate, waiting share and limit are computed, in 5 ms
-REPORT_SECONDS = 2.0  # until they are computed again
+REPORTED = 256  # batches for rate, waiting share and limit, computed in 5 ms
+REPORT_SECONDS = 2.0  # seconds between two computations
 
 
 def progress(
     loader: Iterable[T_co], *, name: str = "", file: TextIO | None = None
 ) -> _Progress[T_co]:
-    """Show a tqdm progress bar while a loader is iterated, with the rate, the waiting share and the limit.
+    """Show a tqdm progress bar while a loader is iterated.
 
-    It is drawn by the iteration itself, after a batch: each 0.5 s, or 30 s where standard error, or
-    `file`, is no terminal. On ranks other than 0 nothing is shown.
+    The bar has the rate, the waiting share and the limit. The iteration itself draws the bar, after
+    a batch: every 0.5 s, or every 30 s if standard error, or `file`, is not a terminal. Ranks other
+    than 0 show nothing.
 
     Args:
-        loader: a `DataLoader`. Each iteration over the result is one over the loader.
-        name: what the bar begins with.
-        file: where the bar is shown; by default standard error, or the notebook.
+        loader: a `DataLoader`. Each iteration over the result iterates over the loader.
+        name: text at the beginning of the bar.
+        file: output of the bar. The default is standard error, or the notebook.
 
     Returns:
         An iterable over the loader's batches, for `for` and for `async for`, with the loader's
         length.
 
     Raises:
-        TypeError: `loader` is no `DataLoader`.
+        TypeError: `loader` is not a `DataLoader`.
 
     Example:
         >>> import headrace as hr
@@ -70,23 +71,26 @@ class _Progress(Generic[T_co]):
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    monitor_interval = 0  # without tqdm's thread, which would outlive the iteration
+    monitor_interval = 0  # no thread of tqdm: the thread would outlive the iteration
 
 
-_Bar.set_lock(threading.RLock())  # tqdm's own is of multiprocessing
+_Bar.set_lock(threading.RLock())  # tqdm's own lock is of multiprocessing
 
 
 class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
-    """One iteration, of either kind, and its bar, which is closed when this is dropped."""
+    """An iteration, sync or async, with its bar.
+
+    The bar is closed when the iteration is garbage-collected.
+    """
 
     _bar: Any = None
 
     def __init__(self, batches: Any, loader: Any, name: str, file: TextIO | None) -> None:
         self._batches, self._loader, self._control = batches, loader, loader._control
         self._begun, self._due, shown, total = False, 0.0, True, None
-        with suppress(TypeError, NotImplementedError):  # a stream
+        with suppress(TypeError, NotImplementedError):  # a stream without a length
             total = len(loader)
-        with suppress(UnknownRankError):  # which the loader raises, unless it has data_parallel=
+        with suppress(UnknownRankError):  # raised by the loader, unless data_parallel= is given
             shown = own_rank().rank == 0
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = _Bar(
@@ -117,10 +121,16 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         return batch
 
     def _describe(self, behind: int) -> None:
-        """Set what stands after the bar, and its position: so many before the last batch, failed ones included."""
+        """Update the text and the position of the bar.
+
+        The position is `behind` batches before the last batch. Failed batches count too.
+        """
         records = self._control.counters.records(REPORTED)
         report = make_report(records, self._control.setup(self._loader))
-        said = f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, waiting {share(report.wait_share)}"
+        said = (
+            f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, "
+            f"waiting {share(report.wait_share)}"
+        )
         change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
         limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
         self._bar.set_postfix_str(said + limit if report.batches else "", refresh=False)
@@ -130,7 +140,8 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
     def __del__(self) -> None:
         """Draw the bar for the last time."""
         if self._bar is not None and not self._bar.disable:
-            with suppress(OSError, ValueError, ImportError):  # the last at the interpreter's exit
+            # At the interpreter's exit, imports fail.
+            with suppress(OSError, ValueError, ImportError):
                 if self._begun:
                     self._describe(behind=0)
                 self._bar.close()

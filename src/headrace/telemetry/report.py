@@ -1,4 +1,4 @@
-"""The report on a loader: how much the loop waits, for which stage, and what to change."""
+"""Reports on loaders: the waits, the limit, and a change."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ __all__ = ["Report", "make_report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Figures):
-    """How a loader spent the time of its last iteration, and what limits it. Its figures are those of `Figures`.
+    """A report on the last iteration of a loader.
+
+    The report says how the loader spent the time, and what limits the loader. The other attributes
+    are described by `Figures`.
 
     Attributes:
-        limit: what limits it: ``"consumer"`` if the loop hardly waits. One of ``"latency"``,
-            ``"throttling"``, ``"source"``, ``"event-loop"``, ``"blocked-loop"``, ``"workers"``,
-            ``"order"``, ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"``,
-            ``"look-ahead"``; ``"few-batches"`` if it is not known.
-        evidence: the numbers that show it.
-        advice: the change to make; empty if none is needed.
-        predicted: the share of the time, from 0 to 1, that the loop would wait after it, on the
-            assumption that the text names; None if that is not known.
-        change: that change as arguments of the loader, ``{"concurrency": 128}``; empty if it is
-            made elsewhere.
+        limit: the limit of the loader. ``"consumer"`` if the loop hardly waits, ``"few-batches"``
+            if the limit is unknown. Otherwise ``"latency"``, ``"throttling"``, ``"source"``,
+            ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
+            ``"copy"``, ``"start-up"``, ``"memory-budget"`` or ``"look-ahead"``.
+        evidence: the numbers behind `limit`.
+        advice: the change to make. Empty if no change is needed.
+        predicted: share of the time, from 0 to 1, that the loop would wait after the change, under
+            the assumption named in the text. None if unknown.
+        change: the change as arguments of the loader, such as ``{"concurrency": 128}``. Empty if
+            the change is made elsewhere.
     """
 
     limit: str
@@ -40,7 +43,8 @@ class Report(Figures):
 
     def __repr__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        return f"<Report: waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}; print it>"
+        said = f"waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}"
+        return f"<Report: {said}; print it>"
 
     def __str__(self) -> str:
         facts = (f"{name:<22}{value}" for name, value in self._facts().items())
@@ -48,7 +52,7 @@ class Report(Figures):
 
     @property
     def headline(self) -> str:
-        """The first line: how much the loop waits, what limits the loader, and the change that helps."""
+        """First line: the wait, the limit and the change."""
         if not self.batches:
             return (
                 "No batch was delivered after the first."
@@ -76,7 +80,10 @@ class Report(Figures):
         if parts:
             facts["waits for"] = ", ".join(parts)
         if self.seconds:
-            speed = f"{rate(self.samples / self.seconds)} samples/s, {rate(self.batches / self.seconds)} batches/s"
+            speed = (
+                f"{rate(self.samples / self.seconds)} samples/s, "
+                f"{rate(self.batches / self.seconds)} batches/s"
+            )
             if self.nbytes:
                 speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"
             facts["rate"] = speed
@@ -96,7 +103,7 @@ class Report(Figures):
 
 
 _IN_FLIGHT = "if more fetches at once take no longer each"
-# What limits, and what the prediction assumes.
+# Text of the limit, and assumption of the prediction.
 _LIMITS = {
     "latency": ("Fetching is the limit", _IN_FLIGHT),
     "throttling": (
@@ -118,7 +125,10 @@ _LIMITS = {
 
 
 def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
-    """The report on one iteration, given its batches in the order of delivery."""
+    """Make the report on an iteration.
+
+    `records` are the batches in the order of delivery.
+    """
     figures = figures_of(records) if records else Figures(0.0)
     diagnosis = (
         diagnose(figures, setup)

@@ -1,9 +1,9 @@
-"""A trace of all loaders of this process, for ui.perfetto.dev.
+"""Traces of all loaders of a process, for ui.perfetto.dev.
 
-Batches become events in Chrome's trace event format, one JSON object in a line. Slices of threads
-(phase X) must not overlap but by nesting, or the trace processor drops them. What overlaps are
-async events (phases b and e) with ids of their own: batches on their way, fetches, the calls of one
-iteration. Times are rounded down to microseconds, which keeps their order.
+Batches become events in Chrome's trace event format, with a JSON object on each line. Slices of
+threads (phase X) must be nested or apart: the trace processor drops overlapping slices. Overlapping
+times are async events (phases b and e) with ids of their own: batches on the way, fetches, the
+calls of an iteration. Times are rounded down to microseconds, so the order is kept.
 """
 
 from __future__ import annotations
@@ -29,31 +29,34 @@ __all__ = ["trace"]
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write what all loaders of this process do inside the block to a file that ui.perfetto.dev opens.
+    """Trace all loaders of this process to a file.
 
-    The file has a track for each process and thread. It is written when the block ends, also by an
-    exception. Loaders that run already are in it from their next batch on.
+    ui.perfetto.dev opens the file. The file has a track for each process and thread, and is written
+    when the block ends, also by an exception. A loader that is running already is traced from the
+    next batch on.
 
     Args:
-        path: the file, in Chrome's trace event format; compressed if it ends with ``.gz``. A file
-            that exists is replaced: give each rank a file of its own.
+        path: path of the file, in Chrome's trace event format. Compressed if the name ends with
+            ``.gz``. An existing file is replaced: give each rank a file of its own.
 
     Yields:
         The file's path.
 
     Raises:
-        OSError: the file cannot be written; at the block's end if that is found out later.
+        OSError: the file cannot be written. Raised at the end of the block if the problem appears
+            later.
 
     Example:
         >>> import headrace as hr, tempfile
         >>> loader = hr.DataLoader(list(range(6)), batch_size=2)
-        >>> with tempfile.TemporaryDirectory() as folder, hr.trace(f"{folder}/epoch.json.gz") as path:
+        >>> folder = tempfile.mkdtemp()
+        >>> with hr.trace(f"{folder}/epoch.json.gz") as path:
         ...     batches = len(list(loader))
         >>> batches, path.name
         (3, 'epoch.json.gz')
     """
     place, pid = Path(path), os.getpid()
-    place.write_bytes(b"")  # an error before the block, not after it
+    place.write_bytes(b"")  # raises an error before the block, not after
     delivered: list[tuple[Counters, BatchRecord, int]] = []
     end = Counters.subscribe(
         lambda loader, record: delivered.append((loader, record, threading.get_native_id()))
@@ -62,13 +65,13 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield place
     finally:
         end()
-        if os.getpid() == pid:  # the file of a fork is its parent's
+        if os.getpid() == pid:  # in a fork, the file belongs to the parent
             _write(place, delivered)
 
 
 def _write(path: Path, delivered: list[tuple[Counters, BatchRecord, int]]) -> None:
     events = _Events()
-    # A level of compression more is a third slower, and saves a tenth.
+    # The next level of compression is a third slower, and saves a tenth.
     opened: Any = functools.partial(gzip.open, compresslevel=1) if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
         file.write('{"traceEvents":[\n')
@@ -78,22 +81,20 @@ def _write(path: Path, delivered: list[tuple[Counters, BatchRecord, int]]) -> No
 
 
 class _Events:
-    """The events of batches, in the order of their delivery."""
+    """Events of batches, in the order of delivery."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._ids = itertools.count(1)
-        self._names: dict[Counters, str] = {}  # of loaders, escaped
-        self._numbers: collections.Counter[str] = (
-            collections.Counter()
-        )  # of loaders of the same class
+        self._names: dict[Counters, str] = {}  # of loaders, escaped for JSON
+        # Number of loaders of each class.
+        self._numbers: collections.Counter[str] = collections.Counter()
         self._named = {(self.pid, 0)}  # processes (with 0) and threads
-        self._last: dict[
-            tuple[str, int], tuple[int, int, int]
-        ] = {}  # id, batch and end of each iteration's last call
+        # Id, batch and end of the last call, by loader and iteration.
+        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def of(self, loader: Counters, record: BatchRecord, thread: int) -> Iterator[str]:
-        """The events of a batch that was delivered on a thread."""
+        """Yield the events of a batch delivered on a thread."""
         if (name := self._names.get(loader)) is None:
             self._numbers[loader.name] += 1
             number = self._numbers[loader.name]
@@ -105,7 +106,10 @@ class _Events:
         yield from self._calls(record, name, thread)
 
     def _journey(self, record: BatchRecord, name: str) -> Iterator[str]:
-        """The batch's way through the stages: one async slice, with one for each stage in it."""
+        """Yield the way of a batch through the stages.
+
+        An async slice for the batch contains a slice for each stage.
+        """
         at, end = _us(record.planned), _us(record.returned)
         journey = next(self._ids)
         begun, ended = _span("batch", name, self.pid, 0, journey, at, end, _args(record))
@@ -119,7 +123,10 @@ class _Events:
         yield _counters(self.pid, name, end, f'"ready batches":{record.ready}')
 
     def _fetches(self, record: BatchRecord, name: str) -> Iterator[str]:
-        """The single fetches on the event loop that have ended since the batch before, and the load of the loop."""
+        """Yield single fetches on the event loop, and the loop's load.
+
+        The fetches have ended since the batch before.
+        """
         times, fetches = record.times, record.fetches
         if fetches is None or not times.began:
             return
@@ -139,7 +146,7 @@ class _Events:
             yield _counters(pid, name, _us(times.fetched), values)
 
     def _work(self, record: BatchRecord, name: str) -> Iterator[str]:
-        """Transforms and collation, on the thread that did them."""
+        """Yield transforms and collation, on their thread."""
         times = record.times
         if times.worked_by is None or not times.work_began:
             return
@@ -149,12 +156,13 @@ class _Events:
         yield from self._name(pid, tid, "transform and collate")
         begin, end = _us(times.work_began), _us(times.work_ended)
         yield (
-            f'{{"ph":"X","cat":"{name}","name":"transform and collate","pid":{pid},"tid":{tid},"ts":{begin},'
+            f'{{"ph":"X","cat":"{name}","name":"transform and collate",'
+            f'"pid":{pid},"tid":{tid},"ts":{begin},'
             f'"dur":{end - begin},"args":{_args(record)}}}'
         )
 
     def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
-        """The call of `next()`, and the step of the loop before it."""
+        """Yield the call of `next()`, and the training step before."""
         begin, end = _us(record.called), _us(record.returned)
         call, batch, ended = self._last.get((name, record.iteration)) or (
             next(self._ids),
@@ -169,7 +177,10 @@ class _Events:
         self._last[name, record.iteration] = call, record.number, end
 
     def _name(self, pid: int, tid: int, name: str) -> Iterator[str]:
-        """The event that names a thread, or a process by a `tid` of 0, if none has."""
+        """Yield the event that names a thread or process, once.
+
+        A `tid` of 0 stands for the process.
+        """
         if (pid, tid) not in self._named:
             self._named.add((pid, tid))
             yield _named(pid, tid, name)
@@ -191,7 +202,7 @@ def _named(pid: int, tid: int, name: str) -> str:
 def _span(
     name: str, loader: str, pid: int, tid: int, number: int, begin: int, end: int, args: str
 ) -> tuple[str, str]:
-    """The begin and the end of an async slice."""
+    """Return the begin and the end of an async slice."""
     of = f'"cat":"{loader}","id2":{{"local":{number}}},"pid":{pid},"tid":{tid},"name":"{name}"'
     return f'{{"ph":"b",{of},"ts":{begin},"args":{args}}}', f'{{"ph":"e",{of},"ts":{end}}}'
 

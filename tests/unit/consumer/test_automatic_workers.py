@@ -105,10 +105,8 @@ def test_batches_are_made_by_the_workers_there_are(numbers, placement):
     ) as automatic:
         for expected in ({0}, {0, 1}, {0, 1, 2, 3, 4}, {0}):
             numbers[automatic._control.search.looks + 1] = len(expected)
-            batches, last = (
-                iter(automatic),
-                deque(maxlen=100),
-            )  # each epoch has the workers of the one before
+            # each epoch has the workers of the one before
+            batches, last = (iter(automatic), deque(maxlen=100))
             while len(last) < 100 or set(last) != expected:
                 last.append(int(next(batches)[0]))
         assert automatic.stats().worker_deaths == 0

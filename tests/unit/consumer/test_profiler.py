@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from tests.unit.consumer.test_skipping import Bad, Numbers
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Profiler clears events:UserWarning"
-)  # which concerns schedules
+# which concerns schedules
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events:UserWarning")
 
 SYNC = "enumerate(DataLoader)#BatchIterator.__next__"
 ASYNC = "enumerate(DataLoader)#AsyncBatchIterator.__next__"

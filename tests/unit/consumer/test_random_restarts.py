@@ -55,9 +55,8 @@ def test_each_sample_is_given_once(name, number, shards, as_rank):
 
     def transform(sample):
         if int(sample) in late:
-            time.sleep(
-                0.004
-            )  # the latency of some samples, so that batches arrive in another order
+            # the latency of some samples, so that batches arrive in another order
+            time.sleep(0.004)
         return sample
 
     given, states, parts, story, lost = collections.Counter(), [], [], [], 0

@@ -46,9 +46,8 @@ def server(monkeypatch):
     with serve_hub(
         {"main": OLD, "refs/pr/1": NEW, OLD: FILES, NEW: {"data/a.jsonl": jsonl(7, 1)}}
     ) as server:
-        monkeypatch.setattr(
-            "huggingface_hub.constants.ENDPOINT", server.urls[0]
-        )  # of HF_ENDPOINT, at its import
+        # of HF_ENDPOINT, at its import
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.urls[0])
         yield server
 
 

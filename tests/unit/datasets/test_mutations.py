@@ -17,9 +17,8 @@ from headrace.errors import ShardError, StoreError
 from tests.unit.datasets.formats import FORMATS, plain
 from tests.unit.shards.resuming import in_memory
 
-MUTATIONS = int(
-    os.environ.get("HEADRACE_MUTATIONS", "150")
-)  # of each format; 2,000 before a release
+# of each format; 2,000 before a release
+MUTATIONS = int(os.environ.get("HEADRACE_MUTATIONS", "150"))
 MEMORY = 1 << 30  # bytes that reading some kilobytes may take
 END = object()
 EVIL = (

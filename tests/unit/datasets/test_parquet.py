@@ -77,9 +77,8 @@ def test_large_footer_takes_a_second_read(server):
 
 
 def test_only_requested_columns_are_read():
-    count = (
-        20_000  # far more than 64 KiB to a column, so that the one in the middle is not read along
-    )
+    # far more than 64 KiB to a column, so that the one in the middle is not read along
+    count = 20_000
     table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
     data = written(table, use_dictionary=False, compression="none")
     with ObjectServer({"a.parquet": data}) as server:

@@ -201,9 +201,8 @@ def test_flipped_bit_in_compressed_data_is_an_error_of_its_shard(tmp_path):
         packed = bytearray(
             gzip.compress(tars.shard([f"{name}{sample}" for sample in range(20)]), compresslevel=0)
         )
-        if (
-            name == "b"
-        ):  # stored, not deflated: only gzip's checksum, after the last sample, shows it
+        # stored, not deflated: only gzip's checksum, after the last sample, shows it
+        if name == "b":
             packed[packed.index(b"text of b7")] ^= 8
         (tmp_path / f"{name}.tar.gz").write_bytes(packed)
     with hr.DataLoader(hr.TarDataset(tmp_path), batch_size=None, on_error="skip") as loader:

@@ -32,9 +32,8 @@ OBJECTS = {
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/tokens"
-DOCUMENTS = json.loads(
-    (FIXTURES / "expected.json").read_text()
-)  # of each shard, by its original reader
+# of each shard, by its original reader
+DOCUMENTS = json.loads((FIXTURES / "expected.json").read_text())
 
 
 def opened(server, shards, **options):

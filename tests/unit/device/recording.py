@@ -133,9 +133,8 @@ class RecordingStreams:
         self.copied.append(host.nbytes)
         self.log.append(("copy", stream.name))
         source = next((held for held in self.held if held() is host), lambda: host)
-        stream.work.append(
-            lambda: (there.copy_(source()), None)[1]
-        )  # which fails if pinned memory was dropped before
+        # which fails if pinned memory was dropped before
+        stream.work.append(lambda: (there.copy_(source()), None)[1])
         return there
 
     def used_on(self, placed, stream):

@@ -147,9 +147,8 @@ def test_another_thread_may_close_the_loader_while_a_copy_starts(streams):
         return place(host, stream)
 
     streams.place = place_slowly
-    loader = hr.DataLoader(
-        Rows(4000), batch_size=2, num_workers=1, device="there"
-    )  # too many to end before
+    # too many to end before
+    loader = hr.DataLoader(Rows(4000), batch_size=2, num_workers=1, device="there")
 
     def close(loader):
         begun.wait()

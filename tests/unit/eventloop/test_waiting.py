@@ -32,9 +32,8 @@ def raises():
     before = signal.signal(signal.SIGUSR1, interrupt)
     yield
     signal.signal(signal.SIGUSR1, before)
-    wait_readable(
-        timeout=0.0
-    )  # one that interrupted the end of a wait is left to the next wait, here of another test
+    # one that interrupted the end of a wait is left to the next wait, here of another test
+    wait_readable(timeout=0.0)
 
 
 def test_timeout_or_a_signal_handler_that_returns_ends_the_wait(pair, handled):

@@ -136,9 +136,8 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
 ):
     monkeypatch.setenv(EVENT_LOOP_VARIABLE, loop)
     dataset = dataset_class(tmp_path, slow_url)
-    one_at_a_time = (
-        {"concurrency": 1} if dataset_class is BlockingGets else {}
-    )  # a stream's samples are so in any case
+    # a stream's samples are so in any case
+    one_at_a_time = {"concurrency": 1} if dataset_class is BlockingGets else {}
     with hr.DataLoader(dataset, batch_size=1, placement=placement, **one_at_a_time) as loader:
         for _ in loader:
             if records.all_reported():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -23,7 +24,10 @@ def deal(dealer: Dealer, numbers: Sequence[int], engines: Sequence[int]):
 
 
 def receive(dealer: Dealer, engine: int, number: int) -> list[int]:
-    return [host.plan.number for host in dealer.receive(engine, HostBatch(plan(number), None, 1))]
+    dealer.receive(engine, HostBatch(plan(number), None, 1))
+    made: deque[HostBatch] = deque()
+    dealer.take_made(made)
+    return [host.plan.number for host in made]
 
 
 def test_plans_go_to_the_engine_with_the_fewest_unfinished() -> None:

@@ -232,9 +232,8 @@ def objects():
 
 async def test_shard_that_has_changed_is_an_error_that_names_it(objects):
     state = await state_after(small(in_memory(objects)), 3)
-    changed = in_memory(
-        dict(reversed(objects.items()))
-    )  # other versions, of all but the middle one
+    # other versions, of all but the middle one
+    changed = in_memory(dict(reversed(objects.items())))
     iterator = aiter(small(changed))
     iterator.load_state_dict(state)
     with pytest.raises(ObjectChangedError, match=r"0\.tar"):

@@ -185,18 +185,16 @@ def test_full_window_is_the_limit_beside_idle_workers():
 
 
 def test_memory_that_is_advised_is_in_proportion_to_the_rate_that_is_needed():
-    load = IDLE._replace(
-        held_plans=2, memory=2 << 20
-    )  # three times the rate is needed, and some to spare
+    # three times the rate is needed, and some to spare
+    load = IDLE._replace(held_plans=2, memory=2 << 20)
     found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
 
 
 @pytest.mark.parametrize(("cores", "change"), [(2, {}), (5, {"num_workers": 5})])
 def test_number_of_workers_is_limited_by_the_cores(cores, change):
-    busy = records(
-        worker_queue=0.01, work=0.05, work_cpu=0.2
-    )  # waiting for a core looks as waiting for anything else
+    # waiting for a core looks as waiting for anything else
+    busy = records(worker_queue=0.01, work=0.05, work_cpu=0.2)
     overlapping = [
         each._replace(times=each.times._replace(work_began=each.times.work_began - 0.06))
         for each in busy

@@ -78,9 +78,8 @@ def test_objects_received_before_the_end_are_delivered_before_it():
     sender, receiver = BlockingChannel(ours), BlockingChannel(theirs)
     sender.send(b"x" * 60_000)
     around = len(theirs.frames.recv(100_000)) - 60_000
-    filling = b"x" * (
-        64 * 1024 - around
-    )  # a frame that fills what is read in one call, so that another read follows
+    # a frame that fills what is read in one call, so that another read follows
+    filling = b"x" * (64 * 1024 - around)
     sender.send(filling)
     sender.close()
     arrived = receiver.receive_ready()

@@ -198,9 +198,8 @@ def test_tensors_of_a_batch_are_independent(count):
     loss.backward()  # the tensors share no version counter: this one was not written to
     assert torch.equal(weight.grad, torch.full((4, 2), 2.0))
     assert torch.equal(batch["column 2"], torch.full((4, 2), 2.0))
-    batch["column 4"] *= (
-        weight  # nor is any the view of another, which autograd would not let change in place
-    )
+    # nor is any the view of another, which autograd would not let change in place
+    batch["column 4"] *= weight
     assert batch["column 4"].requires_grad
     for tensor in batch.values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

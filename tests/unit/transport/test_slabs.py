@@ -40,9 +40,8 @@ def in_memory(mapper):
 
 
 def test_memory_of_idle_slabs_is_returned_to_the_kernel(allocator, mapper, monkeypatch):
-    monkeypatch.setattr(
-        "headrace._core.transport.slabs._forwards", True
-    )  # for the descriptors, which tell
+    # for the descriptors, which tell
+    monkeypatch.setattr("headrace._core.transport.slabs._forwards", True)
     others = mapped()  # of loaders whose errors other tests have kept
     views = [mapper.view(allocator.allocate(MEGABYTE).number, MEGABYTE) for _ in range(3)]
     assert in_memory(mapper) == [True] * 3

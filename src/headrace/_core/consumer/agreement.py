@@ -25,13 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
-ROLL_CALL = timedelta(
-    seconds=1
-)  # after a failed wait: until the other ranks that have waited have said so
-END, SKIP = (
-    0,
-    1,
-)  # proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
+# after a failed wait: until the other ranks that have waited have said so
+ROLL_CALL = timedelta(seconds=1)
+# proposals of a rank that has ended, or whose next batch lost all its samples; more are steps
+END, SKIP = (0, 1)
 _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by their ranks
 
 
@@ -218,9 +215,8 @@ class StepGroup:
         with suppress(IndexError):
             held = [self.gloo.pop()]
             if self._pid != os.getpid():
-                ctypes.pythonapi.Py_IncRef(
-                    ctypes.py_object(held[0])
-                )  # never destroyed: its threads do not exist here
+                # never destroyed: its threads do not exist here
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
             elif self.pending:
                 try:
                     threading.Thread(

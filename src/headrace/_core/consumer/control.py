@@ -114,12 +114,10 @@ class LoaderControl:
         self.progress: EpochProgress | None = None
         self._next_epoch = 0
         self.past = Past()
-        self.epoch_was_set = (
-            False  # whether the number of the epoch begun last was set by `set_epoch`
-        )
-        self.sampler_epochs: dict[
-            int, int | None
-        ] = {}  # of each epoch begun, `EpochOrder.sampler_epoch`
+        # whether the number of the epoch begun last was set by `set_epoch`
+        self.epoch_was_set = False
+        # of each epoch begun, `EpochOrder.sampler_epoch`
+        self.sampler_epochs: dict[int, int | None] = {}
         self._seeds = EpochSeeds(spec)
         self._checked: set[str] = set()  # of the warnings that are given once
         self._reset(workers=0)
@@ -131,15 +129,13 @@ class LoaderControl:
         self.placements = PlacementSelector(self.spec.placement, engines)
         # At exit, the placements' own hook closes everything, in order.
         weakref.finalize(self, self.placements.drop).atexit = False
-        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = (
-            weakref.WeakKeyDictionary()
-        )  # and their numbers
+        # and their numbers
+        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
         self._closings = 0  # number of calls of `close_epochs`
         self._agreements: list[StepGroup] = []  # one at most
         weakref.finalize(self, close_all, self._agreements)
-        self._epoch_set = (
-            False  # whether the next epoch's number was set since the last session was opened
-        )
+        # whether the next epoch's number was set since the last session was opened
+        self._epoch_set = False
 
     def __getstate__(self) -> dict[str, object]:
         left = ("_open_epochs", "_agreements", "placements")
@@ -222,9 +218,8 @@ class LoaderControl:
         They count from the beginning of the epoch, or of a run of other ranks.
         """
         order = self.order(loader)
-        samples = (
-            0 if order.sampler is None else batches * (order.batch_size or 1)
-        )  # a batch sampler draws batches
+        # a batch sampler draws batches
+        samples = 0 if order.sampler is None else batches * (order.batch_size or 1)
         cursor = samples * order.sampler.num_replicas if order.shared else samples
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
@@ -339,9 +334,8 @@ class LoaderControl:
                 agreement.leave(error)
             if closings == self._closings:
                 raise
-        if (
-            closings != self._closings
-        ):  # by another thread, which has not seen what was opened since
+        # by another thread, which has not seen what was opened since
+        if closings != self._closings:
             self.close_epochs()
             self.close_engine()
             raise LoaderClosedError
@@ -437,9 +431,8 @@ class LoaderControl:
                 session, Copier(streams_of(self.spec.device)), ahead, opened
             )
             finalize = stage.claim
-        asked: object = (
-            loader._IterableDataset_len_called
-        )  # set by torch's `__len__`, of streams only
+        # set by torch's `__len__`, of streams only
+        asked: object = loader._IterableDataset_len_called
         if asked is not None:
             copies = loader.num_workers > 0 and not self.spec.kind.is_async
             finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
@@ -577,9 +570,8 @@ class LoaderControl:
         # As in torch, workers that do not persist hold a copy of the dataset as it is now, and end
         # with the epoch.
         with explained("start the loader"):
-            anew = resumed and spec.reads_in_persistent_workers(
-                loader
-            )  # whose dataset and generators are others
+            # whose dataset and generators are others
+            anew = resumed and spec.reads_in_persistent_workers(loader)
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew
             )

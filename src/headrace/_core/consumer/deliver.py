@@ -22,9 +22,8 @@ from headrace.telemetry.counters import Counters
 # Batches in a row that may be skipped because they killed their workers; after more it is not the
 # samples.
 DEATHS_IN_A_ROW = 3
-LOST_IN_A_ROW = (
-    100  # batches, those of one row group as one; a stream is given up after as many failures
-)
+# batches, those of one row group as one; a stream is given up after as many failures
+LOST_IN_A_ROW = 100
 
 
 class FailureHandler:
@@ -48,12 +47,10 @@ class FailureHandler:
         self._policy, self.skips = arguments.policy, arguments.policy.tolerance.skips
         self._counters = counters
         self._stream = arguments.kind.is_iterable
-        self._as_torch = (
-            not arguments.kind.is_async
-        )  # whether errors from workers are put in torch's words
-        self._uncoordinated = (
-            progress.rank.world_size > 1 and not coordinated
-        )  # whether ranks would make unequal steps
+        # whether errors from workers are put in torch's words
+        self._as_torch = not arguments.kind.is_async
+        # whether ranks would make unequal steps
+        self._uncoordinated = progress.rank.world_size > 1 and not coordinated
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
         self._lost_batches = progress.begun.lost
@@ -87,7 +84,9 @@ class FailureHandler:
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch of this number."""
-        self._lost_batches = (*self._lost_batches, (self._epoch_number, number))[-LOST_KEPT:]
+        lost = self._epoch_number, number
+        if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
+            self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:

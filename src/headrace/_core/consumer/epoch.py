@@ -100,9 +100,8 @@ class Epoch:
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
-        holds_groups = (
-            vars(loader)["prefetch_factor"] is None
-        )  # a look-ahead that the user gives may be less
+        # a look-ahead that the user gives may be less
+        holds_groups = vars(loader)["prefetch_factor"] is None
         if (
             isinstance(sampler, BlockSampler)
             and capabilities(arguments.source).ranges
@@ -133,19 +132,18 @@ class Epoch:
         self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
-        self._next: Any = (
-            None  # the next step, as of `_take_next`, which the ranks have not agreed on
-        )
-        self._undecided: HostBatch | None = (
-            None  # a batch of which some samples failed, until `on_error` has decided
-        )
+        # the next step, as of `_take_next`, which the ranks have not agreed on
+        self._next: Any = None
+        # number of the last batch that was taken from the session
+        self._taken: int | None = None
+        # the step of the running call of `next()`, once counted and not yet returned
+        self._counted: _Step | None = None
         self._ended = True  # whether this rank has nothing left at the end of the epoch
         self._iteration = counters.epochs
         self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
-        self._called = (
-            0.0  # when the running call of next() began to wait for a batch; 0.0 once it was taken
-        )
+        # when the running call of next() began to wait for a batch; 0.0 once it was taken
+        self._called = 0.0
         self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
         self._over = False
         self.closed = False
@@ -155,9 +153,8 @@ class Epoch:
         # As by torch, workers that persist read all that was drawn, also what was not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
-        self._finalizer.atexit = (
-            False  # the placement's own hook closes everything at exit, in order
-        )
+        # the placement's own hook closes everything at exit, in order
+        self._finalizer.atexit = False
         self._traced = False
         if counters.traced:
             self._follow_trace()
@@ -198,10 +195,8 @@ class Epoch:
             if agreement is not None:  # it has announced more
                 raise self._cut_short()
             self._finish_epoch()
-        self._next, self._called = (
-            step,
-            0.0,
-        )  # until it is returned: Ctrl-C in user code must not lose the batch
+        # until it is returned: Ctrl-C in user code must not lose the batch
+        self._next, self._called = (step, 0.0)
         host, taken, refilled = step.host, step.taken, step.refilled
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
@@ -218,12 +213,12 @@ class Epoch:
                 returned = time.perf_counter()
         except Exception as raised:
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                self._stop(
-                    raised
-                )  # the position stays the restored one; later batches would leave out samples
+                # the position stays the restored one; later batches would leave out samples
+                self._stop(raised)
             else:
                 self._progress.on_batch(host, counts, given=True)
-                self._on_returned()
+                self._on_counted()
+                self._counted = None
             del step, host  # the traceback holds this frame, and these hold the error
             raise
         self._progress.on_batch(host, counts, given=True)
@@ -248,13 +243,20 @@ class Epoch:
                 host.fetches,
             )
         )
-        self._on_returned()
+        self._on_counted()
         return batch
 
-    def _on_returned(self) -> None:
+    def _on_counted(self) -> None:
         if self._agreement is not None:
             self._agreement.granted -= 1
-        self._next = None
+        self._counted, self._next = self._next, None
+
+    def _keep_counted(self) -> None:
+        """Return the batch of an interrupted call of `next()` at the next call."""
+        if self._counted is not None:
+            if self._agreement is not None:
+                self._agreement.granted += 1
+            self._next, self._counted = self._counted, None
 
     def _agree(self, agreement: StepGroup) -> bool:
         """Whether the ranks have agreed on further steps; False while that takes a wait."""
@@ -279,9 +281,8 @@ class Epoch:
                     agreement.propose(SKIP + 1 + self._session.certain())
             try:
                 settled = agreement.settle()
-            except (
-                Exception
-            ):  # the other ranks cannot be reached any more, so that the epoch is over here too
+            except Exception:
+                # the other ranks cannot be reached any more, so that the epoch is over here too
                 if not self.closed:  # otherwise by another thread
                     self._over = True
                     self.close()
@@ -315,7 +316,7 @@ class Epoch:
         while True:
             if not ahead.under_way:
                 self._fill()
-            host = self._undecided or session.take()
+            host = session.take()
             if host is None:
                 if not ahead.under_way:
                     return None
@@ -324,15 +325,18 @@ class Epoch:
                 host = session.take()  # it may have been put between our look and the end
                 if host is None:
                     raise self._cut_short()
+            number = host.plan.number
+            if number == self._taken or number not in ahead.under_way:
+                ahead.under_way.pop(number, None)  # Ctrl-C came before
+                session.release()
+                continue
             called, taken, self._called = self._called, time.perf_counter(), 0.0
             delivers, error, times = True, None, host.times
             if failures.skips or host.failures or host.empty:
-                self._undecided = host  # Ctrl-C in a function of `on_error` must not lose the batch
                 with provided_rank(self._rank):
                     # The error is raised at this batch's turn, when the ranks have agreed on the
                     # step.
                     delivers, error = failures.judge(host)
-                self._undecided = None
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
@@ -343,17 +347,18 @@ class Epoch:
                 self._record_skip(host)
             elif not delivers:
                 progress.on_batch(host, failures.counts, given=False)
+            nbytes = times.nbytes
+            if self._in_workers and type(host.data) is PickledPayload:
+                nbytes = host.data.nbytes
+            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+            self._next = step if delivers else None
+            self._taken = number
             progress.taken += 1
-            nbytes = (
-                host.data.nbytes
-                if self._in_workers and type(host.data) is PickledPayload
-                else times.nbytes
-            )
-            if ahead.on_batch(host.plan.number, host.end, times, ready, nbytes):
-                if delivers:  # Ctrl-C while plans are drawn and sent must not lose the batch
-                    self._next = step
+            due = ahead.on_batch(number, host.end, times, ready, nbytes)
+            session.release()
+            if due:
                 self._fill()  # before the consumer computes, so that fetching goes on meanwhile
-                step = _Step(host, error, called, taken, time.perf_counter(), ready)
+                step = step._replace(refilled=time.perf_counter())
             if times.load.held_plans:
                 self._report_consumed()
             if delivers:
@@ -418,7 +423,7 @@ class Epoch:
     def close(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self.closed = True
-        self._next = self._undecided = None
+        self._next = self._counted = None
         self._finalizer()
 
     # The wait for a batch, or for the other ranks.
@@ -430,9 +435,8 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            check_not_forked(
-                self._pid
-            )  # a wait here would also take the bytes that wake the other process
+            # a wait here would also take the bytes that wake the other process
+            check_not_forked(self._pid)
             if session.is_current:
                 raise DeadlockError(what="next() of a loader")
             session.take_status()  # an answer that arrived after its time-out
@@ -492,7 +496,11 @@ class BatchIterator(Epoch, Iterator[T_co]):
                 while (batch := self._poll()) is WAIT:
                     for source, seconds in self._waits():
                         wait_readable(source, timeout=seconds)
-                return batch  # type: ignore[no-any-return]
+            self._counted = None
+            return batch  # type: ignore[no-any-return]
+        except BaseException:  # Ctrl-C
+            self._keep_counted()
+            raise
         finally:
             if record is not None:
                 record.__exit__(None, None, None)
@@ -515,12 +523,16 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
                 for source, seconds in self._waits():
                     with anyio.move_on_after(seconds):
                         await anyio.wait_readable(source)
+            self._counted = None
+            return batch  # type: ignore[no-any-return]
         except StopIteration:
             raise StopAsyncIteration from None
+        except BaseException:  # Ctrl-C
+            self._keep_counted()
+            raise
         finally:
             if record is not None:
                 record.__exit__(None, None, None)
-        return batch  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headrace._core.batches import BatchPlan, StageTimes
-from headrace._core.failure import Failure, Stage
+from headrace._core.failure import Failure, Stage, interrupted
 from headrace._core.look_ahead import QUICK, LookAheadSize
 
 # Batches for which plans are sent one by one after a wait: first, and at most. Waking the engine
@@ -15,12 +16,11 @@ from headrace._core.look_ahead import QUICK, LookAheadSize
 # (benchmarks/next_latency.py), and only pays if it idles.
 PROMPT, MOST_PROMPT = 8, 1 << 10
 CALM = 64  # batches without a stall, at least, after which the look-ahead is reduced
-SMALL = (
-    1 << 20
-)  # bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two wake-ups
-SMALL_IN_WORKERS = (
-    1 << 24
-)  # the same where workers read a torch dataset, each batch in less than `QUICK`
+# bytes of the batches of a stream, up to which a stall doubles the look-ahead: each costs two
+# wake-ups
+SMALL = 1 << 20
+# the same where workers read a torch dataset, each batch in less than `QUICK`
+SMALL_IN_WORKERS = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
@@ -78,15 +78,40 @@ class Prefetcher:
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send those that are due."""
         try:
-            while self.outstanding < self._most() and (plan := self._draw()) is not None:
-                self.held.append(plan)
-                self.planned += 1
-        finally:  # plans drawn before a Ctrl-C in the sampler are not lost
+            while not self.exhausted and self.outstanding < self._most():
+                self._draw()
+        finally:
             if self.held and (self._due or not self.under_way) and (count := self._complete()):
-                drawn = self.held[:count]
-                del self.held[:count]
-                self.under_way.update((plan.number, plan) for plan in drawn)
-                self.admit(drawn)
+                self._send(count)
+
+    def _draw(self) -> None:
+        drawn = len(self.held)
+        try:
+            # No Python code runs between the draw and the list: Ctrl-C loses no plan.
+            self.held.extend(itertools.islice(self.plans, 1))
+        except Exception as error:  # user code: the sampler
+            self._fail(error)
+        if len(self.held) > drawn:
+            self.planned += 1
+        else:
+            self.exhausted = True
+
+    def _send(self, count: int) -> None:
+        drawn = self.held[:count]
+        del self.held[:count]
+        try:
+            self.admit(drawn)
+            self.under_way.update((plan.number, plan) for plan in drawn)
+        except Exception as error:  # an index that cannot be pickled
+            self._fail(error)
+        except BaseException as error:
+            self._fail(interrupted(error))
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        """Plan nothing more; the error is raised after the batches under way."""
+        self.exhausted = True
+        self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
 
     def _complete(self) -> int:
         """The number of plans that were held and begin in groups of blocks of which all plans were drawn."""
@@ -107,17 +132,6 @@ class Prefetcher:
         """The number of plans whose batches have not arrived."""
         return len(self.under_way) + len(self.held)
 
-    def _draw(self) -> BatchPlan | None:
-        if not self.exhausted:
-            try:
-                return next(self.plans)
-            except StopIteration:
-                self.exhausted = True
-            except Exception as error:  # user code: the sampler
-                self.exhausted = True
-                self.failure = Failure.caught(error, Stage.SAMPLING, self.planned)
-        return None
-
     @property
     def oldest(self) -> BatchPlan:
         """The oldest plan under way."""
@@ -135,9 +149,8 @@ class Prefetcher:
         if ahead is None:
             return False
         small = SMALL_IN_WORKERS if self.in_workers else SMALL
-        nbytes = (
-            0 if times.load.limit else ahead.batches * nbytes
-        )  # of a stream, or of workers; 0 if unknown
+        # of a stream, or of workers; 0 if unknown
+        nbytes = 0 if times.load.limit else ahead.batches * nbytes
         if nbytes > small:
             ahead.reduce()
         if self.by_size:

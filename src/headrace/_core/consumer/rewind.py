@@ -165,9 +165,8 @@ def _loader_at(
         with provided_rank(reader), contextlib.closing(clone):
             yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
     finally:
-        if (
-            control.epoch_was_set and control.progress is not None
-        ):  # the dataset, which the copy has too
+        # the dataset, which the copy has too
+        if control.epoch_was_set and control.progress is not None:
             control.placements.set_epoch(control.spec.source, control.progress.begun.epoch)
 
 

@@ -29,10 +29,8 @@ LEAST_GAIN = 0.5  # of the predicted one
 IDLE = 0.5
 START_SECONDS = 10.0  # that a new worker may take until it has made a batch, and is counted on
 PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two looks without a change; doubled each time
-HOLD, LONGEST_HOLD = (
-    30.0,
-    1800.0,
-)  # seconds without a trial after one that failed; doubled each time
+# seconds without a trial after one that failed; doubled each time
+HOLD, LONGEST_HOLD = (30.0, 1800.0)
 
 
 class _Trial(NamedTuple):
@@ -57,9 +55,8 @@ class WorkerSearch:
         self.number = number
         self.next_look = 0.0
         self._trial: _Trial | None = None
-        self._since: float | None = (
-            None  # batches that are planned later count; None until all workers make batches
-        )
+        # batches that are planned later count; None until all workers make batches
+        self._since: float | None = None
         self._pause, self._hold = PAUSE, HOLD
 
     def look(self, records: Sequence[BatchRecord], setup: Setup) -> bool:
@@ -109,9 +106,8 @@ class WorkerSearch:
             self._change(number - 1)
             _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
             return True
-        most = setup.cores - round(
-            figures.consumer_cpu
-        )  # each has a core beside the trainer's, and memory
+        # each has a core beside the trainer's, and memory
+        most = setup.cores - round(figures.consumer_cpu)
         if figures.nbytes and setup.memory_budget:
             most = min(most, setup.memory_budget * figures.batches // figures.nbytes)
         if number >= most:

@@ -1,4 +1,7 @@
-"""Copies of batches to a device: enqueued by the consumer's thread, executed while the device computes."""
+"""Copies of batches to a device, executed while the device computes.
+
+The consumer's thread enqueues the copies.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,30 @@ from headrace._core.transport.slabs import ALIGNMENT, SMALL_PART, Slab, aligned,
 
 
 class DeviceBatch(NamedTuple):
-    """A batch whose copy is enqueued."""
+    """A batch with an enqueued copy."""
 
-    data: object  # the batch, its tensors on the device
+    data: object  # the batch, with tensors on the device
     event: torch.Event  # recorded after the copies
-    placed: list[Any]  # the memory that was allocated on the side stream
-    late: bool  # whether a part of `data` has yet to be moved, on the consumer's stream
+    placed: list[Any]  # memory allocated on the side stream
+    late: bool  # True if parts of `data` must still be moved, on the consumer's stream
 
 
 class Copier:
-    """Copies batches on one side stream, each as one region where possible."""
+    """Copies batches on a side stream, each as a single region if possible."""
 
     def __init__(self, streams: Streams, registry: Registry = REGISTRY) -> None:
         self.streams = streams
         self._side = streams.side()
         self._registry = registry
-        self._read: deque[tuple[torch.Event, object]] = (
-            deque()
-        )  # batches and pinned memory that copies may still read
+        # Batches and pinned memory that copies may still read.
+        self._read: deque[tuple[torch.Event, object]] = deque()
         self._closed = False
 
     def begin(self, batch: object) -> DeviceBatch:
-        """Enqueue the copies of `batch`, and keep it until they have ended."""
+        """Enqueue the copies of `batch`.
+
+        The batch is kept until the copies have ended.
+        """
         self.reap()
         found: dict[str, dict[int, Any]] = {"region": {}, "side": {}, "late": {}, "": {}}
 
@@ -68,9 +73,8 @@ class Copier:
                 )
             for others in _by_size(loose):
                 ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
-                memory = self.streams.pinned(
-                    max(ends[-1], ALIGNMENT)
-                )  # torch's allocator keeps it for later ones
+                # torch's allocator keeps the memory for later batches.
+                memory = self.streams.pinned(max(ends[-1], ALIGNMENT))
                 kept.append(memory)
                 with torch.no_grad():
                     for tensor, offset in zip(others, ends, strict=False):
@@ -93,49 +97,59 @@ class Copier:
         offsets: list[int],
         moved: dict[int, Any],
     ) -> torch.Tensor:
-        """Enqueue the copy of a region, of which the tensors at these offsets are then parts."""
+        """Enqueue the copy of a region, and divide the copy into tensors.
+
+        `offsets` are the places of the tensors in the region, in bytes.
+        """
         region = self.streams.place(host, self._side)
         for tensor, offset in zip(tensors, offsets, strict=False):
             moved[id(tensor)] = _at(region, offset, tensor)
         return region
 
     def claim(self, batch: DeviceBatch) -> object:
-        """The batch's data for the consumer's current stream, which waits for the copies; the caller does not."""
+        """Return the data of a batch for the consumer's current stream.
+
+        The stream waits for the copies. The caller does not wait.
+        """
         stream = self.streams.current()
         stream.wait_event(batch.event)
         for placed in batch.placed:
             self.streams.used_on(placed, stream)
         if not batch.late:
             return batch.data
-        # On the stream that uses it: an object whose memory cannot be shown to the allocator is
-        # safe there only.
+        # Moved on the stream that uses the data: the allocator cannot be notified of the memory of
+        # some objects, and no other stream is safe for such memory.
         with self.streams.on(stream):
             data = _replaced(batch.data, self._move_late)
         self._read.append((stream.record_event(), batch.data))
         return data
 
     def reap(self) -> None:
-        """Release the batches whose copies have ended; their slabs are freed."""
+        """Release batches after the end of the copies, and so free slabs."""
         while self._read and self._read[0][0].query():
             self._read.popleft()
 
     def close(self) -> None:
-        """Wait for the enqueued copies (milliseconds), then release their batches; idempotent.
+        """Wait for the enqueued copies (milliseconds), then release the batches.
 
-        The error of a failed device is not raised here, where it would hide its cause: the next use
-        of the device raises it.
+        Idempotent. The error of a failed device is not raised here, because the error would hide
+        the cause. The next use of the device raises the error.
         """
         if self._closed:
             return
         self._closed = True
-        with suppress(RuntimeError):  # a device that has failed, see above
+        with suppress(RuntimeError):  # a failed device, see above
             for event, _ in self._read:
                 event.synchronize()
             self.streams.rest(self._side)
         self._read.clear()
 
     def _way(self, leaf: Any) -> str:
-        """How a leaf moves: in a region, alone on the side stream, late on the consumer's stream, or not."""
+        """Return how a leaf moves.
+
+        "region": within a region. "side": alone, on the side stream. "late": on the consumer's
+        stream. "": not at all.
+        """
         if isinstance(leaf, torch.Tensor):
             if _travels_in_a_region(leaf):
                 return "region"
@@ -154,7 +168,7 @@ class Copier:
     def _sorted(
         self, tensors: list[torch.Tensor]
     ) -> tuple[dict[Slab, list[torch.Tensor]], list[torch.Tensor]]:
-        """The tensors in page-locked slabs, by slab, and the others."""
+        """Return the tensors in page-locked slabs, by slab, and the others."""
         in_slab: dict[Slab, list[torch.Tensor]] = {}
         others: list[torch.Tensor] = []
         last: Slab | None = None
@@ -162,7 +176,7 @@ class Copier:
             address, size = tensor.data_ptr(), _size(tensor)
             if last is None or not 0 <= address - last.address <= last.size - size:
                 last = slab_at(address, size)
-            # A tensor that is not aligned for its dtype is copied to an aligned place.
+            # A tensor without the alignment of the dtype is copied to an aligned place.
             fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
             if (
                 last is not None
@@ -183,7 +197,11 @@ def _travels_in_a_region(tensor: torch.Tensor) -> bool:
 
 
 def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors that are small beside all of them, and the others: a label that is kept does not keep the images."""
+    """Separate small tensors from large tensors.
+
+    A tensor is small beside the size of all tensors. If the user keeps a label, the memory of the
+    images is not kept.
+    """
     small = SMALL_PART * sum(map(_size, tensors))
     groups = [
         [tensor for tensor in tensors if (_size(tensor) < small) is part] for part in (True, False)
@@ -192,7 +210,7 @@ def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of `tensor` are its values, without gaps."""
+    """Return whether a tensor's bytes are the values, without gaps."""
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return False
     return tensor.stride() == _strides(tensor)
@@ -203,7 +221,10 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `tensor.to(device)`: a dense layout is kept, any other becomes contiguous."""
+    """Return the strides of `tensor.to(device)`.
+
+    A dense layout is kept. Any other layout becomes contiguous.
+    """
     return (
         tensor.stride()
         if tensor.is_contiguous()
@@ -214,10 +235,10 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def _at(
     region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False
 ) -> torch.Tensor:
-    """A tensor at byte `offset` of `region`, of the dtype and shape of `like`.
+    """Make a tensor at byte `offset` of `region`.
 
-    Not a view: views share one version counter, and autograd would refuse the other tensors of a
-    batch after one of them is written to.
+    The dtype and the shape are as of `like`. The tensor is not a view: views share a version
+    counter, so after a write to a tensor of a batch, autograd would refuse the other tensors.
     """
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
@@ -226,11 +247,11 @@ def _at(
 
 
 def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
-    """`batch` with `leaf` applied to everything that is no container; containers are copied, never written to.
+    """Apply `leaf` to everything in a batch except containers.
 
-    The batch sizes of a `PackedSequence` stay in host memory, as torch requires. A container with a
-    `to` and a `record_stream` of its own (a `TensorDict`) is a leaf: a copy of its items would lose
-    its other state.
+    Containers are copied, never modified. The batch sizes of a `PackedSequence` stay in host
+    memory, as torch requires. A container with both `to` and `record_stream` (a `TensorDict`) is a
+    leaf: a copy of the items would lose the other state of the container.
     """
     if isinstance(batch, torch.Tensor):
         return leaf(batch)
@@ -270,11 +291,14 @@ def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
 
 
 def _moves(leaf: object) -> bool:
-    """Whether `leaf` has a ``to(device, non_blocking=True)``; a `to` with other arguments is not called."""
+    """Return whether `leaf` has ``to(device, non_blocking=True)``.
+
+    A `to` with other arguments is not called.
+    """
     to = getattr(leaf, "to", None)
     if not callable(to) or isinstance(leaf, type):
         return False
-    code = getattr(to, "__code__", None)  # None where it is written in C
+    code = getattr(to, "__code__", None)  # None if written in C
     return (
         code is None
         or "non_blocking" in code.co_varnames
@@ -283,5 +307,8 @@ def _moves(leaf: object) -> bool:
 
 
 def _names_its_memory(leaf: object) -> bool:
-    """Whether the allocator can be notified of a stream that uses the memory of `leaf`."""
+    """Return whether `leaf` has `record_stream`.
+
+    With `record_stream`, the allocator can be notified of a stream that uses the memory of `leaf`.
+    """
     return callable(getattr(leaf, "record_stream", None))

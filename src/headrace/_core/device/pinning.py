@@ -1,4 +1,4 @@
-"""Page-locked host memory: slabs locked in place, and batches copied to pinned memory."""
+"""Page-locked host memory: slabs locked in place, and pinned copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from headrace._core.transport.slabs import Slab
 
 
 class Registry:
-    """The page-locked slabs. One for a process: several loaders may use the same slab."""
+    """The page-locked slabs of a process.
+
+    A process has a single registry, because several loaders may use the same slab.
+    """
 
     def __init__(self) -> None:
         self._registered: weakref.WeakSet[Slab] = weakref.WeakSet()
@@ -22,9 +25,9 @@ class Registry:
         self.refused = False
 
     def register(self, mapping: Slab, streams: Streams) -> bool:
-        """Whether `mapping` is page-locked; registers it if possible.
+        """Page-lock a slab if possible; return whether the slab is page-locked.
 
-        After the first refusal no other is tried: limits of a process do not grow while it runs.
+        After a refusal no other slab is tried: the limits of a process do not grow later.
         """
         with self._lock:
             if self.refused or not streams.registers or mapping in self._registered:
@@ -35,23 +38,24 @@ class Registry:
                 self.refused = True
                 reason = error
             else:
-                # A view of a slab keeps its Slab alive, so the memory is unused when this runs; and
-                # it runs before the Slab is unmapped.
+                # Runs before the Slab is unmapped. A view of a slab keeps the Slab alive, so the
+                # memory is unused then.
                 weakref.finalize(
                     mapping, _release, streams, mapping.address, os.getpid()
                 ).atexit = False
                 self._registered.add(mapping)
                 return True
         warnings.warn(
-            f"shared memory could not be page-locked ({reason}). Each batch is copied once more, into a pinned buffer, "
-            "by the thread that calls next(). Raise the limit of locked memory (ulimit -l) to avoid it.",
+            f"shared memory could not be page-locked ({reason}). Each batch is copied once more, "
+            "into a pinned buffer, by the thread that calls next(). Raise the limit of locked "
+            "memory (ulimit -l) to avoid it.",
             stacklevel=2,
         )
         return False
 
 
 def _release(streams: Streams, address: int, process: int) -> None:
-    if os.getpid() == process:  # a forked child has the object, and not the registration
+    if os.getpid() == process:  # a forked child has the object, but no registration
         streams.unregister(address)
 
 
@@ -59,11 +63,12 @@ REGISTRY = Registry()
 
 
 def pin(batch: object, number: int) -> object:
-    """Copy the batch of this number to pinned memory, as torch's loader does, in the consumer's thread.
+    """Copy batch `number` to pinned memory in the consumer's thread.
 
-    The memory is of torch's own allocator, never the slab of the batch, although a slab can be
-    page-locked in place: a `non_blocking` copy may still read a batch that the user has dropped.
-    torch's allocator knows of the copy and keeps the memory until then; a slab would be reused.
+    torch's loader does the same. The memory comes from torch's allocator. A slab could be
+    page-locked in place, but a `non_blocking` copy may still read a batch after the user has
+    dropped the batch. torch's allocator knows of the copy and keeps the memory until the end of the
+    copy. A slab would be reused.
     """
     try:
         return pin_memory(batch)  # type: ignore[no-untyped-call]

@@ -1,4 +1,7 @@
-"""Copies to a device between handoff and delivery: the next batches are copied while the current one is used."""
+"""Copies to a device between handoff and delivery.
+
+The next batches are copied while the current batch is used.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from headrace._core.failure import Failure, Stage
 
 @dataclass(eq=False)
 class DeviceStage:
-    """Copies batches of a session to a device, up to `depth` of them before they are taken; owns session and copier.
+    """Copies batches of a session to a device.
 
-    In all else it is its session.
+    Up to `depth` batches are copied before being taken. The stage owns the session and the copier.
+    Other attributes are the attributes of the session.
     """
 
     session: Any
@@ -26,7 +30,6 @@ class DeviceStage:
     depth: int
     unpickled: Callable[[HostBatch], object]
     _copying: deque[HostBatch] = field(default_factory=deque)
-    _next: HostBatch | None = None
     # A loader may be closed by another thread than its consumer.
     _lock: Any = field(default_factory=threading.RLock)
     _closed: bool = False
@@ -39,42 +42,48 @@ class DeviceStage:
         return found
 
     def certain(self) -> int:
-        begun = (*self._copying, *(() if self._next is None else (self._next,)))
-        for number, host in enumerate(begun):
+        for number, host in enumerate(self._copying):
             if host.empty:
                 return number
-        found: int = len(begun) + self.session.certain()
+        found: int = len(self._copying) + self.session.certain()
         return found
 
     def take(self) -> HostBatch | None:
-        """Enqueue the copies of the batches that have arrived, up to the depth, and return the oldest batch.
+        """Enqueue copies of arrived batches, and return the oldest batch.
 
-        `CudaGraphError` while a CUDA graph is being captured: no batch is taken then.
+        The batch stays here until `release`. At most `depth` copied batches remain. Returns None if no batch has arrived, or the stage is
+        closed.
+
+        Raises:
+            CudaGraphError: a CUDA graph is being captured. No batch is taken.
         """
         with self._lock:
             if self._closed:
                 return None
             self.copier.streams.check()
-            # One more than the depth: the oldest leaves.
+            # One batch more than the depth, because the oldest batch leaves.
             while len(self._copying) <= self.depth:
-                if self._next is None:
-                    self._next = self.session.take()
-                if self._next is None:
+                host = self.session.take()
+                if host is None:
                     break
-                # After Ctrl-C here the batch is still in `_next`: its copy is enqueued again.
-                self._copying.append(self._start_copy(self._next))
-                self._next = None
+                # After Ctrl-C here, the session still has the batch: the copy is enqueued again.
+                self._copying.append(self._start_copy(host))
+                self.session.release()
             if not self._copying:
-                with suppress(
-                    RuntimeError
-                ):  # a device that has failed is the error of the batch that comes next
+                # If the device has failed, the next batch raises the error.
+                with suppress(RuntimeError):
                     self.copier.reap()
                 return None
             try:
                 self.copier.reap()
             except Exception as error:  # the device has failed
                 self._copying[0] = self._copying[0].replaced_by(error, Stage.COPY)
-            return self._copying.popleft()
+            return self._copying[0]
+
+    def release(self) -> None:
+        """Remove the batch that `take` has returned."""
+        with suppress(IndexError):  # another thread has closed the stage
+            self._copying.popleft()
 
     def _start_copy(self, host: HostBatch) -> HostBatch:
         if host.empty:
@@ -84,11 +93,11 @@ class DeviceStage:
             data = self.unpickled(host)
             stage = Stage.COPY
             return host._replace(data=self.copier.begin(data))
-        except Exception as error:  # raised at this batch's turn
+        except Exception as error:  # raised when the batch is delivered
             return host.replaced_by(error, stage)
 
     def claim(self, batch: DeviceBatch, number: int) -> object:
-        """The data of a batch from `take`, safe to use on the consumer's stream."""
+        """Return the data of a batch from `take`, safe on the consumer's stream."""
         try:
             with self._lock:
                 return self.copier.claim(batch)
@@ -96,12 +105,11 @@ class DeviceStage:
             raise Failure.caught(error, Stage.COPY, number).exception() from error.__cause__
 
     def close(self) -> None:
-        """End the session without waiting for it; wait for enqueued copies."""
+        """End the session without waiting; wait for enqueued copies."""
         try:
             self.session.close()
         finally:
             with self._lock:
                 self._closed = True
                 self._copying.clear()
-                self._next = None
                 self.copier.close()

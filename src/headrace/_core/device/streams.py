@@ -1,4 +1,4 @@
-"""The interface to an accelerator: all that the copies need of torch."""
+"""The interface to an accelerator, for copies."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ _IDLE: dict[torch.device, list[torch.Stream]] = {}
 
 
 class Streams:
-    """One device's streams, and page-locked memory for its copies: any accelerator whose torch module has streams."""
+    """Streams of a device, and page-locked memory for copies.
 
-    registers = False  # whether existing memory can be page-locked, by `register` and `unregister`
+    Works for any accelerator with streams in its torch module.
+    """
+
+    registers = False  # whether `register` and `unregister` can page-lock existing memory
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device  # with its index
+        self.device = device  # with an index
         self._module: Any = torch.get_device_module(device)
 
     def check(self) -> None:
-        """Raise `CudaGraphError` while the current stream is being captured."""
+        """Raise `CudaGraphError` while the current stream is captured."""
 
     def side(self) -> Any:
-        """A separate stream for copies, one of an earlier epoch if there is one.
+        """Return a separate stream for copies, of an earlier epoch if possible.
 
-        The allocator keeps free memory by stream: memory freed on the stream of an epoch would be
-        lost to the next.
+        The allocator keeps free memory by stream. The next epoch could not use memory freed on the
+        stream of an earlier epoch.
         """
         try:
             return _IDLE[self.device].pop()
@@ -39,7 +42,7 @@ class Streams:
             return self._module.Stream(device=self.device)
 
     def rest(self, stream: torch.Stream) -> None:
-        """Return a stream of `side`, with no work left, for reuse."""
+        """Return a stream of `side` for reuse. No work may be left."""
         _IDLE.setdefault(self.device, []).append(stream)
 
     def current(self) -> Any:
@@ -49,7 +52,7 @@ class Streams:
         return self._module.stream(stream)
 
     def place(self, host: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """Enqueue a copy of `host` on `stream`; returns the copy."""
+        """Enqueue a copy of `host` on `stream`, and return the copy."""
         with self.on(stream):
             return host.to(self.device, non_blocking=True)
 
@@ -58,25 +61,33 @@ class Streams:
         placed.record_stream(stream)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """`size` bytes of page-locked memory; raises RuntimeError if there are none."""
+        """Allocate `size` bytes of page-locked memory.
+
+        Raises RuntimeError if no page-locked memory is available.
+        """
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock existing memory; raises RuntimeError if that is refused. Called where `registers`, as the next."""
+        """Page-lock existing memory.
+
+        Raises RuntimeError if the system refuses. Called only if `registers` is True.
+        """
 
     def unregister(self, address: int) -> None:
-        """End that."""
+        """End the page-locking of existing memory."""
 
 
 class CudaStreams(Streams):
-    """CUDA, which can page-lock slabs in place."""
+    """Streams of CUDA, with page-locking of slabs in place."""
 
-    registers = (
-        torch.version.hip is None
-    )  # the generic way serves ROCm, where this has not been tried
+    # ROCm uses the methods of `Streams`: page-locking in place is untested there.
+    registers = torch.version.hip is None
 
     def check(self) -> None:
-        """As above, also on the caller's current device, if that is another."""
+        """Raise `CudaGraphError` while a current stream is captured.
+
+        Checks the caller's current device, and this device.
+        """
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
@@ -85,8 +96,8 @@ class CudaStreams(Streams):
             raise CudaGraphError
 
     def register(self, address: int, size: int) -> None:
-        # On this device: if a process of a DDP job has not set the current one, that would allocate
-        # some hundred megabytes on the first GPU.
+        # On this device. A process of a DDP job may not have set the current device: page-locking
+        # would then allocate some hundred megabytes on the first GPU.
         with torch.cuda.device(self.device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             refused = int(runtime.cudaHostRegister(address, size, _PORTABLE))
@@ -103,8 +114,8 @@ class CudaStreams(Streams):
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        # The runtime keeps the last error until it is read: by the next kernel that torch launches,
-        # which would raise it in the user's code.
+        # The runtime keeps the last error until someone reads the error. The next kernel launched
+        # by torch would read the error, and raise it in the user's code.
         try:
             torch.zeros(1, device=self.device).add_(1)
         except RuntimeError:  # the error to be cleared
@@ -112,7 +123,7 @@ class CudaStreams(Streams):
 
 
 def resolve(device: torch.device | str | int | None) -> torch.device | None:
-    """The accelerator that batches are copied to; None if they stay in host memory."""
+    """Return the accelerator for batches; None for host memory."""
     if device is None:
         return None
     if device == "auto":
@@ -139,8 +150,11 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of `device`; of the current device of its type, if it has no index."""
-    index: int | None = device.index  # which torch's stubs leave out
+    """Return the streams of a device.
+
+    Without an index, `device` means the current device of the type.
+    """
+    index: int | None = device.index  # torch's stubs leave out None
     if index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return CudaStreams(device) if device.type == "cuda" else Streams(device)

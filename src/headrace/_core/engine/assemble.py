@@ -36,12 +36,10 @@ class Assembler:
     ]  # makes a batch of a list of samples; where not `batched`, is given the one sample
     batched: bool  # whether a batch is a list of samples
     tolerance: Tolerance
-    of_tables: bool = (
-        False  # whether samples are rows of Arrow tables, of which the batch is one table
-    )
-    catch: Catch = (
-        BaseException  # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
-    )
+    # whether samples are rows of Arrow tables, of which the batch is one table
+    of_tables: bool = False
+    # what is caught from user code; on the consumer's thread `CONSUMER_CATCH`
+    catch: Catch = BaseException
 
     @property
     def runs_user_code(self) -> bool:
@@ -130,9 +128,8 @@ class Assembler:
             return None
         try:
             return HostBatch(raw.plan, self.collate(samples[0]), 1, end=raw.end)
-        except (
-            Exception
-        ):  # of an array that torch has no type for: raised again where errors become failures
+        except Exception:
+            # of an array that torch has no type for: raised again where errors become failures
             return None
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:

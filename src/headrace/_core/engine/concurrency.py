@@ -12,32 +12,24 @@ import random
 from collections.abc import Callable
 
 MEASURE_SECONDS = 0.1  # seconds over which a rate is measured, at least
-MEASURE_TURNS = (
-    2  # completions of a measurement, in limits, at least: within one latency they come in bursts
-)
-RAMP_UP_FACTOR = (
-    2  # by which measurements are shorter during slow start, where the effect of a trial is large
-)
+# completions of a measurement, in limits, at least: within one latency they come in bursts
+MEASURE_TURNS = 2
+# by which measurements are shorter during slow start, where the effect of a trial is large
+RAMP_UP_FACTOR = 2
 MIN_GAIN_DOUBLING = 1.1  # of the rate after a doubling; below it, half the limit is as good
-MIN_GAIN_DOUBLING_SHARED = (
-    1.4  # the same with several engines: above 4/3, which half of a store gives to one of two
-)
-LATENCY_BOUND_GAIN = (
-    1.5  # of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
-)
-CLEAR_SHARE = (
-    0.75  # of the limit that has to have ended since a doubling to see such a gain at once
-)
+# the same with several engines: above 4/3, which half of a store gives to one of two
+MIN_GAIN_DOUBLING_SHARED = 1.4
+# of the rate after a doubling; above it, latency limits: fewer fetches would lose rate
+LATENCY_BOUND_GAIN = 1.5
+# of the limit that has to have ended since a doubling to see such a gain at once
+CLEAR_SHARE = 0.75
 STEP = 1.5  # by which the limit is changed for a trial after slow start
 # of what a trial could win beyond a larger share of a store that is used fully; below it, noise
 MIN_GAIN = 0.1
-MAX_LOSS = (
-    0.75  # of what a trial of fewer would lose by a smaller share; below it, the share is too large
-)
-HOLD, LONGEST_HOLD = (
-    1.0,
-    30.0,
-)  # seconds without a trial after a decrease or a failed trial; doubled each time
+# of what a trial of fewer would lose by a smaller share; below it, the share is too large
+MAX_LOSS = 0.75
+# seconds without a trial after a decrease or a failed trial; doubled each time
+HOLD, LONGEST_HOLD = (1.0, 30.0)
 GRACE = 0.5  # seconds after a decrease in which throttling concerns earlier requests
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
 MOST_PEERS = 8  # engines that are counted; with more, a share is not to be distinguished from noise
@@ -73,9 +65,8 @@ class AdaptiveLimit:
         self._ignore_throttles_until = 0.0
         self._changed = 0.0
         self._settling = 0
-        self._began: tuple[float, int] | None = (
-            None  # time and completions at the start of the measurement
-        )
+        # time and completions at the start of the measurement
+        self._began: tuple[float, int] | None = None
         self._last_totals = (0, 0)
 
     def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:

@@ -95,9 +95,8 @@ class EngineConfig(NamedTuple):
         task = self.worker_task()
         if self.has_processes:
             return task
-        return replace(
-            task, copies=not is_default(self.assembler.collate)
-        )  # a thread does not wait until it is sent
+        # a thread does not wait until it is sent
+        return replace(task, copies=not is_default(self.assembler.collate))
 
     def without_functions(self) -> EngineConfig:
         return self._replace(

@@ -73,9 +73,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
         self.config = config
-        self.watch = LoopWatch(
-            type(config.dataset).__qualname__
-        )  # how long user code has blocked the loop, and where
+        # how long user code has blocked the loop, and where
+        self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the last epoch's
         bounded = (
             config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
@@ -138,9 +137,8 @@ class Engine:
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        if (
-            self._opening is None
-        ):  # never used: what the constructor launched still has to be connected to be ended
+        # never used: what the constructor launched still has to be connected to be ended
+        if self._opening is None:
             self._opening = asyncio.ensure_future(self.executor.open())
         await asyncio.wait([self._opening], timeout=deadline)
         if self._opening.done():
@@ -218,9 +216,8 @@ class Session:
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
         self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)
         self._plans: deque[BatchPlan] = deque()  # ascending, that wait for memory
-        self._outstanding: dict[
-            int, tuple[BatchPlan, float]
-        ] = {}  # received and not delivered, and when
+        # received and not delivered, and when
+        self._outstanding: dict[int, tuple[BatchPlan, float]] = {}
         self._assembling: dict[int, RawBatch] = {}
         self._changed = asyncio.Event()  # there are plans, or memory for them
         self._left = False  # whether the consumer has left the epoch
@@ -292,16 +289,14 @@ class Session:
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:
-            if (
-                not self._context.stopping or self.start.streams
-            ):  # which workers that persist keep for the next epoch
+            # which workers that persist keep for the next epoch
+            if not self._context.stopping or self.start.streams:
                 await self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
-        except (
-            BaseException
-        ) as caught:  # a bug of ours, or the loop is closing: the consumer must not hang
+        except BaseException as caught:
+            # a bug of ours, or the loop is closing: the consumer must not hang
             error = None if self._context.stopping else caught
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]

@@ -46,9 +46,8 @@ class ThreadExecutor:
         self._rank = rank
         # Calls with their answers; to end the thread, no call, and what is set then.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        run = (
-            contextvars.copy_context().run
-        )  # in the caller's context, as `numpy.errstate` is one of its variables
+        # in the caller's context, as `numpy.errstate` is one of its variables
+        run = contextvars.copy_context().run
         thread = threading.Thread(
             target=run, args=(self._work,), name="headrace-assemble", daemon=True
         )
@@ -116,9 +115,8 @@ class ProcessExecutor(Pool):
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
         torchs = not config.kind.is_async  # which lives in the workers
-        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = (
-            OrderedDict()
-        )  # see `StepsTask.pickle`
+        # see `StepsTask.pickle`
+        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
@@ -164,9 +162,8 @@ class ProcessExecutor(Pool):
         else:
             unread = answer.step == "receive"
             error = _unpicklable_sample(answer.error) if unread else answer.error
-            cannot_start = (
-                answer.step == "start"
-            )  # the worker cannot run, so its stream cannot continue
+            # the worker cannot run, so its stream cannot continue
+            cannot_start = answer.step == "start"
             stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
             failure = Failure.caught(error, stage, plan.number)
             failure = replace(failure, traceback=None if unread else answer.traceback)

@@ -27,9 +27,8 @@ from headrace._core.engine.hedging import HedgedRequests, Spawn
 from headrace._core.failure import Failure, Stage
 from headrace._core.store.request_stats import RequestStats
 
-CONTROL_INTERVAL = (
-    0.02  # seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
-)
+# seconds between two updates of an `AdaptiveLimit`, which measures over 0.05 at least
+CONTROL_INTERVAL = 0.02
 
 # The most of a call of `agets`: taking 256 rows of 32 row groups costs 47 µs in calls of 4,096
 # rows, and 25 here.
@@ -71,9 +70,8 @@ class FetchContext:
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     recorder: FetchRecorder | None = None  # of single fetches, while a trace is written
-    stopping: bool = (
-        False  # the session ends: no fetch begins, and exceptions raised from then on are ignored
-    )
+    # the session ends: no fetch begins, and exceptions raised from then on are ignored
+    stopping: bool = False
 
 
 class FetchStage(ABC):
@@ -106,14 +104,12 @@ class FetchStage(ABC):
 class PartialBatch:
     plan: BatchPlan
     missing: int = field(init=False)  # results that have not arrived
-    samples: list[Any] = field(
-        init=False
-    )  # those that have arrived; `MISSING` in place of the others
+    # those that have arrived; `MISSING` in place of the others
+    samples: list[Any] = field(init=False)
     began: float = 0.0  # when its first fetch began; 0.0 before that
     fetch_seconds: float = 0.0  # the duration of that fetch
-    single: set[int] = field(
-        default_factory=set
-    )  # slots of samples fetched by `aget` after a fetch of several
+    # slots of samples fetched by `aget` after a fetch of several
+    single: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.missing = len(self.plan.indices)

@@ -25,9 +25,8 @@ PERCENTILE = 0.95  # of the latencies; a request is slow above `SLOWER` times th
 # those would leave nothing of the budget for the ones that stall.
 SLOWER = 1.25
 BUDGET = 0.05  # extra requests, of all
-MAX_EXTRA = (
-    2  # extra attempts at one request; with 2 % of stalls, one in 125,000 stalls three times
-)
+# extra attempts at one request; with 2 % of stalls, one in 125,000 stalls three times
+MAX_EXTRA = 2
 # Batches whose requests are hedged: the next, and the one after it, which is the next by the time
 # the answer arrives. benchmarks/hedging.py: 0.90 of the rate without stalls with the next alone.
 HEDGED_BATCHES = 2

@@ -12,12 +12,10 @@ from headrace._core.failure import Failure
 # before the size of one is known: one that is slow, or waits for another, does not hold up all
 FIRST_SAMPLES = 4
 MEASURED_SAMPLES = 8  # of a batch; their mean stands for all
-MEASURED_BATCHES = (
-    7  # the first so many are measured, and then one in so many (odd: sizes may repeat), or in
-)
-MEASURED_RARELY = (
-    64  # where only reports need it: pyarrow gives Python's lock away, and may wait long for it
-)
+# the first so many are measured, and then one in so many (odd: sizes may repeat), or in
+MEASURED_BATCHES = 7
+# where only reports need it: pyarrow gives Python's lock away, and may wait long for it
+MEASURED_RARELY = 64
 MEASURED_ITEMS = 16  # of a list or mapping; a list of a million numbers must not block the loop
 # of a batch in the running mean, which follows a change of sizes within a few measured ones
 WEIGHT = 0.25
@@ -29,9 +27,8 @@ class SampleSizes:
     def __init__(self, every: int = MEASURED_BATCHES) -> None:
         self._every = every  # batches
         self.fetched: float | None = None
-        self.assembled: float | None = (
-            None  # in its batch: decoding an image can take fifty times its bytes
-        )
+        # in its batch: decoding an image can take fifty times its bytes
+        self.assembled: float | None = None
         # Batches so far. Counted here: the numbers of an engine's batches may all leave the same
         # rest.
         self._counts = {"fetched": 0, "assembled": 0}
@@ -76,9 +73,8 @@ class MemoryBudget:
         self._sizes = sizes  # those of earlier epochs are the first guess
         self._assembled = sizes.assembled is not None  # a batch, of this epoch or before
         self._consumed = -1  # the number of the last batch that has been taken
-        self._samples: dict[
-            int, int
-        ] = {}  # of each batch that is being fetched, or fetched and not taken
+        # of each batch that is being fetched, or fetched and not taken
+        self._samples: dict[int, int] = {}
         self._held = 0  # the sum of these
         self._fetched: set[int] = set()  # of these
         self._short = False  # whether plans wait for memory, and not for the first batch
@@ -93,9 +89,8 @@ class MemoryBudget:
             or unknown
             or (not self._assembled and at_once is not None and held > at_once)
         )
-        if (
-            held and waits and plan.number > min(self._samples)
-        ):  # an engine that has ended may have had it first
+        # an engine that has ended may have had it first
+        if held and waits and plan.number > min(self._samples):
             return False
         self._held += samples - self._samples.get(plan.number, 0)
         self._samples[plan.number] = samples

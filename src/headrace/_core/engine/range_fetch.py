@@ -214,9 +214,8 @@ class RangeFetch(SampleFetch):
                 continue
             try:
                 batch.samples[slot] = self._dataset.sample_of(index, view)
-            except (
-                BaseException
-            ):  # user code, or corrupt bytes, which may be intact when read singly
+            except BaseException:
+                # user code, or corrupt bytes, which may be intact when read singly
                 failed.append((batch, slot))
         batch.missing = len(failed)
         self._fetch_singly(failed)

@@ -81,9 +81,8 @@ class StreamBatch:
         progress = self._progress
         in_a_row = progress.failures_in_a_row + 1
         unskippable = None
-        if (
-            in_a_row >= self._tolerance.max_in_a_row
-        ):  # an iterator that always raises would be read for ever
+        # an iterator that always raises would be read for ever
+        if in_a_row >= self._tolerance.max_in_a_row:
             unskippable = f"{in_a_row} failures in a row"
         if self._tolerance.skips and _ended_a_generator(
             error
@@ -114,9 +113,8 @@ class StreamBatch:
         progress, samples = self._progress, self._samples
         places: Sequence[int] = range(self._first, progress.position)
         positions = self._plan.positions[self._first : progress.position]
-        if (
-            drop_last and self._missing and not self._broken
-        ):  # its samples are lost with a broken one
+        # its samples are lost with a broken one
+        if drop_last and self._missing and not self._broken:
             failed = [
                 number for number, sample in enumerate(samples) if isinstance(sample, Failure)
             ]
@@ -273,9 +271,8 @@ class DispatchToWorkers(FetchStage):
         super().__init__(context)
         ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
-        self._active = deque(
-            worker for worker in turns if worker not in ended
-        )  # the next one first
+        # the next one first
+        self._active = deque(worker for worker in turns if worker not in ended)
         self._streams = streams
         self._in_order = in_order
         self._loads = [0] * workers

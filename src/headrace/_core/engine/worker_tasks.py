@@ -72,9 +72,8 @@ class StartEpoch(NamedTuple):
 
     epoch: int
     running: frozenset[int]  # the passes still being read
-    set_epoch: (
-        bool  # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
-    )
+    # whether to call `set_epoch` of every dataset, or only of those with `wants_epoch`
+    set_epoch: bool
     # Of the worker's stream, or of a stateful dataset; pickled, so that the worker reports an error
     # of a class in it.
     state: PickledPayload | None
@@ -119,9 +118,8 @@ class ReadTask(AssembleTask):
         epoch = plan.epoch
         if epoch not in self._readers:  # the worker was replaced in mid-epoch
             self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
-            self._seed(
-                batch_seed(self.base_seed, epoch, plan.number) >> 1
-            )  # not what its predecessor drew
+            # not what its predecessor drew
+            self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)
         session_epoch.set(epoch)
         return _flat(self._readers[epoch](plan), plan)
 
@@ -141,9 +139,8 @@ class ReadTask(AssembleTask):
             return reader(
                 self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds
             )
-        except (
-            BaseException
-        ) as error:  # user code: set_epoch, __iter__ of a stream, load_state_dict
+        except BaseException as error:
+            # user code: set_epoch, __iter__ of a stream, load_state_dict
             return cannot_start(error, restoring=state is not None)
 
 
@@ -161,9 +158,8 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     if not host.empty and not isinstance(host.data, PickledPayload):
         try:
             host = host._replace(data=PickledPayload.dumps(host.data, copied=copied))
-        except (
-            BaseException
-        ) as error:  # user code: __reduce__ of the result of transform or collate_fn
+        except BaseException as error:
+            # user code: __reduce__ of the result of transform or collate_fn
             remedy = "Return tensors, arrays, or classes that both processes can import, from transform and collate_fn."
             failed = not_picklable("the return value of collate_fn", error, remedy)
             host = host.replaced_by(failed, Stage.COLLATE)
@@ -186,9 +182,8 @@ def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklable
 
 
 def _with_picklable_error(failure: Failure) -> Failure:
-    traceback = (
-        format_error(failure.error) if failure.traceback is None else failure.traceback
-    )  # the first process's
+    # the first process's
+    traceback = format_error(failure.error) if failure.traceback is None else failure.traceback
     return replace(failure, error=picklable_error(failure.error), traceback=traceback)
 
 

@@ -1,1 +1,4 @@
-"""Event loops in threads, waiting for descriptors, blocking calls, and resources of a loop."""
+"""Event loops in threads, and resources for each loop.
+
+The package also waits for file descriptors and finds blocking calls.
+"""

@@ -1,9 +1,10 @@
-"""Short blocking calls, such as reading a small file, in threads: waiting calls share a trip to a thread and back.
+"""Short blocking calls in threads, made and returned in batches.
 
-That trip, two wake-ups with a system call and a switch of threads each, takes longer than the call.
-One `loop.run_in_executor` for each of 64 calls in flight takes 23 µs of CPU where this takes 2, and
-70 instead of 33 with a file of 56 KB; see docs/design/0004. So a thread makes calls as long as
-there are any, and returns results in batches.
+A short call reads a small file, for example. A trip to a thread and back takes two wake-ups, each
+with a system call and a switch of threads. The trip takes longer than the call. With 64 calls in
+flight, a `loop.run_in_executor` for each call takes 23 µs of CPU, and 70 µs with a file of 56 KB.
+This module takes 2 µs and 33 µs; see docs/design/0004. So a thread makes calls while calls wait,
+and returns results in batches.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from typing import TypeVar, TypeVarTuple, Unpack, cast
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as many as the loop's default executor has
-RESIZE_INTERVAL = (
-    0.02  # seconds between checks of the number of threads; a busy machine may delay one by 10 ms
-)
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as in the loop's default executor
+# Seconds between checks of the number of threads. A busy machine may delay a check by 10 ms.
+RESIZE_INTERVAL = 0.02
 # Seconds for a call, above which threads are doubled. A cached file of 56 KB takes 0.01 ms, and 0.1
-# ms where ten processes share two cores; there, four threads finished half as much CPU time again
-# as one: they contend for the GIL. A network file system or a hard disk takes some ms.
+# ms where ten processes share two cores. There, four threads took 1.5 times the CPU time of a
+# single thread, since threads contend for the GIL. A network file system or a hard disk takes some
+# ms.
 SLOW_CALL = 0.00025
-# seconds for which a thread of the executor makes calls before other users of the executor get a
-# turn
+# Seconds of calls in a thread of the executor, before other users of the executor get a turn.
 MAX_RUN = 0.05
-FLUSH_INTERVAL = (
-    0.0005  # seconds that a result may wait for others before it is returned to the loop
-)
+# Seconds that a result may wait for other results before the loop gets the results.
+FLUSH_INTERVAL = 0.0005
 
 
 def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-    """Call ``function(*args)`` in a thread. For short internal functions only.
+    """Call ``function(*args)`` in a thread.
 
-    A call whose future is cancelled before it starts is not made; the result of one that has
-    started is dropped.
+    Only for short internal functions.
+
+    If the future is cancelled before the call starts, the call is not made. If the future is
+    cancelled after the call has started, the result is dropped.
     """
     loop = asyncio.get_running_loop()
     executor: _BatchedExecutor | None = getattr(_local, "executor", None)
@@ -53,7 +54,11 @@ _local = threading.local()
 
 
 class _BatchedExecutor:
-    """The calls of one loop. Only `_work` runs in other threads; everything else runs on the loop."""
+    """Executor for the calls of a loop.
+
+    Only `_work`, and `_call_on_loop` as part of `_work`, run in other threads. All other methods
+    run on the loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -85,7 +90,10 @@ class _BatchedExecutor:
         self.loop.run_in_executor(None, self._work)
 
     def _resize(self) -> None:
-        """Add threads if calls are slow (a disk, a call that hangs); else use fewer."""
+        """Add threads if calls are slow, or use fewer threads.
+
+        Calls are slow on a disk, for example, or if a call hangs.
+        """
         if not self._calls:
             self._resizing = False
             return
@@ -113,7 +121,7 @@ class _BatchedExecutor:
             result: object = None
             try:
                 result = function(*args)
-            except StopIteration as caught:  # a future rejects it
+            except StopIteration as caught:  # a future rejects StopIteration
                 error = RuntimeError(f"{function!r} raised {caught!r}")
             except BaseException as caught:
                 error = caught
@@ -133,7 +141,7 @@ class _BatchedExecutor:
         self._call_on_loop(self._on_end)
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
+        with contextlib.suppress(RuntimeError):  # if the loop is closed, no caller is left
             self.loop.call_soon_threadsafe(callback)
 
     def _set_results(self) -> None:
@@ -149,7 +157,10 @@ class _BatchedExecutor:
                 future.set_exception(error)
 
     def _on_end(self) -> None:
-        """A thread has ended: replace it if there are calls, unless there are more threads than needed."""
+        """Set results after the end of a thread.
+
+        If calls wait and fewer threads than wanted are left, a new thread starts.
+        """
         self._set_results()
         self._threads -= 1
         if self._calls and self._threads < self._wanted:

@@ -1,7 +1,8 @@
-"""An event loop in a daemon thread: the engine runs on one, and the synchronous methods of datasets.
+"""Event loop in a daemon thread.
 
-A training step blocks the loop it is on, so headrace never uses the caller's loop; a loop that
-already runs (a notebook, an async program) does not matter.
+The engine and the synchronous methods of datasets run on loops in threads. A training step blocks
+the loop of the caller, so headrace never uses the caller's loop. A loop that already runs (a
+notebook, an async program) does no harm.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ from headrace.errors import DeadlockError, EngineDiedError
 T = TypeVar("T")
 
 EVENT_LOOP_VARIABLE = "HEADRACE_EVENT_LOOP"
-_DESCRIPTORS = (
-    10  # of a first loop, on the main thread: uvloop 0.23 opens nine; asyncio's needs five
-)
+# Descriptors of a first loop, on the main thread: uvloop 0.23 opens nine, asyncio five.
+_DESCRIPTORS = 10
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A new uvloop loop, or asyncio's own if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``."""
+    """Return a new event loop of uvloop or asyncio.
+
+    asyncio is used if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``.
+    """
     check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
     loop: asyncio.AbstractEventLoop = import_event_loop().new_event_loop()
     return loop
 
 
 def import_event_loop() -> types.ModuleType:
-    """The package of the event loops; called before a fork of processes that have one."""
+    """Return the package of the event loops.
+
+    Called before a fork of processes that have an event loop.
+    """
     if os.environ.get(EVENT_LOOP_VARIABLE) != "asyncio":
         with suppress(ImportError):  # absent
             import uvloop
@@ -49,15 +55,19 @@ def import_event_loop() -> types.ModuleType:
 
 
 async def end_tasks(deadline: float) -> str:
-    """End the other tasks of the running loop, which closes its resources, and close its remaining async generators.
+    """End all other tasks of the running loop, and close async generators.
 
-    Tasks are cancelled, except those by which the loop closes a dropped generator: its `finally`
-    runs there. Returns where those wait that have not ended in so many seconds, empty if all have.
+    Tasks are cancelled. A task in which the loop closes a dropped generator is not cancelled: the
+    generator's `finally` runs there. Cancelled tasks close the loop's resources.
+
+    Returns:
+        Text about the tasks that have not ended after `deadline` seconds. Empty if all tasks have
+        ended.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     seen: set[asyncio.Task[object] | None] = {asyncio.current_task()}
-    await asyncio.sleep(0)  # a generator that was just dropped gets its task in the next iteration
+    await asyncio.sleep(0)  # a generator just dropped gets a task in the next iteration
     while new := asyncio.all_tasks() - seen:
         for task in new:
             if type(task.get_coro()).__name__ != "async_generator_athrow":
@@ -66,26 +76,28 @@ async def end_tasks(deadline: float) -> str:
         if late:
             return ", ".join(sorted(set(map(repr, late))))
         seen |= new
-        # Their generators get tasks now; one more iteration so that late native callbacks are
-        # processed.
+        # Generators of the ended tasks get tasks now. The iteration also processes late native
+        # callbacks.
         await asyncio.sleep(0)
-    with suppress(
-        TimeoutError
-    ):  # user code in a generator's `finally`; the loop is closed all the same
+    # A generator's `finally` is user code. The loop is closed in any case.
+    with suppress(TimeoutError):
         await asyncio.wait_for(loop.shutdown_asyncgens(), max(0.0, until - loop.time()))
     await asyncio.sleep(0)
     return ""
 
 
 carried: ContextVar[object] = ContextVar("headrace_carried", default=None)
-"""A value of the caller's context that the code that runs on the loop sees, too."""
+"""Value of the caller's context that code on the loop sees too."""
 
 
 class LoopThread:
-    """An event loop that runs in a daemon thread until `close`.
+    """Event loop that runs in a daemon thread until `close`.
 
-    The thread makes the loop, runs it, and closes it. The maker of the LoopThread owns the thread
-    and calls `close`. All methods are thread-safe.
+    The thread makes the loop, runs the loop, and closes the loop. The maker of the LoopThread owns
+    the thread and calls `close`. All methods are thread-safe.
+
+    Attributes:
+        on_death: functions to call if the loop ends other than by `close`.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,18 +106,16 @@ class LoopThread:
         self._lock = threading.RLock()
         self._closing = False
         self._running = threading.Event()
-        self.on_death: set[Callable[[BaseException], None]] = (
-            set()
-        )  # called if it ends other than by `close`
+        self.on_death: set[Callable[[BaseException], None]] = set()
         self._died: BaseException | None = None
         self._uncancelled = ""
-        # Loops hold tasks by weak references: a task that waits for an object that only it refers
-        # to is collected.
+        # Loops hold tasks by weak references. A task that waits for an object may be the object's
+        # only owner, and would be collected.
         self._started: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._running.wait()
-        if self._died is not None:  # it could not be made: no descriptors are left, for example
+        if self._died is not None:  # for example, no descriptors were left for the loop
             raise self._died
 
     @property
@@ -114,13 +124,20 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop still accepts calls; in a fork of its process it does not, and must not be given any."""
+        """Whether the loop still accepts calls.
+
+        False in a fork of the process. A fork must not call the loop.
+        """
         return not self._closing and self._died is None and self._pid == os.getpid()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Run ``function(*args)`` on the loop; raises `EngineDiedError` if the loop has ended."""
+        """Run ``function(*args)`` on the loop.
+
+        Raises:
+            EngineDiedError: the loop has ended.
+        """
         try:
-            # In a context of its own, without the caller's variables.
+            # In a new context, without the caller's variables.
             self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
         except RuntimeError as error:  # the loop is closed
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
@@ -133,12 +150,19 @@ class LoopThread:
         except RuntimeError as error:
             coroutine.close()
             raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
-        self._started.add(future)  # it holds the task
+        self._started.add(future)  # the future holds the task
         future.add_done_callback(self._started.discard)
         return future
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run `coroutine` on the loop and wait for it; Ctrl-C interrupts the wait and cancels the coroutine."""
+        """Run `coroutine` on the loop and wait for the result.
+
+        Ctrl-C interrupts the wait and cancels the coroutine.
+
+        Raises:
+            DeadlockError: the caller runs on the loop.
+            EngineDiedError: the loop has ended.
+        """
         if self.is_current:
             coroutine.close()
             raise DeadlockError(what="a blocking method")
@@ -151,14 +175,16 @@ class LoopThread:
             raise
 
     def close(self, deadline: float) -> str | None:
-        """Cancel every task, wait up to `deadline` seconds for them to end, stop the loop and join the thread.
+        """Cancel every task, stop the loop and join the thread.
 
-        Returns what did not end in time, in words. A thread that user code blocks stays, as a
-        daemon.
+        Wait up to `deadline` seconds for the tasks to end. A thread that user code blocks stays, as
+        a daemon.
+
+        Returns:
+            Text about tasks or code that did not end in time, or None.
         """
-        if (
-            self._pid != os.getpid()
-        ):  # a fork has no such thread, and another thread may have held the lock
+        # A fork does not have the thread. Another thread may have held the lock at the fork.
+        if self._pid != os.getpid():
             return None
         with self._lock:
             first = not self._closing
@@ -166,19 +192,21 @@ class LoopThread:
         if not self._thread.is_alive():
             return None
         if first:
-            with suppress(RuntimeError):  # it has ended by itself, and is closed
+            with suppress(RuntimeError):  # the loop has ended by itself, and is closed
                 self._loop.call_soon_threadsafe(self._stop, deadline)
         if self.is_current:
             return None
-        # The loop keeps the deadline itself; one more second for a loop that a blocking call
-        # delays.
+        # The loop keeps the deadline. Another second for a loop delayed by a blocking call.
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
             return self.blocked_in()
         return f"cancelled, and still running: {self._uncancelled}" if self._uncancelled else None
 
     def blocked_in(self) -> str:
-        """The current location of the thread as text: where a loop that does not respond is blocked."""
+        """Return the current location of the thread as text.
+
+        The location shows where a loop that does not respond is blocked.
+        """
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         place = (
@@ -188,9 +216,8 @@ class LoopThread:
         )
         return f"thread {self._name!r} is blocked in {place}"
 
-    def _stop(
-        self, deadline: float
-    ) -> None:  # makes the coroutine on the loop: one that has died never would run it
+    # Makes the coroutine on the loop: a loop that has died would never run the coroutine.
+    def _stop(self, deadline: float) -> None:
         self._stopper = self._loop.create_task(self._end(deadline))
 
     async def _end(self, deadline: float) -> None:
@@ -202,7 +229,7 @@ class LoopThread:
     def _run(self) -> None:
         try:
             loop = self._loop = new_event_loop()
-        except BaseException as error:  # raised in the threads that wait for this loop
+        except BaseException as error:  # raised by the constructor, in the thread that waits
             self._died = error
             self._running.set()
             return
@@ -212,9 +239,8 @@ class LoopThread:
             loop.run_forever()
             if not self._closing:
                 self._died = RuntimeError("something stopped the loop from outside")
-        except (
-            BaseException
-        ) as error:  # SystemExit of a task of user code: reported to the consumers
+        # SystemExit in a task of user code, for example: reported to the consumers.
+        except BaseException as error:
             self._died = error
         finally:
             if self._died is not None:
@@ -225,10 +251,10 @@ class LoopThread:
 
 
 def _refuse(callback: object, *args: object, context: object = None) -> None:
-    """`call_soon_threadsafe` of a loop that has ended; without an error for results of obstore, which no task awaits.
+    """Refuse calls of `call_soon_threadsafe` after the loop's end.
 
-    One that it is about to hand over may come after the close; it would print a traceback on
-    standard error.
+    A result of obstore may come after the close. No task awaits the result, and an error would only
+    print a traceback on standard error. So calls of obstore are ignored.
     """
     if type(callback).__name__ != "CheckedCompletor":
         raise RuntimeError("Event loop is closed")

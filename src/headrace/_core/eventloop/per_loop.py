@@ -1,7 +1,8 @@
-"""Resources that belong to one event loop: opened on it at first use, and closed on it when the loop ends.
+"""Resources of an event loop.
 
-A connection pool works on the loop that it was made on, and on no other. A dataset is used on
-several: a loader's engine has one, and `dataset[i]` another.
+A resource is opened on a loop at first use, and closed on the loop when the loop ends. A connection
+pool works only on the loop that made the pool. A dataset is used on several loops: a loader's
+engine has a loop, and `dataset[i]` another.
 """
 
 from __future__ import annotations
@@ -26,35 +27,38 @@ L = TypeVar("L", bound=asyncio.Lock | asyncio.Semaphore | asyncio.Condition)
 _Make = Callable[[], Any]
 _Close = Callable[[Any], object] | None
 _owners: dict[asyncio.AbstractEventLoop, list[Owner]] = {}
-"""The owners of each loop, in the order in which their resources were opened."""
+"""The owners of each loop, in the order of opening."""
 
 
 class Owner:
-    """A task of the running loop that opens a resource, holds it, and closes it.
+    """Task that opens a resource, holds the resource, and closes the resource.
 
-    One task does both, as task groups and cancel scopes require. It closes after `start_closing`,
-    and when it is cancelled, as `asyncio.run` and headrace's own loops cancel all tasks at their
-    end: then in the reverse order of opening.
+    The task runs on the running loop. Task groups and cancel scopes require opening and closing in
+    the same task. The task closes the resource after `start_closing`, and when the task is
+    cancelled. `asyncio.run` and headrace's own loops cancel all tasks at their end. Then resources
+    are closed in the reverse order of opening.
 
-    `what` names the resource in warnings; `on_end` is called when it is closed, or could not be
-    opened.
+    `what` names the resource in warnings. `on_end` is called when the resource is closed, or could
+    not be opened.
+
+    Attributes:
+        opened: the resource, or the error of opening. Wait by `asyncio.shield`.
     """
 
     def __init__(self, make: _Make, close: _Close, what: str, on_end: Callable[[], object]) -> None:
         self.loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[Any] = self.loop.create_future()
-        """The resource, or why it could not be opened. Wait for it by `asyncio.shield`."""
         self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
         self._what = what
         self._on_end = on_end
         self._closing = asyncio.Event()
-        # In a context of its own: it outlives the session that first needed the resource.
+        # In a new context: the owner outlives the session that first needed the resource.
         self.task = self.loop.create_task(
             self._own(make, close), name=what, context=contextvars.Context()
         )
 
     def start_closing(self) -> None:
-        """Close the resource soon; on the loop."""
+        """Close the resource soon. Call on the loop."""
         if self.opened.done():
             self._closing.set()
         else:
@@ -65,7 +69,7 @@ class Owner:
         try:
             try:
                 resource = make()
-                del make  # once opened, it and its object are not kept alive
+                del make  # an open resource does not keep `make` and the object of `make` alive
                 if inspect.isawaitable(resource) and (
                     close is not None or not hasattr(resource, "__aexit__")
                 ):
@@ -86,9 +90,8 @@ class Owner:
             try:
                 await self._closing.wait()
             except asyncio.CancelledError:
-                while (
-                    self.task.uncancel()
-                ):  # `asyncio.timeout` and task groups look at the count while it is closed
+                # `asyncio.timeout` and task groups look at the count during the close.
+                while self.task.uncancel():
                     pass
                 if later := [owner.task for owner in peers[peers.index(self) + 1 :]]:
                     await asyncio.wait(later)
@@ -118,7 +121,7 @@ async def _end(resource: Any, close: _Close) -> None:
 
 
 class PerLoop(Generic[T]):
-    """A resource for each event loop; made by `per_loop`."""
+    """Resource for each event loop; made by `per_loop`."""
 
     def __init__(
         self, make: Callable[[], object], close: Callable[[T], object] | None = None
@@ -130,7 +133,9 @@ class PerLoop(Generic[T]):
         finalizer.atexit = False  # loops close their resources
 
     async def __call__(self) -> T:
-        """The running loop's resource, opened at the first call; many calls at once open one.
+        """Return the running loop's resource, opened at the first call.
+
+        Simultaneous first calls open a single resource.
 
         Raises:
             Exception: opening the resource failed; the next call tries again.
@@ -138,9 +143,8 @@ class PerLoop(Generic[T]):
         loop, opened = asyncio.get_running_loop(), self._opened
         owner = opened.get(loop)
         if owner is None:
-            for dead in [
-                each for each in opened if each.is_closed()
-            ]:  # closed without cancelling its tasks
+            # Loops closed without a cancellation of the tasks.
+            for dead in [each for each in opened if each.is_closed()]:
                 del opened[dead]
                 _owners.pop(dead, None)
             owner = opened[loop] = Owner(
@@ -152,7 +156,8 @@ class PerLoop(Generic[T]):
         return resource
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PerLoop, (self._make, self._close)  # a copy, in another process say, opens its own
+        # A copy, for example in another process, opens new resources.
+        return PerLoop, (self._make, self._close)
 
     def __repr__(self) -> str:
         return f"per_loop({getattr(self._make, '__qualname__', self._make)})"
@@ -162,12 +167,15 @@ def _close_soon(opened: dict[asyncio.AbstractEventLoop, Owner], pid: int) -> Non
     if pid != os.getpid():
         return  # a fork: the loops are the parent's
     for loop, owner in list(opened.items()):
-        with contextlib.suppress(RuntimeError):  # it is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(owner.start_closing)
 
 
 def _is_lock(resource: object) -> bool:
-    """Whether user code enters `resource` for moments: a lock, a semaphore, a limiter; a pool can be closed."""
+    """Whether user code enters `resource` for moments.
+
+    Examples are locks, semaphores and limiters. In contrast, a pool has a method to close the pool.
+    """
     named = functools.partial(hasattr, resource)
     return any(map(named, ("acquire", "wait"))) and not any(map(named, ("aclose", "close")))
 
@@ -185,24 +193,28 @@ def per_loop(
 @overload
 def per_loop(make: Callable[[], T], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
 def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = None) -> PerLoop[T]:
-    """A resource that is opened once on each event loop that uses it: a session, a pool of connections.
+    """Return a resource that is opened once on each event loop.
 
-    Connections work on the loop that they were opened on. A dataset is read on several: each
-    loader's, and the one of ``dataset[i]``. Await the result to get the running loop's resource. It
-    is closed when its loop ends (a loader's when the loader is closed), the last opened first, or
-    when the object that this returns is collected. A pickled copy has no open resources.
+    A typical resource is a session or a pool of connections. Connections work only on the loop that
+    opened the connections. A dataset is read on several loops: on the loop of each loader, and on
+    the loop of ``dataset[i]``. Await the result to get the running loop's resource.
+
+    The resource is closed when the loop ends, or when the object returned by `per_loop` is
+    collected. A loader's loop ends when the loader is closed. The last opened resource is closed
+    first. A pickled copy has no open resources.
 
     Args:
-        make: opens it; a plain or an async function without arguments, called on the loop. Where it
-            gives an async context manager and there is no `close`, it is entered, and the resource
-            is the result of entering. A lock, semaphore, condition or limiter (with `acquire` or
-            `wait`, without `close`) is not entered: it is the resource.
-        close: closes it; a plain or an async function of the resource. By default, an async context
-            manager is left, and of anything else `aclose()` or `close()` is called where there is
-            one.
+        make: opens the resource. A plain or an async function without arguments, called on the
+            loop. If `make` gives an async context manager and there is no `close`, the context
+            manager is entered, and the result of entering is the resource. A lock, semaphore,
+            condition or limiter (with `acquire` or `wait`, without `close`) is not entered: the
+            lock is the resource.
+        close: closes the resource. A plain or an async function of the resource. By default, an
+            async context manager is left. Of any other resource, `aclose()` or `close()` is called,
+            if present.
 
     Raises:
-        TypeError: one of the two cannot be called.
+        TypeError: `make` or `close` cannot be called.
 
     Example:
         >>> from headrace import AsyncDataset
@@ -221,7 +233,10 @@ def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = N
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their end, even if this is cancelled; then the cancellation is raised."""
+    """Cancel tasks and wait until all tasks have ended.
+
+    If the waiting task is cancelled, the cancellation is raised after all tasks have ended.
+    """
     pending = {task for task in tasks if task.cancel()}
     cancelled: asyncio.CancelledError | None = None
     while pending:

@@ -1,4 +1,4 @@
-"""Interruptible waits for descriptors, and closing descriptors that may be waited for."""
+"""Interruptible waits for descriptors, and closing of descriptors with waiters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Readable = int | socket.socket
 
 
 class Waker:
-    """A socket pair. `source` becomes readable by `wake`, which any thread may call."""
+    """Socket pair: `source` becomes readable after `wake`.
+
+    Any thread may call `wake`.
+    """
 
     def __init__(self) -> None:
         self.sender, self.source = socket.socketpair()
@@ -28,7 +31,7 @@ class Waker:
             end.setblocking(False)
 
     def wake(self) -> None:
-        with suppress(OSError):  # full of bytes, which wake as well; or closed
+        with suppress(OSError):  # the socket is full, and so readable; or closed
             self.sender.send(b"\0")
 
     def drain(self) -> None:
@@ -42,12 +45,16 @@ class Waker:
 
 
 def wait_readable(*sources: Readable, timeout: float | None) -> bool:
-    """Block until one of `sources` is readable, or a signal arrives; False after `timeout` seconds (None: no limit).
+    """Block until a source is readable or a signal arrives.
 
-    True may come early: a future that `wait_done` has waited for may wake the main thread just
-    after, in its next wait. A signal that arrives just before a blocking call does not interrupt
-    it: Python notes it, and handles it when the call returns, which may be never. So on the main
-    thread signals write to a socket that is waited for too.
+    The result is False after `timeout` seconds (None: no limit).
+
+    The result may be True too early: a future of `wait_done` may wake the main thread after the end
+    of `wait_done`, in the main thread's next wait.
+
+    A signal that arrives just before a blocking call does not interrupt the call. Python notes the
+    signal, and handles the signal when the call returns, possibly never. So on the main thread,
+    signals write to a socket, and the wait includes the socket.
     """
     with _signals() as noted:
         poller = select.poll()
@@ -57,16 +64,17 @@ def wait_readable(*sources: Readable, timeout: float | None) -> bool:
 
 
 def wait_writable(destination: socket.socket) -> None:
-    """Block until a socket takes bytes, or its other end is closed."""
+    """Block until a socket takes bytes or the peer has closed."""
     poller = select.poll()
     poller.register(destination, select.POLLOUT)
     poller.poll()
 
 
 def wait_done(future: Future[T]) -> None:
-    """Block until `future` is done; an exception of a signal handler ends the wait.
+    """Block until `future` is done or a signal handler raises.
 
-    `future.result()` waits for a lock, a blocking call that a signal may arrive just before.
+    `future.result()` waits for a lock in a blocking call. A signal just before the call would not
+    interrupt the wait.
     """
     if threading.current_thread() is not threading.main_thread():
         wait((future,))
@@ -78,28 +86,34 @@ def wait_done(future: Future[T]) -> None:
 
 
 def _wake_main_thread(_: object) -> None:
-    """Wake the main thread as a signal does; zero is no signal's number, and event loops ignore it."""
+    """Wake the main thread as a signal does.
+
+    The byte is zero. No signal has the number zero, and event loops ignore zero.
+    """
     if (pair := _signal_pair) is not None:
         pair.wake()
 
 
 class CloseGuard:
-    """Closes descriptors that may be waited for: at once, or when the last waiter has returned.
+    """Closes descriptors at once, or after the last waiter.
 
-    A descriptor that is closed under a waiter wakes no waiter, and its number may be another file's
-    by then. So `close` wakes waiters first.
+    Closing a descriptor under a waiter does not wake the waiter. By then, the descriptor's number
+    may belong to another file. So `close` wakes waiters first.
     """
 
     def __init__(self, wake: Callable[[], None], close: Callable[[], None]) -> None:
         self._wake = wake
         self._close = close
-        # Reentrant: the garbage collector may close it on a thread that is acquiring it.
+        # Reentrant: the garbage collector may call `close` on a thread that is acquiring the lock.
         self._lock = threading.RLock()
         self._held = 0
         self._closing = False
 
     def __enter__(self) -> bool:
-        """Hold the descriptors open inside the block; False if they are closed."""
+        """Hold the descriptors open inside the block.
+
+        The result is False if the descriptors are closed.
+        """
         with self._lock:
             self._held += 1
             return not self._closing
@@ -111,7 +125,7 @@ class CloseGuard:
                 self._close_if_unused()
 
     def close(self) -> None:
-        """Reject new waiters and wake current ones. Thread-safe, idempotent."""
+        """Reject new waiters and wake current waiters. Thread-safe, idempotent."""
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -122,37 +136,40 @@ class CloseGuard:
     def _close_if_unused(self) -> None:
         if not self._held:
             close = self._close
-            self._wake = self._close = lambda: (
-                None
-            )  # these hold the owner, which would wait for the garbage collector
+            # The functions hold the owner. Otherwise the owner would wait for the garbage
+            # collector.
+            self._wake = self._close = lambda: None
             close()
 
 
 @contextmanager
 def _signals() -> Iterator[list[socket.socket]]:
-    """A socket that becomes readable with a signal, inside the block; none off the main thread."""
+    """Give a socket that becomes readable with a signal inside the block.
+
+    Off the main thread, there is no socket.
+    """
     pair = _pair()
     wake = pair.sender.fileno()
     try:
         before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    except ValueError:  # not the main thread, and so not the one that handles signals
+    except ValueError:  # not the main thread, the only thread that handles signals
         yield []
         return
-    if before == wake:  # a handler raised while the last wait ended, and left it set
+    if before == wake:  # a handler raised at the end of the last wait, and left the descriptor set
         before = -1
     try:
         yield [pair.source]
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        with suppress(
-            BlockingIOError
-        ):  # no signal; or that loop's pipe is full, which wakes it anyway
+        # BlockingIOError: no signal, or the loop's pipe is full, and a full pipe wakes the loop.
+        with suppress(BlockingIOError):
             numbers = pair.source.recv(4096)
-            if before != -1:  # the event loop that is blocked in this call reads its signals there
+            if before != -1:  # an event loop blocked in this call reads signals from `before`
                 os.write(before, numbers)
 
 
-# One pair for the process: only its main thread uses it, one wait at a time. Closed at exit.
+# A single pair for the process: only the main thread uses the pair, for a wait at a time. Closed at
+# exit.
 _signal_pair: Waker | None = None
 
 
@@ -165,7 +182,10 @@ def _pair() -> Waker:
 
 
 def _close_pair() -> None:
-    """At exit; and in a fork, which would share the pair with its parent and read the parent's signals."""
+    """Close the pair at exit and in a fork.
+
+    A fork would share the pair with the parent, and read the parent's signals.
+    """
     global _signal_pair
     if _signal_pair is not None:
         _signal_pair.close()

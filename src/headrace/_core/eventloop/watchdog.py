@@ -1,10 +1,10 @@
 """Detection of user code that blocks an engine's event loop.
 
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes
-when a beat is late by 25 ms, and samples the stack of the loop's thread every 10 ms until the beat
-comes. A function of user code has blocked the loop for the time between samples that find the loop
-in the function, without the time in which the loop's thread waited for a core or for the GIL. If
-the process was stopped, the watchdog itself wakes late: at most 20 ms count for a sample.
+when a beat is late by 25 ms. Then the thread samples the stack of the loop's thread every 10 ms
+until the beat comes. The time between samples counts for the function of user code in which the
+samples find the loop. Time in which the loop's thread waited for a core or for the GIL does not
+count. If the process was stopped, the watchdog wakes late too: at most 20 ms count for a sample.
 """
 
 from __future__ import annotations
@@ -25,53 +25,54 @@ from typing import NamedTuple
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
 TICK = 0.01  # seconds between samples
-REPORTED = 0.08  # seconds of one late beat in a function; up to 0.05 pass before the first sample
+REPORTED = 0.08  # seconds of a late beat in a function; up to 0.05 pass before the first sample
 CLOSING = 1.0  # seconds for the thread to end
 WARNING = (
-    "%s: %s has blocked the loader's event loop for %.2f s so far, in which nothing else was fetched. Instead, use an "
-    "async client, await anyio.sleep(seconds), or await anyio.to_thread.run_sync(function); do CPU work in transform= "
-    "(or dataset.map) with num_workers=. (One warning for each function in a process.)"
+    "%s: %s has blocked the loader's event loop for %.2f s so far, in which nothing else was "
+    "fetched. Instead, use an async client, await anyio.sleep(seconds), or await "
+    "anyio.to_thread.run_sync(function); do CPU work in transform= (or dataset.map) with "
+    "num_workers=. (One warning for each function in a process.)"
 )
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
-_STANDARD_LIBRARY = os.path.join(
-    os.path.dirname(os.__file__), ""
-)  # `sysconfig` takes 1.6 ms to import
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # importing `sysconfig`: 1.6 ms
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
 _FUTEX = (b"202", b"98")  # numbers of the system call on x86-64 and on ARM
 _log = logging.getLogger("headrace")
-_reported: set[tuple[str, int]] = set()  # file and first line of a function: one report for each
+_reported: set[tuple[str, int]] = set()  # file and first line of each function reported
 
 
 class _Scheduled(NamedTuple):
-    """What the kernel counts of a thread: seconds on a core, seconds of waiting for one, and how often it was woken."""
+    """Counts of the kernel for a thread."""
 
-    cpu: float = 0.0
-    queued: float = 0.0
-    slices: int = 0
+    cpu: float = 0.0  # seconds on a core
+    queued: float = 0.0  # seconds of waiting for a core
+    slices: int = 0  # number of times that the thread got a core
 
 
 class LoopWatch:
-    """Watches the loop of one engine while its sessions run. The engine's placement owns it, and calls `close`."""
+    """Watch on an engine's loop while sessions run.
+
+    The engine's placement owns the watch, and calls `close`.
+    """
 
     def __init__(self, dataset: str) -> None:
-        self.blocked_seconds = 0.0  # for which user code has blocked the loop so far
-        self.queued_seconds = (
-            0.0  # for which its thread could have computed and had no core; 0.0 if that is unknown
-        )
-        self.place: str | None = None  # the line of user code that has blocked it last
+        self.blocked_seconds = 0.0  # seconds in which user code has blocked the loop so far
+        # Seconds in which the loop's thread could have computed and had no core. 0.0 if unknown.
+        self.queued_seconds = 0.0
+        self.place: str | None = None  # line of user code that blocked the loop last
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
         self._at_beat = _Scheduled()
-        self._times = Path()  # of the loop's thread: nanoseconds on a core, and waiting for one
+        # File of the loop's thread: nanoseconds on a core, nanoseconds of waiting for a core.
+        self._times = Path()
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
-        self._wake: queue.SimpleQueue[bool] = (
-            queue.SimpleQueue()
-        )  # False: it is to end; without locks, for forks
+        # False ends the thread. Not a Queue: a fork may copy the locks of a Queue while held.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._late: dict[types.CodeType, float] = {}  # seconds of the late beat, by function
 
     def begin(self) -> None:
@@ -96,12 +97,15 @@ class LoopWatch:
             self.due = math.inf
 
     def close(self) -> None:
-        """Stop watching, and end the thread; from any thread, any number of times, by the garbage collector too."""
+        """Stop watching, and end the thread.
+
+        Any thread may call `close`, any number of times. So may the garbage collector.
+        """
         self.due = math.inf
         self._wake.put(False)
         thread = self._watchdog
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            thread.join(CLOSING)  # it may be in a log handler that waits for this thread
+            thread.join(CLOSING)  # the watchdog may be in a log handler that waits for this thread
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
@@ -116,7 +120,10 @@ class LoopWatch:
         return _Scheduled()
 
     def _waits_for_gil(self, before: _Scheduled, found: _Scheduled, seconds: float) -> bool:
-        """Whether the loop's thread has only waited for the GIL: in a futex, from which it wakes every 5 ms."""
+        """Whether the loop's thread has only waited for the GIL.
+
+        A thread waits for the GIL in a futex, and wakes every 5 ms.
+        """
         if found.cpu - before.cpu > seconds / 2 or found.slices == before.slices:
             return False
         with suppress(OSError):
@@ -141,10 +148,11 @@ class LoopWatch:
                 pause, looked, before = TICK, now, found
 
     def _sample(self, due: float, seconds: float) -> None:
-        """Add the seconds since the last sample to the function in which the loop is."""
+        """Add `seconds` to the function in which the loop is."""
         top = sys._current_frames().get(self._thread)
         frame = None if top is None else find_user_code(top)
-        if frame is None or self.due != due:  # it has gone on: the stack may be of something else
+        # If the loop has gone on, the stack may belong to other code.
+        if frame is None or self.due != due:
             return
         code, line = frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno
         before = self._late.get(code, 0.0)
@@ -160,7 +168,11 @@ class LoopWatch:
 
 
 def find_user_code(top: types.FrameType) -> types.FrameType | None:
-    """The innermost user code of a stack, or the outermost of an installed package; None if there is neither."""
+    """Return the frame of user code in a stack, or None.
+
+    The result is the innermost frame of user code. Without user code, the result is the outermost
+    frame of an installed package. None if there is neither.
+    """
     user: types.FrameType | None = None
     installed: types.FrameType | None = None
     frame: types.FrameType | None = top
@@ -175,4 +187,4 @@ def find_user_code(top: types.FrameType) -> types.FrameType | None:
         elif not file.startswith(("<frozen ", _STANDARD_LIBRARY)):
             user = user or frame
         frame = frame.f_back
-    return None  # no loop of ours is below it
+    return None  # the stack has no code of headrace below user code

@@ -6,6 +6,7 @@ same from whichever engine it comes.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headrace._core.batches import GROWING, FetchLoad, HostBatch, StageTimes
 from headrace._core.engine.config import EngineConfig
+from headrace._core.failure import interrupted
 from headrace._core.links.dealing import Dealer
 from headrace._core.messages import (
     Answer,
@@ -27,12 +29,11 @@ from headrace._core.messages import (
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
-from headrace.errors import EngineDiedError, EngineStartError
+from headrace.errors import EngineDiedError, EngineStartError, WorkerDiedError
 
-CHECK_EVERY = (
-    5.0  # seconds after which engines elsewhere are looked at, if nothing arrives from them
-)
-DEATHS_ALONE = 3  # of engines that made nothing but one batch, which is then the reason
+# seconds after which engines elsewhere are looked at, if nothing arrives from them
+CHECK_EVERY = 5.0
+DEATHS_ALONE = 2  # of engines that made nothing but one batch, which is then the reason
 DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
 
 
@@ -44,17 +45,16 @@ class EngineGroup(Link):
     def __init__(
         self,
         config: EngineConfig,
-        connect: Callable[
-            [int], Link
-        ],  # opens the link to an engine, by its number; replaces one that has died
+        # Opens the link to an engine. Arguments: the engine's number, and the number of the first
+        # batch. An engine that has died is replaced.
+        connect: Callable[[int, int], Link],
         engines: int,
         *,
         first: int,  # number of a batch
         cluster: RayPlacement
         | None = None,  # where they may take long to start, and are lost with their nodes
-        later: Sequence[
-            int
-        ] = (),  # engines that are linked when another has begun: the first batch needs a core
+        # engines that are linked when another has begun: the first batch needs a core
+        later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -68,23 +68,22 @@ class EngineGroup(Link):
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
-        self._least = (
-            1 if cluster is None else min(cluster.least, engines)
-        )  # engines without which no plan is dealt
+        # engines without which no plan is dealt
+        self._least = 1 if cluster is None else min(cluster.least, engines)
         self._deadline: float | None = None  # for that many
         self._links: dict[int, Link] = {}
-        self._running = (
-            set(range(engines)) if cluster is None else set[int]()
-        )  # or will run within a moment
+        # or will run within a moment
+        self._running = set(range(engines)) if cluster is None else set[int]()
         self._later = later
-        self._lost: dict[int, str] = {}  # engines that have died, and how
-        self._ends: dict[int, str] = {}  # how the last process of each engine has ended
-        self._times: dict[
-            Link, StageTimes
-        ] = {}  # of the last batch of each link, also of a former one
-        self._standing: dict[
-            type, Request
-        ] = {}  # the last request of each kind that is for all engines
+        self._lost: dict[int, SessionEnd] = {}  # engines that have died, and how
+        # Engines whose links Ctrl-C interrupted: messages may be missing.
+        self._interrupted: set[int] = set()
+        self._interruption: BaseException | None = None
+        self._ends: dict[int, str | None] = {}  # how the last process of each engine has ended
+        # of the last batch of each link, also of a former one
+        self._times: dict[Link, StageTimes] = {}
+        # the last request of each kind that is for all engines
+        self._standing: dict[type, Request] = {}
         self._over = False
         self._selector = selectors.DefaultSelector()
         self.source = self._selector.fileno()
@@ -98,6 +97,32 @@ class EngineGroup(Link):
             raise
 
     def send(self, message: Request) -> None:
+        try:
+            self._send(message)
+        except BaseException as error:
+            self._on_interruption(error)
+            raise
+
+    def _on_interruption(self, error: BaseException) -> None:
+        """Have all links replaced after Ctrl-C: a message may be missing."""
+        if not isinstance(error, Exception):
+            self._interruption = error
+            self._later = ()
+            self._interrupted.update(range(self._engines))
+
+    def _link_again(self, interruption: BaseException) -> None:
+        """Replace the links. Engines make again what has not arrived."""
+        if self._is_stream:
+            self._end(interrupted(interruption))
+            return
+        while self._interrupted:
+            number = next(iter(self._interrupted))
+            self._drop(number)
+            self._add(number)
+            self._interrupted.discard(number)
+        self._interruption = None
+
+    def _send(self, message: Request) -> None:
         if isinstance(message, list):
             self._dealer.waiting.extend(message)
             self._deal()
@@ -124,7 +149,16 @@ class EngineGroup(Link):
                 link.send(message)
 
     def receive(self) -> None:
-        """Take in the messages of all engines, replace those that have died, and deal the plans that wait."""
+        """Take in the messages of all engines, replace dead engines, and deal waiting plans."""
+        try:
+            if self._interruption is not None and not self._over:
+                self._link_again(self._interruption)
+            self._receive()
+        except BaseException as error:
+            self._on_interruption(error)
+            raise
+
+    def _receive(self) -> None:
         # Those elsewhere are looked after also if nothing arrives.
         ready = (
             [*self._links] if self._cluster else [key.data for key, _ in self._selector.select(0)]
@@ -138,9 +172,8 @@ class EngineGroup(Link):
             except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
                 self._end(error)
         while self._lost and not self._over:
-            self._take_in(
-                [*self._links]
-            )  # all that have died by now: none gets the batches of another
+            # all that have died by now: none gets the batches of another
+            self._take_in([*self._links])
             if not self._over:
                 self._replace_lost()
         self._deal()
@@ -166,7 +199,7 @@ class EngineGroup(Link):
         self._selector.close()
 
     def _add(self, number: int) -> None:
-        link = self._links[number] = self._connect(number)
+        link = self._links[number] = self._connect(number, self._dealer.next)
         self._selector.register(link.source, selectors.EVENT_READ, number)
         if self._cluster is None:
             self._running.add(number)
@@ -189,22 +222,26 @@ class EngineGroup(Link):
                 message = link.messages.popleft()
                 if isinstance(message, HostBatch):
                     host = message._replace(times=self._times_of_all(link, message.times))
-                    self.messages.extend(self._dealer.receive(number, host))
+                    self._dealer.receive(number, host)
                 elif isinstance(message, Started):
                     self._running.add(number)
                 elif isinstance(message, Status):
-                    self.messages.append(
-                        Status(f"{message.text}, in engine {number} of {self._engines}")
-                    )
+                    self.messages.append(Status(f"{message.text}{self._of_several(number)}"))
                 elif isinstance(message, SessionEnd) and message.death is not None:
-                    self._lost[number] = message.death
+                    self._lost[number] = message
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
                     self._end(message.error)
+        self._dealer.take_made(self.messages)
         return arrived
+
+    def _of_several(self, number: int) -> str:
+        return "" if self._engines == 1 else f", in engine {number} of {self._engines}"
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
         self._times[link] = times
+        if len(self._times) == 1:
+            return times
         loads = [self._times[each].load for each in self._links.values() if each in self._times]
         # Those that have made no batch of this session yet count as the others: their sums of
         # earlier ones would come at once later.
@@ -240,39 +277,38 @@ class EngineGroup(Link):
             if number in self._links:  # otherwise they are sent when it is started
                 self._links[number].send(plans)
 
-    def _replace_lost(self) -> None:
-        lost, self._lost = self._lost, {}
-        self._ends |= lost
-        for number in lost:
-            link = self._links.pop(number)
-            self._selector.unregister(link.source)
-            self._running.discard(number)
+    def _drop(self, number: int) -> None:
+        self._running.discard(number)
+        if (link := self._links.get(number)) is not None:
+            with contextlib.suppress(KeyError):  # Ctrl-C came before
+                self._selector.unregister(link.source)
             link.leave()
             link.close()
-        batch, deaths = self._dealer.take_back(lost)
-        # Engines of a cluster are lost with their nodes, and replaced even if all are. The position
-        # that an engine had in a stream is lost with the engine.
-        none_left = not self._links and (self._cluster is None or self._is_stream)
-        if none_left or deaths >= DEATHS_ALONE:
-            why = f"all of its {self._engines} processes have ended"
-            if self._is_stream:
-                why = "the only engine that reads the stream has ended"
-            if deaths > 1:
-                why = f"{deaths} of its processes have ended while they made batch {batch} and nothing else"
-            ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
-            self._end(EngineDiedError(why=f"{why}: {ends}"))
+            del self._links[number]
+
+    def _replace_lost(self) -> None:
+        lost, self._lost = self._lost, {}
+        self._ends.update((number, end.death) for number, end in lost.items())
+        for number in lost:
+            self._drop(number)
+        if self._is_stream:  # the position in the stream is lost with the engine
+            (end,) = lost.values()
+            self._end(end.error or EngineDiedError(why=f"the engine {end.death}"))
             return
+        batch, deaths = self._dealer.take_back(lost)
+        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
+        if deaths >= DEATHS_ALONE:
+            what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
+            self._dealer.give_up(batch, WorkerDiedError(f"{what}: {ends}", batch=batch))
         results = {number: self._restart(number) for number in lost}
-        if not self._links:  # none could be started
-            self._end(
-                EngineDiedError(
-                    why="; ".join(f"engine {number}: {why}" for number, why in results.items())
-                )
-            )
+        if not self._links:
+            whys = "; ".join(f"engine {number}: {why}" for number, why in results.items())
+            self._end(EngineDiedError(why=f"{ends}. {whys}"))
             return
         self._deal()
         for number, result in results.items():  # last, since a warning may be an error
-            warning = f"engine {number} of {self._engines} {lost[number]}: {result}. Its batches are made again."
+            name = "the engine" if self._engines == 1 else f"engine {number} of {self._engines}"
+            warning = f"{name} {lost[number].death}: {result}. Its batches are made again."
             warn_user(warning, RuntimeWarning)
 
     def _restart(self, number: int) -> str:

@@ -89,9 +89,8 @@ def snapshot(dataset: object) -> list[object]:
             found.append(
                 (name, type(value), value if plain else types.MethodType(id, value), _length(value))
             )
-            if (
-                name == ""
-            ):  # with the functions and globals that a class of the program's main module uses
+            # with the functions and globals that a class of the program's main module uses
+            if name == "":
                 found.append(fingerprint(type(value)))
             elif callable(value) and not isinstance(value, type):
                 found.append(fingerprint(value))

@@ -53,28 +53,25 @@ class ProcessPlacement(Placement):
             engine.process.ended() for engine in self._engines.values()
         )
 
-    def connect(self, work: SharedPickle, start: SessionStart, engine: int) -> ProcessLink:
+    def connect(
+        self, work: SharedPickle, start: SessionStart, engine: int, first: int
+    ) -> ProcessLink:
         """A link to one engine's part of a session; an engine is started first, and again if it has died."""
-        if (
-            self._count > 1
-            and (dead := self._engines.get(engine)) is not None
-            and dead.process.ended()
-        ):
+        dead = self._engines.get(engine)
+        if dead is not None and dead.process.ended():
             del self._engines[engine]
             dead.close()
             dead.join()
         if engine not in self._engines:
             task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
             self._engines[engine] = SidecarProcess(task, self._modules)
-        return self._engines[engine].connect(StartSession(work, start))
+        return self._engines[engine].connect(StartSession(work, start._replace(batch=first)))
 
     def _open(
         self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
     ) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, work, start)
-        if self._count == 1:
-            return Session(connect(0))
         later = [engine for engine in range(1, self._count) if engine not in self._engines]
         return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
 
@@ -179,9 +176,10 @@ class ProcessLink(Link):
                 if type(obj) is tuple:
                     self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
                     continue
-                if isinstance(
-                    obj, BaseException
-                ):  # of unpickling: no batch may take the place of the missing one
+                if isinstance(obj, KeyboardInterrupt | SystemExit):  # a signal, in this process
+                    raise obj
+                if isinstance(obj, BaseException):
+                    # of unpickling: no batch may take the place of the missing one
                     obj = SessionEnd(obj)
                 self.messages.append(obj)
                 if isinstance(obj, SessionEnd):
@@ -189,9 +187,8 @@ class ProcessLink(Link):
                     return
         except Disconnected:
             if not self._over:
-                self.messages.append(
-                    SessionEnd(*_end_of(self._process))
-                )  # after Ctrl-C it is called again
+                # after Ctrl-C it is called again
+                self.messages.append(SessionEnd(*_end_of(self._process)))
                 self._over = True
         except OSError:
             check_not_forked(self._pid)  # a fork, in which the connection is closed

@@ -26,9 +26,8 @@ from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message
 from headrace._core.transport.shared_pickle import SharedPickle
 
-IN_BAND = (
-    64 * 1024
-)  # bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+# bytes of buffers up to which an object is one byte string; below 100 KB it comes with Ray's reply
+IN_BAND = 64 * 1024
 
 Packed = bytes | tuple[bytes, list[np.ndarray[Any, Any]]]
 """An object as one byte string, or as a pickle with arrays of bytes that lie in Ray's object store without a copy."""
@@ -106,7 +105,7 @@ class EngineActor:
             if self._placement is not None:
                 self._placement.close()
             self._placement = ProcessPlacement(self._config, self._work)
-        return self._placement.connect(self._work, start, 0)
+        return self._placement.connect(self._work, start, 0, start.batch)
 
     def _served(self, number: int) -> _Served | None:
         """A session, also before it is open; None after its end."""
@@ -149,14 +148,12 @@ class _Served:
         self._loop = asyncio.get_running_loop()
         self._link: ProcessLink | None = None
         self._plans: dict[int, BatchPlan] = {}  # of batches that have not arrived
-        self._unsent: dict[
-            int, object
-        ] = {}  # messages that came before an earlier one, or before the session
+        # messages that came before an earlier one, or before the session
+        self._unsent: dict[int, object] = {}
         self._next = 0
         self._answers: asyncio.Queue[_Answer] = asyncio.Queue()
-        self._small: list[
-            Packed
-        ] = []  # the last in the queue, unless that is empty; closed by a large one
+        # the last in the queue, unless that is empty; closed by a large one
+        self._small: list[Packed] = []
         self._nbytes = 0  # in it
         self._last: list[Packed] | None = None  # the end, which stays in the queue
 

@@ -41,23 +41,16 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
-CLOSE_DEADLINE = (
-    5.0 + WORK_DEADLINE
-)  # seconds in which the actors end their engines, before they are killed
+# seconds in which the actors end their engines, before they are killed
+CLOSE_DEADLINE = 5.0 + WORK_DEADLINE
 CALL = 0.001  # seconds: what a call costs, of CPU time 0.7 ms at either end
 _CALLS = 10_000  # of an actor at once: one for each plan of the look-ahead
 
 # The engine's process or node is lost, or what it has made: its batches can be made elsewhere.
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError)
 
-_MOMENTS = (
-    "admitted",
-    "began",
-    "fetched",
-    "work_began",
-    "work_ended",
-    "assembled",
-)  # of `StageTimes`
+# of `StageTimes`
+_MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembled")
 
 
 class RayEngines(Placement):
@@ -99,13 +92,14 @@ class RayEngines(Placement):
         self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
     ) -> Session:
         functions = ray.put(_packed(config, config.work()))
-        opening = next(self._numbers), start, self._config, functions
 
-        def connect(engine: int) -> RayLink:
+        def connect(engine: int, first: int) -> RayLink:
             actor = self._actors[engine]
             if any(actor is lost for lost in self._lost):
                 _kill(actor)
                 actor = self._actors[engine] = self._start(engine)
+            begin = start._replace(batch=first)
+            opening = next(self._numbers), begin, self._config, functions
             return RayLink(engine, actor, opening, self._lost.append)
 
         return Session(
@@ -142,9 +136,8 @@ class RayLink(Link):
         self._connection = connection()
         self._number = opening[0]
         self._mailbox = Mailbox()  # of futures
-        self._plans: dict[
-            int, BatchPlan
-        ] = {}  # that were sent, of the batches that have not arrived
+        # that were sent, of the batches that have not arrived
+        self._plans: dict[int, BatchPlan] = {}
         self._unsent: list[BatchPlan] = []
         self._asked = 0  # calls under way that return messages, one at least
         self._small = False  # whether the last answer was of small ones
@@ -248,11 +241,8 @@ class RayLink(Link):
 
         The batch that took the least time on its way bounds the difference of the clocks.
         """
-        times, fetches, pids = (
-            host.times,
-            host.fetches,
-            (self._engine + 1) << 22,
-        )  # the most of a Linux machine
+        # the most of a Linux machine
+        times, fetches, pids = (host.times, host.fetches, (self._engine + 1) << 22)
         self._ahead = max(self._ahead, times.assembled - time.perf_counter())
         moments = {
             name: moment - self._ahead for name in _MOMENTS if (moment := getattr(times, name))
@@ -290,9 +280,8 @@ class RayLink(Link):
         self._closed = True
         self._mailbox.close()
         if connection() == self._connection:
-            with suppress(
-                Exception
-            ):  # the actor is lost, or Ray is shutting down: so is the session
+            # the actor is lost, or Ray is shutting down: so is the session
+            with suppress(Exception):
                 self._actor.end_session.remote(self._number)
 
 
@@ -305,10 +294,8 @@ def connection() -> tuple[str, str] | None:
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return (
-        context.get_node_id(),
-        context.get_worker_id(),
-    )  # the latter follows from the number of the job
+    # the latter follows from the number of the job
+    return (context.get_node_id(), context.get_worker_id())
 
 
 def _check_connected() -> None:

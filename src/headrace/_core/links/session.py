@@ -62,6 +62,7 @@ class Session:
                 self._link.send(message)
 
     def take(self) -> HostBatch | None:
+        """Return the oldest batch that has arrived, which stays here until `release`, or None."""
         self._receive()  # also where some are ready: an engine that has died is replaced at once
         while self._calls and not self._ready:
             assert self._work is not None
@@ -70,14 +71,15 @@ class Session:
                 self._calls.popleft()
             self._receive()
         try:
-            if self._work is None:
-                return self._ready.popleft()
-            host = self._work.finish(self._ready[0])  # after Ctrl-C it is called again
+            host = self._ready[0]
         except IndexError:
             return None
-        with suppress(IndexError):
+        return host if self._work is None else self._work.finish(host)
+
+    def release(self) -> None:
+        """Remove the batch that `take` has returned."""
+        with suppress(IndexError):  # another thread has closed the session
             self._ready.popleft()
-        return host
 
     def take_status(self) -> str | None:
         self._receive()
@@ -115,9 +117,8 @@ class Session:
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
-        if (
-            self._pid == os.getpid()
-        ):  # in a fork, the engines are the parent's, and its locks may be held
+        # in a fork, the engines are the parent's, and its locks may be held
+        if self._pid == os.getpid():
             if not self.ended:
                 self.error, self.ended = LoaderClosedError(), True
             self._ready.clear()
@@ -140,12 +141,15 @@ class Session:
             link.receive()
         messages = link.messages
         while messages and not self.ended:
-            message = messages.popleft()
+            message = messages[0]  # Ctrl-C may come before the message is removed
             if isinstance(message, HostBatch):
-                self._ready.append(message)
+                if not self._ready or self._ready[-1] is not message:
+                    self._ready.append(message)
             elif isinstance(message, SessionEnd):
                 self.error, self.ended = message.error, True
             elif isinstance(message, Status):
                 self._status = message.text
-            elif isinstance(message, Call):
+            elif isinstance(message, Call) and message not in self._calls:
                 self._calls.append(message)
+            with suppress(IndexError):  # another thread has closed the session
+                messages.popleft()

@@ -112,13 +112,11 @@ class _Sidecar:
         self._task = task
         self._prepare = prepare
         self._reserve = reserve
-        self._engines: list[
-            Engine
-        ] = []  # of which the last is used; those before it have lost their workers
+        # of which the last is used; those before it have lost their workers
+        self._engines: list[Engine] = []
         self._connection = connection
-        self._work: SharedPickle | None = (
-            None  # the functions of the last session: the next one may have the same
-        )
+        # the functions of the last session: the next one may have the same
+        self._work: SharedPickle | None = None
         self._assemble: Callable[[RawBatch], HostBatch] | None = None  # the same, loaded
         self._over = asyncio.Event()
         self.servers: set[_SessionServer] = set()
@@ -131,14 +129,12 @@ class _Sidecar:
             self._config: EngineConfig | BaseException = config.part(
                 self._task.engine, self._task.engines
             )
-        except (
-            BaseException
-        ) as error:  # user code: imports of the user's modules; each session ends with it
+        except BaseException as error:
+            # user code: imports of the user's modules; each session ends with it
             self._config = error
         loop.add_reader(self._connection.descriptors, self._on_open)
-        loop.add_reader(
-            self._connection.frames, self._over.set
-        )  # no data is sent there: it has closed
+        # no data is sent there: it has closed
+        loop.add_reader(self._connection.frames, self._over.set)
         await self._over.wait()
         loop.remove_reader(self._connection.frames)
         loop.remove_reader(self._connection.descriptors)
@@ -188,9 +184,8 @@ class _SessionServer:
     def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
         self._sidecar = sidecar
         self._session: Session | None = None
-        self._plans: dict[
-            int, BatchPlan
-        ] = {}  # as the consumer knows them, of the batches that were not sent
+        # as the consumer knows them, of the batches that were not sent
+        self._plans: dict[int, BatchPlan] = {}
         self._ended = False
         self.channel = EngineChannel(connection, self._on_object, self._on_close)
 

@@ -130,9 +130,8 @@ class ThreadPlacement(Placement):
             # itself.
             self._loop.start(self._end_on_loop())
             return
-        with suppress(
-            TimeoutError, EngineDiedError
-        ):  # processes that have not ended are killed below
+        # processes that have not ended are killed below
+        with suppress(TimeoutError, EngineDiedError):
             closing = self._loop.start(self._engine.close(CLOSE_DEADLINE))
             closing.result(timeout=5 * CLOSE_DEADLINE + WORK_DEADLINE)
         self._engine.executor.kill()

@@ -1,1 +1,4 @@
-"""The order of an epoch's samples, and its state: saved, restored, and merged for all ranks."""
+"""Order of samples, and state of a loader.
+
+State is saved, restored, and merged over all ranks.
+"""

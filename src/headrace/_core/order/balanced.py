@@ -1,4 +1,7 @@
-"""Batches of samples of different lengths with about as many tokens each, planned window by window of an order."""
+"""Batches of samples with about as many tokens each.
+
+The order of an epoch is divided into windows. The batches of a window are planned together.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +20,48 @@ from headrace._core.seeding import batch_seed
 from headrace.errors import StateError
 
 FILL = 0.99
-"""The share of the budget that is tried first: with less room the longest batch of a window does not always fit."""
+"""The share of `max_tokens` to fill on average at the first attempt.
+
+With a larger share, the longest batch of a window does not always fit.
+"""
 
 
 class Cursor(NamedTuple):
     """The position after a step."""
 
     window: int = 0
-    batches: int = 0  # of it, over all ranks
-    checksum: int | None = (
-        None  # of the plan's arguments and the lengths in the window; None before the first step
-    )
+    batches: int = 0  # batches of the window that were drawn, over all ranks
+    # Checksum of the plan's arguments and of the lengths in the window. None before the first step.
+    checksum: int | None = None
 
 
 def balanced_batches(
     lengths: AnyArray, max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
 ) -> Iterator[tuple[IntArray, Cursor]]:
-    """The batches of an epoch from a position on, over all ranks, each with the position after it.
+    """Yield the batches of all ranks from `cursor` on.
 
-    At least `window` samples are planned together; all if there are fewer.
+    Each batch comes with the cursor after the batch. At least `window` samples are planned
+    together, or all samples if there are fewer.
     """
     n, order = len(lengths), Permutation(len(lengths), seed, epoch)
     windows = max(1, n // window)
     arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
     for number in range(cursor.window, windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
-        tokens = np.maximum(
-            lengths[samples].astype(np.int64), 1
-        )  # so a batch has at most `max_tokens` samples
+        # At least one token, so that a batch has at most `max_tokens` samples.
+        tokens = np.maximum(lengths[samples].astype(np.int64), 1)
         if tokens.max() > max_tokens:
             longest = int(samples[tokens.argmax()])
             raise ValueError(
-                f"sample {longest} has {tokens.max()} tokens, more than max_tokens={max_tokens}: the lengths have "
-                f"changed since the BalancedBatchSampler was made. Make another one"
+                f"sample {longest} has {tokens.max()} tokens, more than max_tokens={max_tokens}: "
+                f"the lengths have changed since the BalancedBatchSampler was made. "
+                f"Make another one"
             )
         checksum = zlib.crc32(tokens.tobytes(), arguments)
         if number == cursor.window and cursor.checksum not in (None, checksum):
             raise StateError(
-                "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, window= or seed=: "
-                "what is left of the epoch would be other samples"
+                "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, "
+                "window= or seed=: what is left of the epoch would be other samples"
             )
         by_length = np.argsort(-tokens, kind="stable")
         dealt = _deal(tokens[by_length], max_tokens)
@@ -69,10 +75,14 @@ def balanced_batches(
 def of_rank(
     batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions
 ) -> Iterator[tuple[list[int], Cursor]]:
-    """A rank's batches, each with the position after its step: every W-th, so that any number of ranks can continue."""
+    """Yield the batches of a rank.
+
+    Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting
+    at batch r. So any number of ranks can continue.
+    """
     while step := list(itertools.islice(batches, shard.count)):
-        # The last step may have fewer batches than ranks: each of them is dealt to several, and if
-        # it has fewer samples than those are, some of its samples come twice.
+        # The last step may have fewer batches than ranks. Then several ranks divide a batch. If a
+        # batch has fewer samples than ranks, some of its samples come twice.
         part, number = divmod(shard.index, len(step))
         batch = step[number][0]
         own = batch[part :: len(range(number, shard.count, len(step)))]
@@ -80,11 +90,12 @@ def of_rank(
 
 
 def _deal(tokens: IntArray, max_tokens: int) -> IntArray:
-    """The number of the batch for each sample, by tokens in descending order, of few batches with at most `max_tokens`.
+    """Return the number of the batch of each sample.
 
-    Longest first, each into the batch with the fewest tokens: they differ by less than a short
-    sample, if there are some (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). If one
-    has too many, there must be more batches.
+    Each batch has at most `max_tokens` tokens, and the batches are few. `tokens` are in descending
+    order. Each sample goes into the batch with the fewest tokens so far. If there are some short
+    samples, batches differ by less than a short sample (Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). If a batch exceeds `max_tokens`, the next attempt has more batches.
     """
     count, more = (
         max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1,
@@ -92,8 +103,8 @@ def _deal(tokens: IntArray, max_tokens: int) -> IntArray:
     )
     while True:
         count = min(count, len(tokens))
-        # One number for the tokens of a batch, in the upper bits, and its own: half the time of a
-        # heap of pairs.
+        # An entry of the heap is a single integer: tokens of the batch in the upper bits, number of
+        # the batch in the lower bits. A heap of pairs takes twice the time.
         bits = count.bit_length()
         heap = [(each << bits) | number for number, each in enumerate(tokens[:count].tolist())][
             ::-1

@@ -1,4 +1,4 @@
-"""An order without some of its samples, in which any position is still computed."""
+"""Order of an epoch without some samples, computed at any position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ ALL_EPOCHS = (1 << 63) - 1
 
 
 class Exclusion(NamedTuple):
-    """Samples that are left out: of one epoch, the positions from one up to another in its order; of all, indices."""
+    """Range of samples to leave out, from `start` up to `stop`.
+
+    The range is a range of positions in the order of `epoch`. If `epoch` is `ALL_EPOCHS`, the range
+    is a range of indices of the dataset.
+    """
 
     epoch: int
     start: int
@@ -25,7 +29,7 @@ class Exclusion(NamedTuple):
 
 
 def excluded_indices(indices: Iterable[int]) -> list[Exclusion]:
-    """Exclusions of indices from all epochs, neighbours in one."""
+    """Return exclusions of indices from all epochs, with neighbours joined."""
     ordered = np.unique(np.fromiter(indices, np.int64))
     ends = np.flatnonzero(np.diff(ordered) > 1) + 1
     bounds = pairwise([0, *ends.tolist(), len(ordered)])
@@ -35,7 +39,10 @@ def excluded_indices(indices: Iterable[int]) -> list[Exclusion]:
 
 
 def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Order:
-    """The order of an epoch without the exclusions; those of indices take a pass over it, of 30 ns for each sample."""
+    """Return the order of an epoch without the excluded samples.
+
+    Exclusions of indices need a pass over the order, of 30 ns for each sample.
+    """
     ranges = [
         range(each.start, min(each.stop, len(order))) for each in exclusions if each.epoch == epoch
     ]
@@ -52,30 +59,36 @@ def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Or
 
 
 class OrderWithout:
+    """Order of an epoch without the samples at some positions."""
+
     def __init__(self, order: BaseOrder, left_out: IntArray) -> None:
         self._order, self._left_out = order, left_out
-        self._before = left_out - np.arange(len(left_out))  # samples that are left before each
+        # Number of samples that remain before each excluded position.
+        self._before = left_out - np.arange(len(left_out))
 
     def __len__(self) -> int:
         return len(self._order) - len(self._left_out)
 
     def at(self, positions: IntArray) -> Iterator[IntArray]:
-        """The indices at ascending positions of what is left."""
+        """Yield the indices at ascending positions of remaining samples."""
         return taken(
             self._order, positions + np.searchsorted(self._before, positions, side="right")
         )
 
     def whole(self, position: int) -> int:
-        """The position in the whole order, of one in what is left."""
+        """Return a remaining sample's position in the whole order."""
         return position + int(np.searchsorted(self._before, position, side="right"))
 
     def left(self, position: int) -> int:
-        """The number of samples that are left before a position of the whole order."""
+        """Return how many samples remain before a position.
+
+        The position is a position in the whole order.
+        """
         return position - int(np.searchsorted(self._left_out, position))
 
 
 def taken(order: Order, positions: range | IntArray) -> Iterator[IntArray]:
-    """The indices at ascending positions of an order, in blocks."""
+    """Yield the indices at ascending positions of an order, in blocks."""
     if isinstance(order, BlockOrder):
         yield from order.at(positions)
         return
@@ -91,4 +104,4 @@ def taken(order: Order, positions: range | IntArray) -> Iterator[IntArray]:
 
 BaseOrder: TypeAlias = Permutation | BlockOrder | MixOrder | range
 Order: TypeAlias = BaseOrder | OrderWithout
-"""An order of the samples of one epoch, over all ranks."""
+"""Order of the samples of an epoch, over all ranks."""

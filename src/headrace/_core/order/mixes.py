@@ -1,4 +1,4 @@
-"""The order of a mix of map-style datasets, in which any position is computed."""
+"""Order of a mix of map-style datasets, computed at any position."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from headrace._core.seeding import batch_seed
 from headrace._core.streams.kinds import Blocks
 
 FEWEST_ROWS = 64
-"""Rows of the shortest source, at least. Where it ends, lanes differ by up to 2 rows."""
+"""Least number of rows of the shortest source. At the end, lanes differ by up to 2 rows."""
 
-_ROWS = 8  # of a window; for each position all rows of the position's window are computed
+_ROWS = 8  # rows of a window: a position needs all rows of the position's window
 _STRIDE = 11  # slots between two rows of a window: a prime above 8, for windows that are cut short
 _SCALE = 1 << 30  # sum of the shares as whole numbers: a share times a row fits into 64 bits
-_OF_WINDOWS = 3  # what is derived from a seed; `BlockOrder` has 1 and 2
+_OF_WINDOWS = 3  # purpose of a seed derived for windows; `BlockOrder` uses 1 and 2
 
 
 class Source(NamedTuple):
-    """A dataset in a mix."""
+    """Dataset in a mix."""
 
     name: str
     length: int
@@ -40,8 +40,8 @@ class Piece:
     Of the first n rows, the most frequent source has n times its share, rounded. The other sources
     divide the other rows in the same way. So every source has its share to within a few rows.
 
-    Each lane begins at another place of the sequence: otherwise all lanes would draw a rare source
-    in the same row, and a batch would have many of its samples or none.
+    Each lane begins at another place of the sequence. Otherwise all lanes would draw a rare source
+    in the same row, and a batch would have many samples of the rare source, or none.
     """
 
     def __init__(self, row: int, weights: Sequence[float], before: IntArray) -> None:
@@ -59,7 +59,10 @@ class Piece:
         self._offset = before - self.drawn(np.full(lanes, row), np.arange(lanes))
 
     def drawn(self, rows: IntArray, lane: IntArray) -> IntArray:
-        """How often each source was drawn in some lanes before some rows: [sources, lanes]."""
+        """Return how often each source was drawn before some rows of some lanes.
+
+        The shape is [sources, lanes].
+        """
         counts = self._offset[:, lane]
         total = sum(share for share, _ in self._shares)
         cycles, left = np.divmod(rows + self._first[lane], total)
@@ -72,12 +75,14 @@ class Piece:
 
 
 class MixPlan:
-    """How often each source is drawn, and when an epoch ends: the same in all epochs.
+    """Plan of a mix: draws of each source, and end of an epoch.
+
+    All epochs have the same plan.
 
     Position p of an epoch is row ``p // lanes`` of lane ``p % lanes``. In each lane, every source
     has its share of the rows. Draw j of a source in lane l is sample ``j * lanes + l`` in the
-    source's own order: a rank with each W-th position has lanes of its own in every source, if W
-    divides `lanes`. After the last sample of a source its next pass begins.
+    source's own order. If W divides `lanes`, a rank with each W-th position has lanes for itself in
+    every source. After the last sample of a source the next pass over the source begins.
 
     Args:
         sources: the datasets.
@@ -85,8 +90,8 @@ class MixPlan:
         stop: whether an epoch ends with the first source that has ended, or with the last.
 
     Attributes:
-        lanes: as many as blocks are side by side in every source that has blocks; but so few that
-            every source has `FEWEST_ROWS` samples for each lane.
+        lanes: number of lanes: at most the number of blocks side by side in each source with
+            blocks, and so few that every source has `FEWEST_ROWS` samples for each lane.
         starts: the first row of each part of the epoch with the same weights.
         ends: the row after the last row of each part.
         length: number of samples of an epoch, over all ranks.
@@ -134,7 +139,10 @@ class MixPlan:
         self.length = rows * self.lanes
 
     def drawn(self, rows: IntArray, lane: IntArray) -> IntArray:
-        """How often each source was drawn in some lanes before rows that begin or end windows."""
+        """Return how often each source was drawn before some rows of some lanes.
+
+        Each row has to begin or end a window.
+        """
         counts = np.empty((len(self.sources), len(rows)), dtype=np.int64)
         pieces = np.searchsorted(self.ends, rows)
         for number in np.unique(pieces).tolist():
@@ -145,14 +153,17 @@ class MixPlan:
 
 @dataclass(frozen=True)
 class MixOrder:
-    """The order of one epoch of a mix, over all ranks: indices of the concatenation of its sources.
+    """Order of an epoch of a mix, over all ranks.
 
-    A window has 8 rows of one lane. The sources of the window are put in an order that differs by
-    window and lane: ranks that take every W-th position draw independently of each other, for any
-    W. Otherwise a rank of four would draw from one source alone where weights are 3 and 1. The
+    Indices are indices of the concatenation of the sources.
+
+    A window has 8 rows of a lane. The sources of a window are put in an order that differs by
+    window and lane. So ranks that take every W-th position draw independently of each other, for
+    any W. Otherwise, with weights 3 and 1, a rank of four would draw from a single source. The
     samples of a source keep their order within a lane.
 
-    With `shuffle`, each pass of a source has a random order of its own. Without, epochs are alike.
+    With `shuffle`, each pass of a source has a random order. Without `shuffle`, all epochs are
+    alike.
     """
 
     plan: MixPlan
@@ -164,7 +175,7 @@ class MixOrder:
         return self.plan.length
 
     def __getitem__(self, positions: IntArray) -> IntArray:
-        """The indices at some positions."""
+        """Return the indices at positions."""
         sources, numbers = self._drawn(positions)
         indices = np.empty_like(positions)
         for source in np.unique(sources).tolist():
@@ -173,7 +184,10 @@ class MixOrder:
         return indices
 
     def _drawn(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """For positions the sources, and the samples' numbers over all passes of their source."""
+        """Return the source at each position, and the sample's number.
+
+        The number counts the samples of all passes over the source.
+        """
         plan, each = self.plan, np.arange(len(positions))
         rows, lane = np.divmod(positions, plan.lanes)
         piece = np.searchsorted(plan.ends, rows, side="right")
@@ -210,7 +224,10 @@ class MixOrder:
 
 @functools.lru_cache(maxsize=256)
 def _random_order(plan: MixPlan, number: int, key: int, epoch: int) -> Permutation | BlockOrder:
-    """The order of one pass of a source. Blocks are side by side in a multiple of the plan's lanes."""
+    """Return the order of a pass over a source.
+
+    The number of blocks side by side is a multiple of the plan's lanes.
+    """
     source = plan.sources[number]
     if source.blocks is None:
         return Permutation(source.length, key, epoch)

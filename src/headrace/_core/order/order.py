@@ -1,4 +1,7 @@
-"""The order of an epoch's samples: drawn from the loader's sampler from its beginning, or from a resume point on."""
+"""Order of the samples of an epoch.
+
+The order is drawn from the loader's sampler, from the beginning or from a resume point on.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,10 @@ from headrace.errors import StateError
 
 
 class _Watched(Iterator[object]):
-    """The draws of a sampler without a generator; at the first, the order notes the state of torch's default generator.
+    """Draws of a sampler without a generator.
 
-    A generator function would end with a Ctrl-C in a draw.
+    At the first draw, the order notes the state of torch's default generator. A generator function
+    would end with a Ctrl-C in a draw, so this is a class.
     """
 
     def __init__(self, draws: Iterator[object], order: EpochOrder) -> None:
@@ -53,37 +57,34 @@ class _Watched(Iterator[object]):
         order.generator = torch.default_generator.get_state()
         drawn = next(self._draws)
         if torch.equal(order.generator, torch.default_generator.get_state()):
-            order.generator = None  # nothing was drawn from it
+            order.generator = None  # the sampler has not used the default generator
         return drawn
 
 
-_WHOLE = (
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)  # torch's that are not divided among ranks
+# Samplers of torch that do not divide their indices among ranks.
+_WHOLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), "
     "or a BlockShuffleSampler"
 )
-# Arguments of samplers that decide on the order, and do not depend on the number of ranks.
+# Arguments of samplers that decide on the order, whatever the number of ranks.
 _ARGUMENTS = (
-    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once", "blocks",
-    "max_tokens", "window",
+    "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once",
+    "blocks", "max_tokens", "window",
 )  # fmt: skip
 
 
 class EpochOrder:
-    """Draws the indices of one epoch from a loader's sampler or batch sampler."""
+    """Draws the indices of an epoch from a loader's sampler or batch sampler."""
 
     def __init__(
         self,
         loader: TorchLoader,
         *,
         stream: bool,
-        resumed: LoaderState
-        | None = None,  # to continue from, or before the epoch; None for the whole epoch
-        # whether a `DistributedSampler` decides on its order now, not at the first index
+        # State to continue from, or a state before the epoch. None for the whole epoch.
+        resumed: LoaderState | None = None,
+        # Whether a `DistributedSampler` decides on the order now, not at the first index.
         at_once: bool = False,
     ) -> None:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
@@ -92,7 +93,7 @@ class EpochOrder:
         self.is_stream = stream  # whether the dataset decides on the order
         self._batch_sampler: Any = loader.batch_sampler
         self._decides: Any = deciding_sampler(loader)
-        # Of single indices; None where a batch sampler of the user's decides.
+        # Sampler of single indices. None if a user's batch sampler decides on the order.
         self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
         self.sampler_name = type(self._decides).__name__
         # A user's subclass may draw other indices.
@@ -101,18 +102,18 @@ class EpochOrder:
             and type(self.sampler).__iter__ is CursorSampler.__iter__
         )
         self.computed: CursorSampler | None = self.sampler if draws_order else None
-        # Whether the ranks share one order, of which each takes its part, so that positions are of
-        # all ranks.
+        # Whether the ranks share an order and each rank takes a part. Positions then count the
+        # samples of all ranks.
         self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
-        # Whether every position in the order is computed; or is found only by drawing all indices
-        # before it.
+        # Whether every position in the order is computed. Otherwise a position is found only by
+        # drawing all indices before.
         self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
         self.is_walked = not (stream or self.is_by_arithmetic)
-        # Of a batch sampler any number of ranks can continue. It has one state for all ranks; and
-        # so has the loader: each rank numbers its samples by this most of a batch, and not by those
-        # that its own batches have.
+        # If set, a batch sampler has the same state on all ranks, and any number of ranks can
+        # continue the epoch. So the loader counts `samples_at_most` samples for each batch,
+        # whatever the size of this rank's batch.
         self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
-        # Whether each rank may draw other indices, in a way that depends on the number of ranks.
+        # Whether each rank may draw other indices, depending on the number of ranks.
         self.may_be_divided = (
             self.is_walked and type(self.sampler) not in _WHOLE and self.samples_at_most is None
         )
@@ -123,47 +124,48 @@ class EpochOrder:
         self.stateful: Stateful | None = next(
             (part for part in self._parts if isinstance(part, Stateful)), None
         )
-        self.sampler_at_start: object = (
-            None  # the state of a user's sampler before the epoch's first draw
-        )
+        # State of a user's sampler before the epoch's first draw.
+        self.sampler_at_start: object = None
         if (
             resumed is not None
             and not (stream or self.shared)
             and self.is_by_arithmetic
             and not resumed.delivered
         ):
-            resumed = resumed._replace(
-                samples=resumed.cursor
-            )  # of all ranks, if there were several
-        self._between: LoaderState | None = (
-            None  # a state before the epoch, to be restored at the first draw
-        )
-        # With the state of the default generator an order has been drawn.
+            # The cursor counts the samples of all ranks, if the state was saved by several ranks.
+            resumed = resumed._replace(samples=resumed.cursor)
+        # State before the epoch, to be restored at the first draw.
+        self._between: LoaderState | None = None
+        # If the state has a state of the default generator, an order has been drawn.
         if (
             resumed is not None
             and resumed.is_between_epochs
             and (self._generator is not None or not resumed.generator)
         ):
             self._between, resumed = resumed, None
-        self.resumed = (
-            resumed  # the state to continue from, in this order's numbers; None for the whole epoch
-        )
-        # The number of the first sample drawn, among this rank's.
+        # State to continue from, in this order's numbers. None for the whole epoch.
+        self.resumed = resumed
+        # Number of the first sample drawn, among this rank's samples.
         self.first_sample = 0 if resumed is None or self.shared else resumed.samples
-        self.generator: torch.Tensor | None = (
-            None  # state of the generator before the first draw; None if unused
-        )
+        # State of the generator before the first draw. None if no generator is used.
+        self.generator: torch.Tensor | None = None
         if resumed is None and self.is_walked and self._generator is not None:
             self.generator = self._generator.get_state()
 
     @property
     def is_drawn_anew(self) -> bool:
-        """Whether an epoch's order depends on a generator, or on a sampler's own state, and not on its number alone."""
+        """Whether the epoch's number alone does not decide on the order.
+
+        The order then depends on a generator, or on a sampler's own state.
+        """
         has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
         return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
 
     def rank_of(self, process: RankInfo) -> RankInfo:
-        """The rank whose part is drawn: that of a `DistributedSampler`, which may be given one, or of this process."""
+        """Return the rank whose part is drawn.
+
+        A `DistributedSampler` may have been given a rank. Otherwise the part is this process's.
+        """
         part = self._decides
         return (
             RankInfo(int(part.rank), int(part.num_replicas), "")
@@ -173,12 +175,15 @@ class EpochOrder:
 
     @property
     def is_of_one_rank(self) -> bool:
-        """Whether another process would draw another order: from torch's default generator, each its own."""
+        """Whether another process would draw another order.
+
+        The order is then drawn from torch's default generator, another generator in each process.
+        """
         return self.generator is not None and self._generator is None
 
     @property
     def sampler_epoch(self) -> int | None:
-        """The epoch that was set by the `set_epoch` of a user's sampler; None if it has none."""
+        """Epoch set by `set_epoch` of a user's sampler, or None."""
         epochs = (
             getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch")
         )
@@ -190,7 +195,10 @@ class EpochOrder:
         return any(getattr(part, "wants_epoch", False) for part in self._parts)
 
     def restore_sampler(self, state: object) -> None:
-        """Restore the user's sampler to a state of `sampler_state`; not to None."""
+        """Restore the user's sampler to a state of `sampler_state`.
+
+        None restores nothing.
+        """
         if self.stateful is None or state is None:
             return
         try:
@@ -203,14 +211,15 @@ class EpochOrder:
             ) from error
 
     def sampler_state(self) -> object:
-        """The state of a user's sampler now; None if it has none."""
+        """Return the state of the user's sampler, or None."""
         return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
 
     def describe(self) -> str:
+        """Return the sampler with its deciding arguments, as text."""
         if self.is_stream:
             return "stream"
         part = self._decides
-        # The order of a loader with a seed, on any number of ranks.
+        # A loader with a seed has the same order on any number of ranks.
         if type(part) is RankSampler and not part.shuffle:
             return f"{SequentialSampler.__name__}()"
         if type(part) in (RankSampler, SeededRandomSampler):
@@ -235,25 +244,30 @@ class EpochOrder:
         return f"{type(part).__name__}({', '.join(found)})"
 
     def size(self) -> int | None:
-        """The number of samples that the order is over; None if unknown, or of a stream."""
+        """Return the number of samples of the order, or None.
+
+        None means that the number is unknown, or that the dataset is a stream.
+        """
         if self.is_stream:
             return None
         if self.computed is not None:
             return self.computed.epoch_size
         try:
             return len(self._dataset)
-        except (
-            Exception
-        ):  # user code: torch does not ask for the dataset's length where there is a sampler
+        # User code: torch does not ask for the dataset's length if there is a sampler.
+        except Exception:
             return None
 
     def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
-        """Leave samples out of the order, from now on, where positions are computed; no other order has exclusions."""
+        """Leave samples out of the order from now on.
+
+        Only an order whose positions are computed has exclusions.
+        """
         if self.computed is not None:
             self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
 
     def draws(self) -> Iterator[object]:
-        """The draws of the loader's index sampler, or those after the resume point."""
+        """Return the loader's draws, from the resume point if there is one."""
         if self.resumed is not None and self.resumed.over and not self.is_stream:
             if self.stateful is not None and self.resumed.sampler is not None:
                 self.restore_sampler(self.resumed.sampler)
@@ -293,7 +307,7 @@ class EpochOrder:
         if self.is_by_arithmetic and not self.is_stream:
             return self._computed_from(resumed.cursor if self.shared else resumed.samples)
         if self.stateful is not None and resumed.sampler is not None:
-            self.restore_sampler(resumed.sampler)  # before its iterator is made
+            self.restore_sampler(resumed.sampler)  # before the sampler's iterator is made
             draws: Iterator[object] = iter(self._decides)
         elif self.is_stream:
             draws = iter(self._decides)
@@ -306,7 +320,7 @@ class EpochOrder:
         return iter(BatchSampler(cast(Any, draws), self.batch_size, self.drop_last))
 
     def _computed_from(self, cursor: int) -> Iterator[object]:
-        """The loader's draws in an order by arithmetic, from a position on."""
+        """Return the loader's draws from a position of a computed order on."""
         pieces: Iterator[Piece]
         if self.computed is not None:
             pieces = self.computed.pieces_from(cursor)
@@ -317,12 +331,15 @@ class EpochOrder:
         return batches(pieces, self.batch_size, self.drop_last)
 
     def _walked(self, resumed: LoaderState, count: int) -> Iterator[object]:
-        """Draw and drop the first `count`, and check that they end as they did when the state was saved."""
+        """Draw and drop the first `count` draws.
+
+        Raises:
+            StateError: there are fewer draws, or other draws, than when the state was saved.
+        """
         draws: Iterator[object] = iter(self._decides)
         trainers: torch.Tensor | None = None
-        if (
-            resumed.generator is None and self._generator is None
-        ):  # the state does not say how they were drawn
+        # The state does not say how the indices were drawn.
+        if resumed.generator is None and self._generator is None:
             draws = _Watched(draws, self)
         elif self._generator is None:
             trainers = torch.default_generator.get_state()
@@ -339,16 +356,16 @@ class EpochOrder:
             for draw in itertools.islice(draws, count):
                 last.append(draw)
                 drawn += 1
-                if (
-                    self.sampler is None and not resumed.samples
-                ):  # a trainer knows the number of batches alone
+                # A trainer knows only the number of batches.
+                if self.sampler is None and not resumed.samples:
                     samples += self.samples_at_most or len(cast(Any, draw))
         finally:
             if trainers is not None:
                 torch.default_generator.set_state(trainers)
         if drawn < count:
             raise StateError(
-                f"{self.sampler_name} ended after {drawn} draws, but {count} were given out when the state was saved"
+                f"{self.sampler_name} ended after {drawn} draws, but {count} were given out "
+                f"when the state was saved"
             )
         self.first_sample = self.first_sample or samples
         indices = (
@@ -358,7 +375,8 @@ class EpochOrder:
         )
         if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
             raise StateError(
-                f"{self.sampler_name} gives another order than when the state was saved. Derive the order from a "
-                f"seed and the epoch, or give the sampler state_dict() and load_state_dict(state)."
+                f"{self.sampler_name} gives another order than when the state was saved. Derive "
+                f"the order from a seed and the epoch, or give the sampler state_dict() and "
+                f"load_state_dict(state)."
             )
         return draws

@@ -1,4 +1,8 @@
-"""The batches of an epoch: planned without I/O, followed to the consumer, and the state after each of the last few."""
+"""Progress of an epoch: plans, deliveries, states.
+
+Batches are planned without I/O and followed to the consumer. The states after the last few batches
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +14,33 @@ from typing import Any, NamedTuple
 
 from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
+from headrace._core.failure import interrupted
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.state import LoaderState, checksum, encoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed, random_key
 from headrace._core.streams.resumable import State, state_of_dataset
 
-KEPT_POINTS = 9  # after each of the last 8 batches, and before them
-_SAMPLES_AT_MOST = 1 << 48  # of one rank in an epoch
+KEPT_POINTS = 9  # the positions after the last 8 batches, and the position before these batches
+_SAMPLES_AT_MOST = 1 << 48  # more samples than a rank reads in an epoch
 
 
 class _Drawn(NamedTuple):
-    """What the sampler has drawn up to a plan."""
+    """Draws of the sampler up to a plan."""
 
-    plan: BatchPlan | None  # None before the first
-    before: int  # number of samples drawn before it
-    samples: int  # number of samples drawn with it
-    sampler: object  # state of the user's sampler after it
+    plan: BatchPlan | None  # None before the first plan
+    before: int  # number of samples drawn before the plan
+    samples: int  # number of samples drawn, with the plan's samples
+    sampler: object  # state of the user's sampler after the plan
 
 
 class _Point(NamedTuple):
-    """The position after a batch."""
+    """Position after a batch."""
 
     batches: int  # number of the epoch's batches that were given out without a gap
-    drawn: _Drawn  # up to the last of them
-    streams: Mapping[int | None, StreamState]  # after them, of each worker, or the loader's (None)
-    last_worker: int  # that of the last batch
+    drawn: _Drawn  # draws up to the last of the batches before a gap
+    streams: Mapping[int | None, StreamState]  # stream states by worker; None for the loader
+    last_worker: int  # worker of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
     skipped: tuple[Any, ...]  # counts of `on_error`, and the lost batches
 
@@ -44,32 +49,31 @@ class _Point(NamedTuple):
 
 
 class EpochProgress(Iterator[BatchPlan]):
-    """Draws one epoch's plans from a sampler or a batch sampler, and follows them to the consumer.
+    """Draws the plans of an epoch, and follows the plans to the consumer.
 
     Attributes:
-        begun: the state at the beginning: of the whole epoch, or the state that was restored.
+        begun: the state at the beginning of the whole epoch, or the restored state.
         rank: the rank of this process.
-        base_seed: the seed that the seeds of the batches derive from.
-        draws: what the sampler draws.
+        base_seed: the seed from which the batches' seeds are derived.
+        draws: iterator over the sampler's draws.
         session_start: where the epoch begins in the engine.
-        before_first: the dataset's state before the first batch, where torch reads in the caller's
-            thread.
+        before_first: function that returns the dataset's state before the first batch, if torch
+            reads in the caller's thread. None otherwise, and after the first batch.
     """
 
     def __init__(
         self,
         begun: LoaderState,
         order: EpochOrder,
-        draws: Iterator[Any],  # of the loader's sampler, from `begun` on
+        draws: Iterator[Any],  # draws of the loader's sampler, from `begun` on
         base_seed: int,
         rank: RankInfo,
         *,
         restored: bool,  # whether the dataset has to be restored to `begun`
-        batched: bool,  # whether the sampler gives sequences of indices, and not one at a time
-        readers: int,  # workers that each read a copy of the dataset; 1 where there are none
-        of_rank: bool,  # whether the state is of this rank alone; otherwise it depends on the order
-        # whether a dataset with a state of its own is used for the next epoch too
-        keeps_dataset: bool,
+        batched: bool,  # whether the sampler gives sequences of indices, not single indices
+        readers: int,  # workers that each read a copy of the dataset; 1 without workers
+        of_rank: bool,  # whether the state is always this rank's; otherwise depends on the order
+        keeps_dataset: bool,  # whether the next epoch uses the dataset and the dataset's own state
     ) -> None:
         self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
         self._order = order
@@ -78,19 +82,16 @@ class EpochProgress(Iterator[BatchPlan]):
         self._of_rank = of_rank
         self._keeps_dataset = keeps_dataset
         self.before_first: Callable[[], State | None] | None = None
-        # Number of the last batch that was taken; out of order, one less than their number. Set by
-        # the consumer.
+        # Number of the last batch that was taken; set by the consumer. Out of order: the number of
+        # batches taken, less 1.
         self.taken = begun.batches - 1
-        self.over = False  # whether the epoch has ended, which is a call of `next()` too
+        self.over = False  # whether a call of `next()` has ended the epoch
         first = order.first_sample
         self._part = part = order.rank_of(rank)
-        self._origin, self._ranks = (
-            0,
-            1,
-        )  # the cursor before sample 0, and the number of ranks that share the order
-        self._block = (
-            1  # number of consecutive positions that this rank has before the next rank's turn
-        )
+        # Cursor before sample 0, and number of ranks that share the order.
+        self._origin, self._ranks = 0, 1
+        # Number of consecutive positions of this rank before the next rank's turn.
+        self._block = 1
         if order.shared:
             self._origin, self._ranks, self._block = (
                 begun.cursor,
@@ -106,11 +107,11 @@ class EpochProgress(Iterator[BatchPlan]):
             epoch=begun.epoch,
         )
         self._random_key = random_key(base_seed, begun.epoch)
-        self._drawn: dict[int, _Drawn] = {}  # plans that were not given out
-        self._beyond: dict[int, _Drawn] = {}  # those given out after a gap
+        self._drawn: dict[int, _Drawn] = {}  # plans not given out yet
+        self._beyond: dict[int, _Drawn] = {}  # plans given out after a gap
         self._samples = first
-        # Batches that were given out before the restored state, after others that were not.
-        # Numbered as here.
+        # Batches given out before the restored state, after batches not given out. First
+        # samples are numbered as in this epoch's progress.
         self._delivered = [
             (start - begun.samples + first, count) for start, count in begun.delivered
         ]
@@ -119,36 +120,42 @@ class EpochProgress(Iterator[BatchPlan]):
         skipped = *begun.skipped, begun.lost
         self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), skipped)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
-        self._number = begun.batches  # of the next plan
-        self._drawn_ahead = deque[Any]()  # the draw of the plan after it, in an order by arithmetic
+        self._number = begun.batches  # number of the next plan
+        # Draw of the plan after the next plan, if the order is computed.
+        self._drawn_ahead: list[Any] = []
+        self._interruption: BaseException | None = None  # of the last draw, as by Ctrl-C
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
-        self._sampler_at_end: object = (
-            None  # its state then, which may be another one than after the last plan
-        )
+        # State of the sampler at the sampler's end. May differ from the state after the last plan.
+        self._sampler_at_end: object = None
 
     @property
     def last_point(self) -> object:
-        """The position after the last batch that was given out: another object after each."""
+        """Position after the last batch given out: a new object for each batch."""
         return self._points[-1]
 
     def __next__(self) -> BatchPlan:
-        order, number = self._order, self._number
-        try:
-            if order.is_stream and self.begun.over:
+        order, number, ahead = self._order, self._number, self._drawn_ahead
+        # In a computed order, the following draw is drawn too, so that the end is known in time.
+        wanted = 2 if order.is_by_arithmetic else 1
+        while True:
+            missing = wanted - len(ahead)
+            if missing and not (order.is_stream and self.begun.over):
+                self._draw(missing)
+            if not ahead:
+                self._on_exhausted()
                 raise StopIteration
-            drawn = self._next_drawn()
-            while count := self._given.get(self._samples):
-                self._samples += count
-                drawn = self._next_drawn()
-        except StopIteration:
-            self._on_exhausted()
-            raise
+            given = self._given.get(self._samples)
+            if not given:
+                break
+            self._samples += given
+            del ahead[0]
+        drawn = ahead[0]
         indices: Sequence[object] = (drawn,)
         if self._batched:
             indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
         before = self._samples
-        self._samples += order.samples_at_most or len(indices)
-        # Which of a stream's samples are in the batch is known when the stream is read.
+        samples = before + (order.samples_at_most or len(indices))
+        # Only the reader of a stream knows how many samples are in a batch.
         count = _SAMPLES_AT_MOST if order.is_stream else len(indices)
         plan = BatchPlan(
             number=number,
@@ -160,31 +167,40 @@ class EpochProgress(Iterator[BatchPlan]):
             planned=time.perf_counter(),
             taken=self.taken,
         )
-        self._number = number + 1
         state = order.sampler_state()
-        self._drawn[number] = _Drawn(plan, before, self._samples, state)
-        # The sampler's state says so already, though its end has not been asked for.
+        planned = _Drawn(plan, before, samples, state)
+        # Python handles a signal only at a call. So Ctrl-C finds all four, or none.
+        self._number = number + 1
+        self._samples = samples
+        self._drawn[number] = planned
+        del ahead[0]
+        # A short batch is the last batch: the sampler's state is the state at the end already.
         ended = (
             state is not None
             and order.sampler is not None
             and len(indices) < (order.batch_size or 1)
         )
-        if ended or (order.is_by_arithmetic and not self._drawn_ahead):
+        if ended or (order.is_by_arithmetic and not ahead):
             self._on_exhausted()
         return plan
 
-    def _next_drawn(self) -> Any:
-        """The next draw. In an order by arithmetic the draw after it is drawn too, so that the end is known in time."""
-        draws, ahead = self.draws, self._drawn_ahead
-        if not self._order.is_by_arithmetic:
-            return next(draws)
-        if not ahead:
-            ahead.append(next(draws))
-        ahead.extend(itertools.islice(draws, 1))
-        return ahead.popleft()
+    def _draw(self, missing: int) -> None:
+        ahead, before = self._drawn_ahead, len(self._drawn_ahead)
+        try:
+            # No Python code runs between the draw and the list: Ctrl-C loses no draw.
+            ahead.extend(itertools.islice(self.draws, missing))
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interruption = error
+            raise
+        if self._interruption is not None:
+            if len(ahead) == before:  # Ctrl-C ends a generator, as if nothing were left
+                raise interrupted(self._interruption)
+            self._interruption = None
 
     def _position(self, number: int) -> int:
-        """The position of this rank's sample among the samples of all ranks."""
+        """Return the position of this rank's sample among the samples of all ranks."""
         rounds, inside = divmod(number, self._block)
         part = self._part
         return self._origin + (rounds * part.world_size + part.rank) * self._block + inside
@@ -200,37 +216,37 @@ class EpochProgress(Iterator[BatchPlan]):
         self._sampler_at_end = self._order.sampler_state()
 
     def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
-        """Record a batch, which `next()` returns or raises its error, if it is `given`; otherwise it is skipped."""
+        """Record a batch.
+
+        If the batch is `given`, `next()` returns the batch or raises the batch's error. Otherwise
+        the batch is skipped.
+        """
         self.before_first = None
         number = host.plan.number
         drawn = self._drawn.get(number)
-        if drawn is None:  # recorded already, by a call of `next()` that Ctrl-C has interrupted
-            return
-        self._last = self._after(host, drawn, skipped)
-        del self._drawn[number]
-        if given:
+        if drawn is not None:  # otherwise a call of `next()` that Ctrl-C interrupted recorded it
+            batches, last, streams, last_worker, *_ = self._last
+            if host.worker is not None:
+                last_worker = host.worker
+            if host.stream_state is not None:  # batches of a reader come in order
+                streams = {**streams, host.worker: host.stream_state}
+            beyond = {**self._beyond, number: drawn}
+            while batches in beyond:
+                last, batches = beyond.pop(batches), batches + 1
+            delivered = tuple(beyond[each] for each in sorted(beyond)) if beyond else ()
+            point = _Point(batches, last, streams, last_worker, delivered, skipped)
+            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+            self._last = point
+            self._beyond = beyond
+            del self._drawn[number]
+        if given and self._points[-1] is not self._last:
             self._points.append(self._last)
 
-    def _after(self, host: HostBatch, drawn: _Drawn, skipped: tuple[Any, ...]) -> _Point:
-        batches, last, streams, last_worker, *_ = self._last
-        number, state = host.plan.number, host.stream_state
-        if host.worker is not None:
-            last_worker = host.worker
-        if state is not None:  # batches of one reader come in order
-            streams = {**streams, host.worker: state}
-        if number == batches:
-            last, batches = drawn, batches + 1
-            while batches in self._beyond:
-                last, batches = self._beyond.pop(batches), batches + 1
-        else:
-            self._beyond[number] = drawn
-        delivered = (
-            tuple(self._beyond[each] for each in sorted(self._beyond)) if self._beyond else ()
-        )
-        return _Point(batches, last, streams, last_worker, delivered, skipped)
-
     def next_state(self, fresh: LoaderState) -> LoaderState:
-        """The state before the next epoch: `fresh`, with the lost batches and the states of a user's dataset."""
+        """Return the state before the next epoch.
+
+        The state is `fresh` with the lost batches and the states of a user's dataset.
+        """
         kept: dict[int | None, Mapping[str, object]] = {}
         if self.over and self._keeps_dataset:
             for reader, stream in self._last.loaded_streams().items():
@@ -243,7 +259,10 @@ class EpochProgress(Iterator[BatchPlan]):
         )
 
     def state(self, lag: int = 0) -> LoaderState:
-        """The state after the last call of `next()` (not one that ended the epoch), or `lag` calls before."""
+        """Return the state after the last call of `next()`, or `lag` calls before.
+
+        A call that ended the epoch does not count.
+        """
         back = lag - self.over
         if not 0 <= back < len(self._points):
             most = len(self._points) - 1 + self.over
@@ -274,7 +293,7 @@ class EpochProgress(Iterator[BatchPlan]):
         return self.begun._replace(
             cursor=cursor,
             samples=samples,
-            # Batches after these may be in `delivered`.
+            # Batches after these `batches` may be in `delivered`.
             batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
             rank=self._part.rank if of_rank else None,

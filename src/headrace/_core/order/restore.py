@@ -1,4 +1,4 @@
-"""Where an epoch begins, anew or restored: its checks, its seeds, and its place for the consumer and the engine."""
+"""Beginning of an epoch, new or restored: checks and seeds."""
 
 from __future__ import annotations
 
@@ -27,64 +27,80 @@ from headrace.errors import StateError
 
 
 def check_fit(saved: LoaderState, now: Fingerprint) -> None:
-    """Raise `StateError`, with each difference, where the state was saved by another loader."""
+    """Raise `StateError` if the state was saved by another loader.
+
+    The error lists each difference.
+    """
     differences = now.differences(saved.fingerprint)
     if differences:
         raise StateError(
-            f"the state was saved by another loader: {'; '.join(differences)}. To begin epoch {saved.epoch} anew with "
-            f"this loader, call set_epoch({saved.epoch}) in place of load_state_dict."
+            f"the state was saved by another loader: {'; '.join(differences)}. To begin epoch "
+            f"{saved.epoch} anew with this loader, call set_epoch({saved.epoch}) in place of "
+            f"load_state_dict."
         )
 
 
 def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
-    """Raise `StateError` where the state is of another rank, or of another number of ranks, and that matters."""
+    """Raise `StateError` if this rank cannot continue the state.
+
+    A state of another rank, or of another number of ranks, is accepted if ranks do not matter.
+    """
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
     begun = saved.rank is not None or not (saved.over or saved.is_between_epochs)
     if order.is_stream and begun and saved.ranks != rank.world_size:
         raise StateError(
-            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: each rank reads its "
-            f"part of the stream, and continues only among as many ranks. Use {saved.ranks} ranks until the end of "
-            f"epoch {saved.epoch}. Any number of ranks can continue map-style data, as shards with an index are "
+            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
+            f"each rank reads its part of the stream, and continues only among as many ranks. Use "
+            f"{saved.ranks} ranks until the end of epoch {saved.epoch}. Any number of ranks can "
+            f"continue map-style data, as shards with an index are "
             f"(headrace.TarDataset.index(...))."
         )
     if saved.rank is not None:
         raise StateError(
-            f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank {rank.rank} of "
-            f"{rank.world_size}. Load the state of each rank on the same rank; or on every rank those of all, from "
-            f"headrace.gather_state(loader) or headrace.merge_states. Of a map-style dataset with seed= or a "
+            f"the state was saved by rank {saved.rank} of {saved.ranks}, and this is rank "
+            f"{rank.rank} of {rank.world_size}. Load the state of each rank on the same rank; or "
+            f"on every rank those of all, from headrace.gather_state(loader) or "
+            f"headrace.merge_states. Of a map-style dataset with seed= or a "
             f"headrace.ElasticSampler, and in_order=True, one state fits all."
         )
     if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
         raise StateError(
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
-            f"{order.sampler_name} may give each rank other samples. Any number of ranks can continue the epoch "
-            f"of a headrace.ElasticSampler."
+            f"{order.sampler_name} may give each rank other samples. Any number of ranks can "
+            f"continue the epoch of a headrace.ElasticSampler."
         )
 
 
 def check_batches(saved: LoaderState, loader: TorchLoader) -> None:
-    """Raise `StateError` where map-style batches that were given out of order have another size now."""
+    """Raise `StateError` if the size of batches has changed.
+
+    Only map-style batches that were given out of order are checked.
+    """
     size = Run(*saved.run).batch_size if saved.delivered else 0
     if size and size != loader.batch_size and not _of_stream(saved):
         raise StateError(
-            f"batches were given out of order, with batch_size={size}, and batch_size is {loader.batch_size} now: "
-            f"change batch_size after the end of epoch {saved.epoch}"
+            f"batches were given out of order, with batch_size={size}, and batch_size is "
+            f"{loader.batch_size} now: change batch_size after the end of epoch {saved.epoch}"
         )
 
 
 def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: set[str]) -> None:
-    """Warn, once, where each of several workers or ranks reads the whole dataset; `done` has what was warned of."""
+    """Warn if each of several workers or ranks reads the whole dataset.
+
+    `done` holds the warnings that were given, so that each warning is given once.
+    """
     name, workers = type(spec.source).__name__, loader.num_workers
     if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
         done.add("workers")
-        # torch's loader takes no other stream, and divides a data pipe.
+        # torch's loader takes no other stream, and divides a data pipe among workers.
         if isinstance(spec.source, IterDataPipe) or not isinstance(spec.source, IterableDataset):
             warn_user(
-                f"each of {workers} workers reads all of {name}, so that each sample comes {workers} times: use "
-                f"num_workers=0. If {name} divides itself by torch.utils.data.get_worker_info(), say so by the base "
-                f"class torch.utils.data.IterableDataset. Data pipes of torch are not divided"
+                f"each of {workers} workers reads all of {name}, so that each sample comes "
+                f"{workers} times: use num_workers=0. If {name} divides itself by "
+                f"torch.utils.data.get_worker_info(), say so by the base class "
+                f"torch.utils.data.IterableDataset. Data pipes of torch are not divided"
             )
     several = spec.kind is DatasetKind.MAP and spec.options["data_parallel"] is not None
     checked = several or spec.kind.is_async or isinstance(spec.source, IterDataPipe)
@@ -92,11 +108,13 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
         done.add("ranks")
         if (spec.kind.is_iterable or _draws_all(loader)) and not splits_by_rank(spec.source):
             remedy = (
-                "Split it by its .split(), or have it read the part of its rank, which headrace.get_rank_info() "
-                "returns in __aiter__, and declare this by an attribute: splits_by_rank = True"
+                "Split it by its .split(), or have it read the part of its rank, which "
+                "headrace.get_rank_info() returns in __aiter__, and declare this by an attribute: "
+                "splits_by_rank = True"
                 if spec.kind.is_iterable
-                else "Divide it by sampler=headrace.ElasticSampler(dataset, seed=0). If it has the samples of its rank "
-                "alone, or all ranks are to have all, declare this by an attribute of it: splits_by_rank = True"
+                else "Divide it by sampler=headrace.ElasticSampler(dataset, seed=0). If it has "
+                "the samples of its rank alone, or all ranks are to have all, declare this by an "
+                "attribute of it: splits_by_rank = True"
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
@@ -111,21 +129,30 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
 
 
 def _may_wait_for_ever(spec: LoaderSpec) -> bool:
-    """Whether a rank may end an epoch while the others wait for its part of a collective operation."""
+    """Whether a rank may end an epoch while other ranks wait.
+
+    A collective operation waits for all ranks.
+    """
     trains_together = torch.distributed.is_available() and torch.distributed.is_initialized()
     unequal = spec.kind.is_iterable and ranks_differ(spec.source)
     return trains_together and unequal and not spec.options["coordinated"]
 
 
 def _draws_all(loader: TorchLoader) -> bool:
-    """Whether the sampler is one that the loader makes itself, without `sampler=` and `batch_sampler=`."""
+    """Whether the loader itself made the sampler.
+
+    The loader makes a sampler if neither `sampler=` nor `batch_sampler=` is given.
+    """
     batches, sampler = loader.batch_sampler, loader.sampler
     own = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
     return own and type(sampler) in (RandomSampler, SequentialSampler, SeededRandomSampler)
 
 
 def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -> None:
-    """Raise `ValueError` where ranks of one data-parallel rank would get different batches."""
+    """Raise `ValueError` if ranks would get different batches.
+
+    Ranks of the same data-parallel rank have to get the same batches.
+    """
     for part in samplers_of(loader):
         given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
         if isinstance(given[0], int) and isinstance(given[1], int):
@@ -134,7 +161,10 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
     if world > rank.world_size:
-        shared = f"data_parallel= has {rank.world_size} of {world} ranks, so that the others get the same batches"
+        shared = (
+            f"data_parallel= has {rank.world_size} of {world} ranks, "
+            f"so that the others get the same batches"
+        )
         if seed is None and loader.generator is None:
             raise ValueError(
                 f"{shared}. They must draw the same random numbers: give the loader seed="
@@ -146,10 +176,11 @@ def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -
 
 
 class EpochSeeds:
-    """Draws the seeds of one loader's epochs.
+    """Draws the seeds of a loader's epochs.
 
     Attributes:
-        kept: the seed that persistent workers began with; None before, and without such workers.
+        kept: the seed that persistent workers began with. None before the first epoch, and without
+            persistent workers.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -160,7 +191,10 @@ class EpochSeeds:
     def draw(
         self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None
     ) -> tuple[Iterator[Any], int]:
-        """The sampler's draws and the seed of the batches' seeds, from `resumed` on."""
+        """Return the sampler's draws and the base seed, from `resumed` on.
+
+        The seeds of the batches are derived from the base seed.
+        """
         try:
             return self._draw(loader, order, resumed)
         except StateError:
@@ -180,11 +214,11 @@ class EpochSeeds:
             draws = order.draws()
             twice = loader.num_workers and not (self._is_async or self.kept)
             base_seed = self._base_seed(loader, saved)
-            # torch draws again too; it shows where a sampler draws in `__iter__`
+            # torch calls iter() twice too. A sampler that draws in `__iter__` depends on the calls.
             return order.draws() if twice else draws, base_seed
         order.restore_generator(resumed)
-        # With a generator of the user's it is drawn as then, so that later epochs draw what they
-        # would have drawn.
+        # If the user gives a generator, the base seed is drawn as in the saved run. So later epochs
+        # draw the same numbers.
         again = loader.generator is not None and resumed.kept_seed is None
         drawn = self._base_seed(loader) if saved is None or again else 0
         draws = order.draws()
@@ -197,8 +231,8 @@ class EpochSeeds:
     def _base_seed(self, loader: TorchLoader, saved: int | None = None) -> int:
         if self._seed is not None:
             return self._seed
-        # As torch does, and in the same place, so that the same torch.manual_seed gives the same
-        # order: at each iter(), but only once for workers that persist.
+        # The same draws as torch's, in the same place: the same torch.manual_seed gives the same
+        # order. Drawn at each iter(), but only once for persistent workers.
         if self.kept is None:
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
             drawn = drawn if saved is None else saved
@@ -209,9 +243,10 @@ class EpochSeeds:
 
 
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
-    """The state to continue from on this rank: the state of all ranks, or its own, which `check_rank` checks.
+    """Return the state that this rank continues from.
 
-    Without the last batch's indices, where those are another rank's.
+    The state is the state of all ranks, or this rank's state. `check_rank` checks the state. If
+    the last batch's indices are another rank's, the indices are left out.
     """
     saved = states[rank.rank] if len(states) == rank.world_size else states[0]
     if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (
@@ -223,9 +258,10 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
 
 
 def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
-    """The number of batches after a position, for the present ranks and batch size.
+    """Return how many batches follow a position.
 
-    None for a stream, and for an order that gives no other position to other ranks.
+    The number holds for the present ranks and batch size. None for a stream, and for an order
+    whose positions are not computed.
     """
     if order.is_stream or not order.is_by_arithmetic:
         return None
@@ -241,17 +277,17 @@ def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
 
 
 def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
-    """The states of all ranks, in their order; one of them where they are the same.
+    """Return the states of all ranks in order, or a shared state.
 
-    A rank whose epoch has ended before that of others has saved the state before the next one: of
-    its part of a stream nothing is left.
+    A rank may end an epoch before other ranks. Then the rank has saved the state before the next
+    epoch, and nothing is left of the rank's part of a stream.
     """
     first = min(states, key=lambda state: state.epoch)
     every = []
     for state in states:
         if state.epoch == first.epoch + 1 and state.is_between_epochs and _of_stream(state):
-            # The epoch has ended on this rank; with the state of a user's dataset, for later
-            # epochs.
+            # The epoch has ended on this rank. The state keeps the state of a user's dataset, for
+            # later epochs.
             position = {
                 name: getattr(first, name)
                 for name in ("epoch", "batches", "cursor", "samples", "base_seed")

@@ -1,4 +1,7 @@
-"""Samplers that can begin at any position of an epoch's order, by arithmetic; those that deal it to the ranks."""
+"""Samplers that can begin at any position of an epoch's order.
+
+Positions are computed. Some samplers deal the order to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,27 @@ from headrace._core.streams.kinds import Blocks, blocks_of
 from headrace._core.streams.map_style import MixedParts
 from headrace._core.text import warn_user, whole_number
 
-IN_ORDER = (
-    16  # blocks read as a whole that are ahead in the order of the dataset; by a latency of 20 ms
-)
+# Blocks ahead in the order of the dataset, if blocks are read as a whole. For a latency of 20 ms.
+IN_ORDER = 16
 
 
 Piece = range | IntArray
-"""Some of the indices of an order, which follow each other."""
+"""Consecutive indices of an order."""
 
 
 def integers(pieces: Iterable[Piece]) -> Iterator[int]:
-    """The indices of pieces, one by one."""
-    # Two thirds of the time of a generator that yields each index.
+    """Return an iterator over the single indices of pieces."""
+    # A generator that yields each index takes 1.5 times as long.
     return itertools.chain.from_iterable(
         piece if isinstance(piece, range) else piece.tolist() for piece in pieces
     )
 
 
 def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[range | Indices]:
-    """Divide an order into batches of `size` indices; the last batch may have fewer, or is dropped."""
+    """Divide an order into batches of `size` indices.
+
+    The last batch may have fewer indices, or is dropped.
+    """
     begun: list[Piece] = []
     missing = size
     for piece in pieces:
@@ -58,12 +63,12 @@ def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[ran
 def dealt(
     order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool
 ) -> Iterator[Piece]:
-    """The indices of one rank from a position of all ranks on.
+    """Return the indices of a rank, from a position of all ranks on.
 
-    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number:
-    of the samples left at the cursor, either some are dropped, or the order wraps around, as in
-    torch's `DistributedSampler`. With `exact` neither happens: the first ranks may have one sample
-    more.
+    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number
+    of samples. If the samples left at the cursor do not divide evenly, some samples are dropped, or
+    the order wraps around, as in torch's `DistributedSampler`. With `exact`, neither happens: the
+    first ranks may have a sample more.
     """
     n, step = len(order), shard.count
     left = max(n - cursor, 0)
@@ -72,9 +77,8 @@ def dealt(
     if exact:
         rounds = len(range(first, n, step))
     end = first + rounds * step
-    beyond = [
-        position % n for position in range(first, end, step)[-1:] if position >= n
-    ]  # at most one
+    # At most a single position is beyond the end.
+    beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]
     parts = [
         range(first, min(end, n), step),
         *(range(position, position + 1) for position in beyond),
@@ -85,16 +89,16 @@ def dealt(
 
 
 class CursorSampler(ABC):
-    """A sampler with an order of all ranks, in which every position is computed.
+    """Sampler with an order of all ranks, computed at any position.
 
     The cursor is the number of samples given out over all ranks in the epoch. The order does not
-    depend on the number of ranks, so that any number of them can continue at any cursor.
+    depend on the number of ranks. So any number of ranks can continue at any cursor.
 
     Attributes:
         epoch: number of the epoch whose order is sampled next.
         drop_last: whether samples that cannot be divided evenly are dropped.
-        exact: whether each sample comes once, so that ranks may differ by one sample.
-        exclusions: samples that are left out; set by a loader.
+        exact: whether each sample comes once, so that ranks may differ by a sample.
+        exclusions: samples to leave out; set by a loader.
     """
 
     wants_epoch = True
@@ -104,23 +108,27 @@ class CursorSampler(ABC):
     drop_last: bool = False
     exact: bool = False
     exclusions: tuple[Exclusion, ...] = ()
-    _left: tuple[object, Order] = (), range(0)  # the order determined last, and of what
+    # The order computed last, after its key: epoch and exclusions.
+    _left: tuple[object, Order] = (), range(0)
 
     @property
     @abstractmethod
     def epoch_size(self) -> int:
-        """Number of samples in the order of all ranks, without padding and exclusions."""
+        """Number of samples in the order, over all ranks.
+
+        Padding and exclusions do not count.
+        """
 
     @property
     def dealt_at_once(self) -> int:
-        """Number of consecutive samples that a rank gets before the next rank has its turn."""
+        """Number of consecutive samples of a rank before the next rank's turn."""
         return 1
 
     @abstractmethod
     def _order(self, epoch: int) -> BaseOrder: ...
 
     def order_in(self, epoch: int) -> Order:
-        """The order of an epoch, without the exclusions."""
+        """Return the order of an epoch, without the excluded samples."""
         if not self.exclusions:
             return self._order(epoch)
         key = epoch, self.exclusions
@@ -129,12 +137,15 @@ class CursorSampler(ABC):
         return self._left[1]
 
     def whole(self, epoch: int, position: int) -> int:
-        """The position in the order without exclusions, of one in what they leave."""
+        """Return a remaining sample's position in the whole order."""
         order = self.order_in(epoch)
         return order.whole(position) if isinstance(order, OrderWithout) else position
 
     def left(self, epoch: int, position: int) -> int:
-        """The number of samples that the exclusions leave before a position of the order without them."""
+        """Return how many samples remain before a position.
+
+        The position is a position in the whole order.
+        """
         order = self.order_in(epoch)
         return order.left(position) if isinstance(order, OrderWithout) else position
 
@@ -142,11 +153,15 @@ class CursorSampler(ABC):
         return ShardOptions(0, 1)
 
     def indices_from(self, cursor: int) -> Iterator[int]:
-        """This rank's indices of the current epoch from a position of all ranks on; changes no state."""
+        """Return this rank's indices of the current epoch.
+
+        The indices begin at the cursor, a position of all ranks. The sampler's state stays the
+        same.
+        """
         return integers(self.pieces_from(cursor))
 
     def pieces_from(self, cursor: int) -> Iterator[Piece]:
-        """The same indices in pieces."""
+        """Return the indices of `indices_from` in pieces."""
         return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
     def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[Piece]:
@@ -160,17 +175,20 @@ class CursorSampler(ABC):
         return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
 
     def _from_beginning(self, shard: ShardOptions) -> Iterator[int]:
-        # Now, at the first `next()`: torch's loader calls iter() twice for an epoch, and draws from
-        # one of the two.
+        # The epoch starts at the first `next()`: torch's loader calls iter() twice for an epoch,
+        # and draws from one of the iterators.
         yield from integers(self._dealt(self.order_in(self._start_epoch()), shard, 0))
 
     def _start_epoch(self) -> int:
-        """The epoch of the iterator that starts now."""
+        """Return the epoch of the iterator that starts now."""
         return self.epoch
 
 
 class RankSampler(CursorSampler, DistributedSampler[int]):
-    """A sampler that deals its order to the ranks, and needs no process group before it is iterated over."""
+    """Sampler that deals the order to the ranks.
+
+    A process group is needed only when iteration begins.
+    """
 
     def __init__(
         self,
@@ -183,10 +201,11 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         drop_last: bool = False,
         exact: bool = False,
     ) -> None:
-        Sampler.__init__(self)  # DistributedSampler's needs a process group
+        Sampler.__init__(self)  # `DistributedSampler.__init__` needs a process group
         if drop_last and exact:
             raise ValueError(
-                "drop_last=True leaves out samples, and exact=True leaves out none: give one of them"
+                "drop_last=True leaves out samples, and exact=True leaves out none: "
+                "give one of them"
             )
         self.dataset: Any = dataset
         self.exact = bool(exact)
@@ -210,22 +229,22 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 
     @property
     def epoch_size(self) -> int:
-        """The number of samples of an epoch of all ranks, without padding."""
+        """Number of samples of an epoch of all ranks, without padding."""
         return self._length
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """The rank whose part is sampled."""
+        """Rank whose part is sampled."""
         return self._shard().index
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """The number of ranks."""
+        """Number of ranks."""
         return self._shard().count
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The number of samples of each rank in a whole epoch."""
+        """Number of samples of each rank in a whole epoch."""
         count, length = (
             self.num_replicas,
             len(self.order_in(self.epoch)) if self.exclusions else self._length,
@@ -236,7 +255,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """The number of samples of all ranks in a whole epoch."""
+        """Number of samples of all ranks in a whole epoch."""
         return self.num_samples * self.num_replicas
 
     def __len__(self) -> int:
@@ -244,10 +263,10 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
 
 
 class BlockSampler(RankSampler):
-    """Blocks of neighbours in random order, some of them side by side; or in the order of the dataset.
+    """Sampler of blocks of neighbours, some of them side by side.
 
-    In the order of the dataset, several ranks read blocks side by side, and a single one reads
-    sample by sample.
+    The blocks come in random order, or in the order of the dataset. In the order of the dataset,
+    several ranks read blocks side by side, and a single rank reads sample by sample.
     """
 
     def __init__(
@@ -271,21 +290,22 @@ class BlockSampler(RankSampler):
 
     @classmethod
     def of(cls, blocks: Blocks, dataset: Sized, **options: Any) -> BlockSampler:
-        """The sampler of a dataset with these blocks."""
+        """Return the sampler of a dataset with `blocks`."""
         made = cls(dataset, block_size=blocks.size, blocks_at_once=blocks.at_once, **options)
         made._blocks = blocks
         return made
 
     @property
     def blocks(self) -> str:
-        """A checksum of blocks of different sizes; empty for equal ones."""
+        """Checksum of blocks of different sizes; empty if all sizes are equal."""
         return self._blocks.content
 
     @property
     def samples_ahead(self) -> int:
-        """A rank's samples of two groups of blocks: one is delivered while the other is read.
+        """Number of samples of a rank in two groups of blocks.
 
-        Of blocks that are read as a whole, fewer.
+        A group is delivered while the next group is read. If blocks are read as a whole, the number
+        is smaller.
         """
         ahead = self._blocks.ahead or 2 * self.blocks_at_once
         if self.order_of == "samples" and self._blocks.ahead:
@@ -294,11 +314,17 @@ class BlockSampler(RankSampler):
 
     @property
     def order_of(self) -> str:
-        """What the order consists of; orders of which this differs cannot continue each other."""
+        """Unit of the order: blocks or samples.
+
+        An order of blocks cannot continue an order of samples.
+        """
         return "blocks" if self.shuffle or self.num_replicas > 1 else "samples"
 
     def groups_in(self, epoch: int) -> Callable[[int], int] | None:
-        """The function that gives the group of blocks at a position of an epoch; None in the order of the dataset."""
+        """Return a function from a position of an epoch to the group of blocks.
+
+        None in the order of the dataset.
+        """
         order = self._order(epoch)
         if not isinstance(order, BlockOrder):
             return None
@@ -311,9 +337,10 @@ class BlockSampler(RankSampler):
         if self.blocks_at_once % ranks and not self._warned:
             self._warned = True
             warn_user(
-                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several ranks read each block. "
-                f"The order is right, but more is read. Give the loader sampler=headrace.BlockShuffleSampler(...) with "
-                f"blocks_at_once= a multiple of the numbers of ranks."
+                f"blocks_at_once={self.blocks_at_once} is no multiple of {ranks} ranks: several "
+                f"ranks read each block. The order is right, but more is read. Give the loader "
+                f"sampler=headrace.BlockShuffleSampler(...) with blocks_at_once= a multiple of "
+                f"the numbers of ranks."
             )
         return BlockOrder(
             self._length,
@@ -327,7 +354,9 @@ class BlockSampler(RankSampler):
 
 
 class MixSampler(RankSampler):
-    """The order of a mix, dealt to the ranks; what cannot be divided among them is dropped.
+    """Sampler of a mix, dealt to the ranks.
+
+    Samples that cannot be divided evenly among the ranks are dropped.
 
     Attributes:
         order_of: sources, weights and end of the mix; in the loader's state.
@@ -346,7 +375,10 @@ class MixSampler(RankSampler):
 
     @property
     def samples_ahead(self) -> int:
-        """A rank's samples of two groups of blocks of each source; 0 without blocks."""
+        """Number of samples of a rank in two groups of blocks of each source.
+
+        0 without blocks.
+        """
         samples = sum(source.blocks.samples for source in self._plan.sources if source.blocks)
         return min(-(-2 * samples // self.num_replicas), self._length)
 
@@ -355,7 +387,10 @@ class MixSampler(RankSampler):
 
 
 class SeededRandomSampler(CursorSampler, RandomSampler):
-    """A random order that follows from the seed and the epoch alone, in headrace's loader and in any other."""
+    """Random order that depends only on the seed and the epoch.
+
+    The order is the same in headrace's loader and in any other loader.
+    """
 
     def __init__(self, data_source: Sized, *, seed: int) -> None:
         super().__init__(data_source)
@@ -363,7 +398,7 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
 
     @property
     def epoch_size(self) -> int:
-        """The number of samples."""
+        """Number of samples."""
         return len(self.data_source)
 
     def __len__(self) -> int:
@@ -373,13 +408,13 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
         return Permutation(self.epoch_size, self.seed, epoch)
 
     def _start_epoch(self) -> int:
-        # Without a call of `set_epoch` each iteration is the next epoch.
+        # Each iteration is the next epoch, unless `set_epoch` is called.
         self.epoch += 1
         return self.epoch - 1
 
 
 def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> RankSampler | None:
-    """The sampler for a mix or a dataset with blocks; None for any other dataset."""
+    """Return the sampler for a mix or a dataset with blocks, or None."""
     if isinstance(source, MixedParts):
         return MixSampler(dataset, source, shuffle=shuffle, seed=seed)
     blocks = blocks_of(source)
@@ -389,7 +424,11 @@ def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> Ran
 
 
 def check_mixed(source: object, *given: Any) -> None:
-    """Warn where a sampler or generator of torch's or headrace's replaces the order of a mix, as trainers do."""
+    """Warn if a given sampler or generator replaces the order of a mix.
+
+    Trainers replace samplers in this way. Only samplers and generators of torch and headrace are
+    checked.
+    """
     for each in given:
         kind = type(getattr(each, "sampler", each))
         if kind.__module__.startswith(("torch", "headrace.samplers")) and isinstance(

@@ -1,4 +1,4 @@
-"""What the epochs of a loader are made from: the arguments that are fixed for its life."""
+"""Fixed arguments of a loader."""
 
 from __future__ import annotations
 
@@ -27,24 +27,33 @@ TorchLoader: TypeAlias = TorchDataLoader[object]
 
 
 def samplers_of(loader: TorchLoader) -> tuple[Any, Any, Any]:
-    """The batch sampler, the sampler, and the sampler of the batch sampler; None for those that are not there."""
+    """Return the batch sampler, the sampler, and the batch sampler's sampler.
+
+    None stands for a missing sampler.
+    """
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
 
 
 def deciding_sampler(loader: TorchLoader) -> Any:
-    """The sampler that decides on the order: of single indices, or a batch sampler of the user's."""
+    """Return the sampler that decides on the order.
+
+    The result is the sampler of single indices, or a user's batch sampler.
+    """
     batches = loader.batch_sampler
     if batches is None:
         return loader.sampler
-    # A subclass that only has attributes of its own batches its sampler as torch does.
+    # A subclass of `BatchSampler` with an inherited `__iter__` batches as torch does.
     inherits = isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
     return batches.sampler if inherits else batches  # type: ignore[attr-defined]
 
 
 def drawn_freely(loader: TorchLoader) -> float:
-    """How many batches may be drawn at any time: the sampler then uses no generator that the program may use too."""
+    """Return how many batches may be drawn at any time.
+
+    Drawing so many batches uses no generator shared with the program.
+    """
     sampler = deciding_sampler(loader)
-    if not type(sampler).__module__.startswith(("headrace.", "torch.utils.")):  # of the user's
+    if not type(sampler).__module__.startswith(("headrace.", "torch.utils.")):  # a user's sampler
         return 0
     if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
         return math.inf
@@ -61,52 +70,57 @@ def is_automatic(loader: TorchLoader) -> bool:
 
 
 class LoaderSpec(NamedTuple):
-    """A loader's dataset and headrace's own options. Torch's arguments are read from the loader at each epoch."""
+    """Dataset and headrace's own options of a loader.
 
-    source: Any  # the dataset that is fetched from
+    Torch's arguments are read from the loader at each epoch.
+    """
+
+    source: Any  # the dataset to fetch from
     kind: DatasetKind
-    maps: tuple[Callable[[Any], Any], ...]  # functions that `map` put before the loader's transform
+    maps: tuple[Callable[[Any], Any], ...]  # functions put by `map` before the loader's transform
     options: LoaderOptions  # checked
-    policy: ErrorPolicy  # of `on_error`
-    device: torch.device | None  # that batches are copied to; None for host memory
+    policy: ErrorPolicy  # policy of `on_error`
+    device: torch.device | None  # target of copies of batches; None for host memory
 
     @property
     def engines(self) -> int:
-        """The number of engines; a stream is read by one."""
+        """Number of engines. A stream is read by a single engine."""
         return number_of_engines(self.options) if self.kind is DatasetKind.ASYNC_MAP else 1
 
     @property
     def placement(self) -> str | RayPlacement:
-        """The requested place of the engine; several are processes."""
+        """Requested place of the engine. Several engines are processes."""
         placement = self.options["placement"]
         return (
             "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
         )
 
     def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
-        """Whether workers keep a torch dataset: what they have read ahead when an epoch is left changes the next."""
+        """Whether persistent workers keep a torch dataset.
+
+        Then samples read ahead when an epoch is left change the next epoch.
+        """
         return loader.persistent_workers and not self.kind.is_async
 
     def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
-        """How many batches are planned before the one that is delivered: at least, and at most."""
+        """Return the least and the most batches planned ahead."""
         options, fetches = self.options, most_fetches(self.options)
-        # A fetch that is begun again takes twice the usual time and a bit, in which the others must
-        # not run dry.
+        # A hedged fetch takes a bit more than twice the usual time. Meanwhile the other fetches
+        # must not run dry.
         concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
         batch_size: int | None = loader.batch_size or getattr(
             loader.batch_sampler, "batch_size", None
         )
-        given = vars(loader)["prefetch_factor"]  # without the default that torch fills in
+        given = vars(loader)["prefetch_factor"]  # without torch's default
         concurrency = concurrency if self.kind.is_async else 0
         free = drawn_freely(loader)
-        searched = is_automatic(loader) and math.isfinite(
-            free
-        )  # then no draw may depend on what is found
+        # If draws are limited, no draw may depend on the number of workers found.
+        searched = is_automatic(loader) and math.isfinite(free)
         workers = max(self.engines, 1 if searched else loader.num_workers)
         least = look_ahead(
             workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size
         )
-        # What a sampler has ahead, so that ranges near each other, and blocks, are read together.
+        # Samples ahead in the sampler. Neighbouring ranges, and blocks, are then read together.
         samples = (
             getattr(loader.sampler, "samples_ahead", 0)
             if joined_part(self.source, loader.sampler)
@@ -114,9 +128,8 @@ class LoaderSpec(NamedTuple):
         )
         if given is None:
             least = max(least, samples // (batch_size or 1) + 1)  # whole groups of blocks
-        if (
-            self.device is not None
-        ):  # what waits there has left the workers nothing to do: it does not count
+        # Batches on the device keep no worker busy, and so do not count.
+        if self.device is not None:
             least += options["device_prefetch"]
         most = least
         if given is not None:

@@ -36,16 +36,13 @@ class WorkerProcess(ABC):
     """A worker process. The pool owns the handle, and calls `release` when the process has ended."""
 
     def __init__(self, sentinel: int, pid: int | None) -> None:
-        self.sentinel = (
-            sentinel  # a descriptor that becomes readable when the process has started or ended
-        )
+        # a descriptor that becomes readable when the process has started or ended
+        self.sentinel = sentinel
         self.pid = pid  # None until it has started
-        self.exit_code: int | None = (
-            None  # a signal's number is negative; None while it runs, or if that is unknown
-        )
-        self.refusal: OSError | None = (
-            None  # why it could not be started; None if it was, or if that is not yet known
-        )
+        # a signal's number is negative; None while it runs, or if that is unknown
+        self.exit_code: int | None = None
+        # why it could not be started; None if it was, or if that is not yet known
+        self.refusal: OSError | None = None
 
     @abstractmethod
     def ended(self) -> bool:
@@ -86,9 +83,8 @@ def launch_worker(
     """
     if context is None:
         return _forked(FORK, (), modules)
-    check_free(
-        8
-    )  # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+    # a connection, and multiprocessing's pipes, of which it leaks some if others cannot be opened
+    check_free(8)
     ours, theirs = Connection.pair()
 
     def start(task: WorkerTask | bytes | None) -> BaseProcess:
@@ -104,11 +100,8 @@ def launch_worker(
     try:
         try:
             process = start(task)
-        except (
-            AttributeError,
-            TypeError,
-            pickle.PicklingError,
-        ):  # a lambda, for example: cloudpickle can
+        except (AttributeError, TypeError, pickle.PicklingError):
+            # a lambda, for example: cloudpickle can
             process = start(cloudpickle.dumps(task))
     except BaseException:  # Ctrl-C too: nothing owns the connection yet
         ours.close()
@@ -121,9 +114,8 @@ def launch_worker(
 class _ContextProcess(WorkerProcess):
     def __init__(self, process: BaseProcess) -> None:
         self._descriptor: int | None = None
-        with suppress(
-            AttributeError, OSError
-        ):  # macOS; it has ended, and was reaped by the program
+        # macOS; it has ended, and was reaped by the program
+        with suppress(AttributeError, OSError):
             self._descriptor = os.pidfd_open(process.pid or 0)
         # The pipe of `multiprocessing` is also held open by forks of the worker.
         super().__init__(
@@ -133,9 +125,8 @@ class _ContextProcess(WorkerProcess):
 
     def ended(self) -> bool:
         if self.exit_code is None and connection.wait([self.sentinel], 0):
-            self.exit_code = (
-                self._process.exitcode
-            )  # None if the program, or the kernel for it, has reaped the process
+            # None if the program, or the kernel for it, has reaped the process
+            self.exit_code = self._process.exitcode
             return True
         return self.exit_code is not None
 
@@ -191,9 +182,8 @@ class _ZygoteProcess(WorkerProcess):
                 record = os.read(self.sentinel, EXIT_STATUS.size)
             except BlockingIOError:  # nothing new: it runs
                 break
-            if (
-                not record
-            ):  # the zygote was killed: this worker is no longer watched, so it must end too
+            # the zygote was killed: this worker is no longer watched, so it must end too
+            if not record:
                 self._ended = True
                 if self.pid is not None:
                     with suppress(ProcessLookupError):  # it ended with the zygote
@@ -272,9 +262,8 @@ class _Zygote:
 
     def control_for(self, modules: tuple[str, ...]) -> socket.socket:
         """The control socket of a template that has imported `modules`; starts the template if there is none."""
-        if (
-            self.process is None or not modules
-        ):  # the process that forked this one has made a template, if any
+        # the process that forked this one has made a template, if any
+        if self.process is None or not modules:
             return self.control
         sources = program_sources()
         for imported, unchanged, template in self._templates:
@@ -313,9 +302,8 @@ class _Zygote:
 
 
 _lock = threading.RLock()
-_zygote: _Zygote | None = (
-    None  # one for a process, shared by its loaders; ended by `_end_zygote` at exit
-)
+# one for a process, shared by its loaders; ended by `_end_zygote` at exit
+_zygote: _Zygote | None = None
 
 
 def adopt_control(control: socket.socket) -> None:

@@ -38,15 +38,13 @@ from headrace._core.transport.pickling import dump_message
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
-ATTEMPTS = (
-    2  # a request whose worker died is tried once more: another process may be the cause (memory)
-)
+# a request whose worker died is tried once more: another process may be the cause (memory)
+ATTEMPTS = 2
 # Pinned requests are sent while the worker is still busy with the one before, so that it need not
 # wait for the next. Other requests go to a free worker, so that none waits for a slow one.
 PINNED_AHEAD = 2
-PINNED_QUICK = (
-    16  # the same, while batches are quick: those of an epoch that is left are answered in vain
-)
+# the same, while batches are quick: those of an epoch that is left are answered in vain
+PINNED_QUICK = 16
 # seconds in which workers finish their current request when the pool is closed, as torch's have
 WORK_DEADLINE = 5.0
 STARTS_WITHOUT_ANSWER = 3  # deaths before the first answer after which a worker is given up
@@ -56,17 +54,14 @@ _log = logging.getLogger("headrace")
 @dataclass(slots=True, eq=False)
 class Job:
     request: object  # the task's argument
-    task: SharedPickle | None = (
-        None  # where tasks are sent, with the request to a worker that lacks it; None: the last
-    )
-    worker: int | None = (
-        None  # the number of the worker to use, None for any; later of the one that it was sent to
-    )
+    # where tasks are sent, with the request to a worker that lacks it; None: the last
+    task: SharedPickle | None = None
+    # the number of the worker to use, None for any; later of the one that it was sent to
+    worker: int | None = None
     batch: int | None = None  # the batch's number, and its indices, for `WorkerDiedError`
     indices: tuple[object, ...] = ()
-    doing: str | None = (
-        None  # a description of a request that has a task of its own; None for a batch
-    )
+    # a description of a request that has a task of its own; None for a batch
+    doing: str | None = None
     plain: bool = False  # whether the request holds no object of the user's
     attempt: int = 1  # counts the workers that it was given to
     answer: asyncio.Future[Answer] = field(
@@ -87,17 +82,14 @@ class NumberedWorker:
     process: WorkerProcess
     connection: Connection
     pinned: deque[Job] = field(default_factory=deque)  # jobs that have to go to this number
-    failed_starts: int = (
-        1  # processes of this number that have died since the last answer, this one included
-    )
+    # processes of this number that have died since the last answer, this one included
+    failed_starts: int = 1
     started: bool = False  # whether it has begun to read jobs
-    channel: EngineChannel | None = (
-        None  # None before it is connected, and after it was closed by this end
-    )
+    # None before it is connected, and after it was closed by this end
+    channel: EngineChannel | None = None
     connected: bool = False  # whether the connection is or was the channel's, which closes it
-    loaded: set[int] = field(
-        default_factory=set
-    )  # the numbers of the tasks that it has, if tasks are sent
+    # the numbers of the tasks that it has, if tasks are sent
+    loaded: set[int] = field(default_factory=set)
     jobs: deque[Job] = field(default_factory=deque)  # those that were sent to it, in order
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -291,9 +283,8 @@ class Pool:
             return
         for worker in self._workers.values():
             job = Job(request(worker.number), self._latest)
-            job.answer.add_done_callback(
-                lambda answer: answer.cancelled() or answer.exception()
-            )  # it is retrieved
+            # it is retrieved
+            job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
             worker.pinned.append(job)
             self._next_job(worker)
 
@@ -319,9 +310,8 @@ class Pool:
             (signal.SIGKILL, deadline),
             (None, 1.0),
         ):
-            late = (
-                (await asyncio.wait(living, timeout=patience))[1] if living else ()
-            )  # SIGKILL takes milliseconds
+            # SIGKILL takes milliseconds
+            late = (await asyncio.wait(living, timeout=patience))[1] if living else ()
             if not late:
                 break
             for worker in self._all():
@@ -381,9 +371,8 @@ class Pool:
                 worker.loaded &= numbers
                 request = job.request, number, task, numbers
             channel.send(dump_message(request, plain=job.plain and not ships))
-        except (
-            BaseException
-        ) as error:  # user code: __reduce__ of a sample's class; descriptors that cannot be sent
+        except BaseException as error:
+            # user code: __reduce__ of a sample's class; descriptors that cannot be sent
             job.answer.set_exception(as_exception(error))
             return
         job.worker = worker.number
@@ -408,9 +397,8 @@ class Pool:
         self._next_job(worker)
 
     def _on_lost(self, worker: NumberedWorker) -> None:
-        if (
-            worker.channel is not None
-        ):  # otherwise it was closed here, and the process ends by itself
+        # otherwise it was closed here, and the process ends by itself
+        if worker.channel is not None:
             worker.process.signal(signal.SIGKILL)  # it cannot work without a channel
 
     def _on_exit(self, worker: NumberedWorker) -> None:
@@ -425,9 +413,8 @@ class Pool:
         died = worker.death(suspect)
         worker.close_channel()
         again = worker.pinned if self._stateful else self._waiting
-        worker.pinned.extendleft(
-            reversed(worker.jobs)
-        )  # it had not started these, which are all pinned
+        # it had not started these, which are all pinned
+        worker.pinned.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
         if suspect is not None and suspect.attempt >= self._attempts:
             suspect.fail(died)

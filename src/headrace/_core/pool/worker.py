@@ -110,9 +110,8 @@ class BootMessage(NamedTuple):
 
     def prepare(self) -> None:
         """Import modules and apply settings, before the task is unpickled; errors of user code are raised."""
-        import_modules(
-            self.modules
-        )  # first, as in the process that has sent this: imports change settings too
+        # first, as in the process that has sent this: imports change settings too
+        import_modules(self.modules)
         forward_records(self.worker)
         self.settings.adopt()
 
@@ -183,9 +182,8 @@ class Worker:
         gc.freeze()
         try:
             prepare()
-        except (
-            BaseException
-        ) as error:  # a setting cannot be applied: the error answers each request
+        except BaseException as error:
+            # a setting cannot be applied: the error answers each request
             self._broken = error
         self.add(number, make)
 
@@ -234,9 +232,8 @@ class Worker:
         self._channel.arena.begin()
         try:
             return Answer(task(request))
-        except (
-            BaseException
-        ) as error:  # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
+        except BaseException as error:
+            # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
             return Answer.failed(error)
 
     def _send(self, answer: Answer) -> None:
@@ -249,7 +246,6 @@ class Worker:
                 self._channel.send((answer.value,))
         except OSError:
             raise
-        except (
-            BaseException
-        ) as error:  # user code: the result of transform or collate_fn cannot be pickled
+        except BaseException as error:
+            # user code: the result of transform or collate_fn cannot be pickled
             self._channel.send(Answer.failed(error, step="pack"))

@@ -75,12 +75,10 @@ class _Zygote:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
         self._statuses: dict[int, int] = {}  # the pid of a living process → its status pipe
-        self._requester_of: dict[
-            int, int
-        ] = {}  # the pid of a living process → the control socket that requested it
-        self._templates: dict[
-            int, socket.socket
-        ] = {}  # the pid of a living template → its control socket
+        # the pid of a living process → the control socket that requested it
+        self._requester_of: dict[int, int] = {}
+        # the pid of a living template → its control socket
+        self._templates: dict[int, socket.socket] = {}
         self._reserve = Reserve(1)  # so that the first descriptor, the status pipe, always arrives
         self._wake, self._woken = os.pipe()[::-1]
         for descriptor in (self._wake, self._woken):
@@ -123,9 +121,8 @@ class _Zygote:
                 return True
         except OSError as error:  # the limit of processes, or no memory
             reason = error.errno or errno.EAGAIN
-        if (
-            descriptors and request == FORK_TEMPLATE
-        ):  # its requests are answered here, without its imports
+        # its requests are answered here, without its imports
+        if descriptors and request == FORK_TEMPLATE:
             self._listen_to(socket.socket(fileno=descriptors.pop(0)))
         elif descriptors:
             with suppress(BrokenPipeError):  # the requester has ended

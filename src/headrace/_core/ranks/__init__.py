@@ -1,1 +1,1 @@
-"""The rank of a process, and its part of a stream."""
+"""Ranks of processes, and parts of streams."""

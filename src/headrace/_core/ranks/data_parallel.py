@@ -1,4 +1,7 @@
-"""The ranks that a loader divides samples among: a process group or a mesh dimension that the user gives."""
+"""Ranks among which a loader divides samples.
+
+The user gives the ranks as a process group or a mesh dimension.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,42 @@ else:  # torch may be built without torch.distributed
 
 
 def checked(name: str, value: object) -> object:
+    """Return `value` if `value` can be `data_parallel=`.
+
+    Raises:
+        TypeError: the value is no process group, mesh, function or None.
+        ValueError: the mesh has several dimensions.
+    """
     if value is None or callable(value) or _is_no_member(value):
         return value
     if isinstance(value, torch.distributed.ProcessGroup):
         return value
     if not _is_mesh(value):
         raise TypeError(
-            f"{name} must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, a function that returns "
-            f"one of them, or None, but got {value!r}"
+            f"{name} must be a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, "
+            f"a function that returns one of them, or None, but got {value!r}"
         )
     mesh: Any = value
     if mesh.ndim != 1:
         raise ValueError(
-            f"{name} must be a mesh of one dimension, but this has {mesh.ndim}: {mesh!r}. Select the dimension whose "
-            f'ranks get different batches, as in mesh["dp"]; of several, flatten the sub-mesh first.'
+            f"{name} must be a mesh of one dimension, but this has {mesh.ndim}: {mesh!r}. Select "
+            f'the dimension whose ranks get different batches, as in mesh["dp"]; of several, '
+            f"flatten the sub-mesh first."
         )
     return value
 
 
 def rank_among(data_parallel: DataParallel) -> RankInfo:
-    """The rank of this process among those that divide the samples; of all ranks without `data_parallel`."""
+    """Return the rank of this process in `data_parallel`.
+
+    Without `data_parallel`, the rank is the rank among all ranks.
+    """
     group = group_of(data_parallel)
     return get_rank_info() if group is None else RankInfo(group.rank(), group.size(), GROUP)
 
 
 def group_of(data_parallel: DataParallel) -> ProcessGroup | None:
-    """The process group of the ranks that divide the samples; None without `data_parallel`."""
+    """Return the process group of `data_parallel`, or None without `data_parallel`."""
     value: Any = data_parallel
     if value is None:
         return None
@@ -76,7 +89,10 @@ def _not_a_member(what: str) -> UnknownRankError:
 
 
 def _is_no_member(value: object) -> bool:
-    """Whether it is what `torch.distributed.new_group` returns in other processes than those of the group."""
+    """Whether `value` stands for a group without this process.
+
+    `torch.distributed.new_group` returns the value in processes outside the group.
+    """
     return type(value) is int and value == torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 

@@ -1,4 +1,7 @@
-"""The part of a stream that this process reads: its rank's, and in torch's own loader its worker's."""
+"""Part of a stream that this process reads.
+
+Ranks divide a stream. In torch's own loader, workers divide the rank's part again.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,24 @@ from torch.utils.data import get_worker_info
 from headrace._core.ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
-"""Whether streams that start now are read whole by all ranks and workers, because an outer `split` divides them."""
+"""Whether streams that start now are read whole by all ranks and workers.
+
+An outer `split` then divides the samples.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """One of the equal parts of a stream, numbered from 0."""
+    """Part of a stream: number from 0, and number of equal parts."""
 
     index: int
     count: int
 
     def in_worker(self) -> ShardOptions:
-        """This part, divided again among the workers of a torch loader; each has other shards than its rank alone."""
+        """Return this part, divided again among the workers of a torch loader.
+
+        A worker's shards are not always among the rank's shards without workers.
+        """
         worker = get_worker_info()
         if worker is None or undivided.get():
             return self
@@ -34,19 +43,20 @@ class ShardOptions:
 
 
 class RankChoice:
-    """The rank whose part of a stream is read: given by the user, or that of `headrace.get_rank_info` at the start.
+    """Choice of the rank whose part of a stream is read.
+
+    The user gives the rank, or `headrace.get_rank_info` determines the rank when reading starts.
 
     Attributes:
-        given: the rank that the user gave; None if it is determined when reading starts.
+        given: the user's rank. None if the rank is determined when reading starts.
     """
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
         self.given: ShardOptions | None = None
-        self._of_parent: ShardOptions | None = (
-            None  # in a spawned worker: the rank of its parent process
-        )
+        # In a spawned worker: rank of the parent process.
+        self._of_parent: ShardOptions | None = None
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
             rank, world_size = operator.index(rank), operator.index(world_size)
@@ -57,14 +67,18 @@ class RankChoice:
             self.given = ShardOptions(rank, world_size)
 
     def shard(self) -> ShardOptions:
-        """The current rank's part; the whole stream if the caller divides it among ranks."""
+        """Return the current rank's part.
+
+        The part is the whole stream if the caller divides the stream among ranks.
+        """
         if not self._is_divided():
             return self._own()
         if self.given is not None and self.given.count > 1:
             raise ValueError(
-                f"this stream was given rank={self.given.index}, world_size={self.given.count}, and split() or "
-                f"accelerate divides its samples among ranks again: most of them would never be read. Leave out "
-                f"rank= and world_size=; or split() and accelerator.prepare(), which a headrace loader can do without."
+                f"this stream was given rank={self.given.index}, world_size={self.given.count}, "
+                f"and split() or accelerate divides its samples among ranks again: most of them "
+                f"would never be read. Leave out rank= and world_size=; or split() and "
+                f"accelerator.prepare(), which a headrace loader can do without."
             )
         return ShardOptions(0, 1)
 
@@ -91,11 +105,15 @@ class RankChoice:
 
 
 def check_given_rank(what: str, rank: int, world_size: int, loader: RankInfo | None) -> None:
-    """Raise `ValueError` where a rank that the user gave is not that of the loader's `data_parallel=`."""
+    """Raise `ValueError` if a given rank differs from the loader's rank.
+
+    The loader's rank is the rank in `data_parallel=`.
+    """
     if loader is None or world_size == 1 or (rank, world_size) == (loader.rank, loader.world_size):
         return
     raise ValueError(
-        f"data_parallel= has {loader.world_size} ranks, and this is rank {loader.rank}, but {what} was made for rank "
-        f"{rank} of {world_size}: ranks that need the same batches would get others. Give it the rank and the number "
-        f"of ranks in data_parallel=, or leave them out where headrace asks for them (headrace.ElasticSampler, streams)"
+        f"data_parallel= has {loader.world_size} ranks, and this is rank {loader.rank}, but {what} "
+        f"was made for rank {rank} of {world_size}: ranks that need the same batches would get "
+        f"others. Give it the rank and the number of ranks in data_parallel=, or leave them out "
+        f"where headrace asks for them (headrace.ElasticSampler, streams)"
     )

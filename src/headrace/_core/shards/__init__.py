@@ -1,1 +1,1 @@
-"""Streams of shards: discovery, order, reading, decompression."""
+"""Shards: discovery, order, reading, decompression."""

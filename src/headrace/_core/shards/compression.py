@@ -1,4 +1,4 @@
-"""Incremental decompression with a bound on the output held at once."""
+"""Incremental decompression with bounded output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 STREAM_BYTES = 256 << 10
-"""Minimum unpacked bytes between the places from which an object can be unpacked alone."""
+"""Minimum unpacked bytes between two places from which unpacking can begin."""
 
 MAX_OUTPUT = 4 << 20
-"""Maximum bytes unpacked at once: bounds a decompression bomb, whatever its ratio."""
+"""Maximum bytes unpacked at once.
 
-# Packed bytes taken at a time. A stream that ends within them hands back a copy of the rest: 512
-# KiB of nothing but ends of gzip streams took 91 ms in one piece, growing as the square, and take
-# 22 ms in these.
+Bounds a decompression bomb of any ratio.
+"""
+
+# Packed bytes taken at a time. A stream that ends within a piece gives back a copy of the rest.
+# 512 KiB of only ends of gzip streams took 91 ms in a single piece, growing as the square, and take
+# 22 ms in pieces of 64 KiB.
 _INPUT_BYTES = 64 << 10
 
 
@@ -42,7 +45,7 @@ SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 """Suffixes of compressed files."""
 
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
-_LOOKED_AT = 400  # bytes
+_LOOKED_AT = 400  # bytes at the start of an object that are checked
 _HTML = (b"<!doctype html", b"<html")
 _BEGINNINGS = {
     b"\x1f\x8b\x08": "gzip",
@@ -53,23 +56,28 @@ _BEGINNINGS = {
 
 
 class Codec:
-    """Unpacks an object, by the suffix of its name: gzip (RFC 1952), zstd (RFC 8878), zlib, or nothing.
+    """Unpacks an object by the suffix of the object's name.
 
-    Several compressed streams in a row unpack to one; checksums are verified.
+    The formats are gzip (RFC 1952), zstd (RFC 8878) and zlib. Objects with other suffixes pass
+    unchanged. Several compressed streams in a row are unpacked to a single output. Checksums are
+    verified.
+
+    Attributes:
+        compressed: whether the object has a compressed format. Then `feed` takes long enough to be
+            worth a thread, and bytes have to be read from the start of the object.
+        begins: places from which unpacking can begin: packed bytes and unpacked bytes before the
+            place.
+        taken: bytes of the object so far.
     """
 
     def __init__(self, key: str, shard: str, *, pages: bool = False) -> None:
         self._pages = pages
         self._format = compression_of(key)
-        # Whether `feed` computes long enough to be worth a thread, and bytes are read from the
-        # start of the object on.
         self.compressed = self._format is not None
         self._shard = shard
         self._stream: Any = None
-        # Places from which the object can be unpacked alone: bytes of the object, and unpacked
-        # bytes, before them.
         self.begins: list[tuple[int, int]] = []
-        self.taken = 0  # bytes of the object so far
+        self.taken = 0
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
             module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
@@ -80,13 +88,19 @@ class Codec:
             self._open, self._error = lambda: zlib.decompressobj(wbits), zlib.error
 
     def feed(self, data: Buffer) -> Iterator[Buffer]:
-        """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`. The iterator must be exhausted."""
+        """Unpack the next bytes, in pieces of at most `MAX_OUTPUT`.
+
+        The iterator must be exhausted.
+        """
         view = memoryview(data).cast("B")
         if not self.taken:
             check_content(view, self._shard, pages=self._pages)
             for magic, name in _BEGINNINGS.items():
                 if not self.compressed and view[: len(magic)] == magic:
-                    what = f"{name} by its first bytes, but not by its name; only {', '.join(SUFFIXES)} are unpacked"
+                    what = (
+                        f"{name} by its first bytes, but not by its name; "
+                        f"only {', '.join(SUFFIXES)} are unpacked"
+                    )
                     raise ShardError(what, shard=self._shard, offset=0)
         if not self.compressed:
             self.taken += len(view)
@@ -98,17 +112,21 @@ class Codec:
             yield from self._unpack(piece)
 
     def finish(self) -> None:
-        """Signal the end of the input; raises `TruncatedShardError` if it is incomplete."""
+        """Signal the end of the input.
+
+        Raises:
+            TruncatedShardError: the input is incomplete.
+        """
         if self.compressed and (self._stream is not None or not self.begins):
             what = f"this {self._format} stream is truncated"
             raise TruncatedShardError(what, shard=self._shard, offset=self._offset)
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
-        # zlib hands back what it has not taken; zstd keeps it.
+        # zlib hands back the bytes that were not taken. zstd keeps the bytes.
         while rest or (self._stream is not None and not getattr(self._stream, "needs_input", True)):
             if self._stream is None:
                 if self.begins and self._format == "gzip":
-                    rest = rest.lstrip(b"\0")  # padding after a stream, which gzip itself accepts
+                    rest = rest.lstrip(b"\0")  # padding after a stream; gzip itself accepts padding
                     if not rest:
                         return
                 if not self.begins or self._offset - self.begins[-1][1] >= STREAM_BYTES:
@@ -130,13 +148,17 @@ class Codec:
 
 
 def compression_of(key: str) -> str | None:
-    """The name of the compression that a key ends with; None for a plain object."""
+    """Return the compression of a key, or None for a plain object."""
     _, dot, suffix = key.rpartition(".")
     return _FORMATS.get(dot + suffix.lower())
 
 
 def unpack_object(data: Buffer, key: str, shard: str, size: int) -> bytearray:
-    """Unpack the first `size` bytes of a compressed object; raises `ShardError` if there are fewer."""
+    """Unpack the first `size` bytes of a compressed object.
+
+    Raises:
+        ShardError: the object is damaged, or has fewer bytes.
+    """
     codec, output = Codec(key, shard, pages=True), bytearray()
     for piece in codec.feed(data):
         output += piece
@@ -149,11 +171,13 @@ def unpack_object(data: Buffer, key: str, shard: str, size: int) -> bytearray:
 
 
 def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
-    """Raise `ShardError` for a Git LFS pointer or a web page in place of a file.
+    """Raise `ShardError` if an object is obviously not a shard.
+
+    A Git LFS pointer or a web page may be in place of the file.
 
     Args:
         data: the first bytes of the object.
-        shard: its name.
+        shard: name of the object.
         pages: whether web pages are allowed.
     """
     first = bytes(memoryview(data)[:_LOOKED_AT]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
@@ -162,14 +186,17 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
     elif not pages and (
         first.startswith(_HTML) or (first.startswith(b"<?xml") and b"<error" in first)
     ):
-        what = "a web page, as of an error or a log-in, in place of the file; open its URL in a browser"
+        what = (
+            "a web page, as of an error or a log-in, in place of the file; "
+            "open its URL in a browser"
+        )
     else:
         return
     raise ShardError(what, shard=shard, offset=0)
 
 
 def refuse_unsupported(name: str) -> None:
-    """Raise `ShardError` if the shard's name has the suffix of a compression that is not supported."""
+    """Raise `ShardError` for the suffix of a compression without support."""
     _, dot, ending = name.lower().rpartition(".")
     if dot + ending in _UNSUPPORTED:
         what = f"{dot}{ending} is not supported; supported compressions are {', '.join(SUFFIXES)}"
@@ -177,7 +204,7 @@ def refuse_unsupported(name: str) -> None:
 
 
 def refuse_compressed(name: str) -> None:
-    """Raise `ShardError` if the shard's name has the suffix of a compression, supported or not."""
+    """Raise `ShardError` for the suffix of any compression."""
     if name.lower().endswith((*_FORMATS, *_UNSUPPORTED)):
         raise ShardError(
             "a compressed shard cannot be read at an offset; decompress it", shard=name

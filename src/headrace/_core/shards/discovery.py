@@ -1,4 +1,7 @@
-"""Expansion of a user's shard names: braces, globs and directories, in the same order every time."""
+"""Expansion of shard names: braces, globs, directories.
+
+The result has the same order every time.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,20 @@ from headrace._core.streams.blocking import background_loop
 from headrace._core.text import short_repr
 from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
 
-MOST_NAMES = 1_000_000  # that braces may stand for
+MOST_NAMES = 1_000_000  # maximum number of names of braces
 _GLOB = re.compile(r"[*?\[]")
-_BRACES = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")  # and pairs of braces within
-_COMMAS = re.compile(r",(?![^{}]*\})")  # not within braces
+_BRACES = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\}")  # may contain pairs of braces
+_COMMAS = re.compile(r",(?![^{}]*\})")  # commas outside braces
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An object in a store, or one version of it.
+    """Object in a store, or a version of the object.
 
     Attributes:
         store: the store.
         key: the object's key.
-        head: its size and version, if they are known: that version is read then, and no other.
+        head: size and version of the object, if known. If known, only this version is read.
     """
 
     store: Store
@@ -51,17 +54,17 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Its URL, without secrets."""
+        """URL of the object, without secrets."""
         return self.store.name(self.key)
 
     @property
     def size(self) -> int:
-        """Its size in bytes, of a version that is known."""
+        """Size of the known version, in bytes."""
         assert self.head is not None
         return self.head.size
 
     def error(self, what: str, offset: int | None = None) -> ShardError:
-        """The error to raise if the shard is damaged, perhaps at an offset in bytes."""
+        """Return the error of a damaged shard, perhaps at an offset in bytes."""
         return ShardError(what, shard=self.name, offset=offset)
 
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
@@ -75,7 +78,11 @@ class Shard:
         )
 
     async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
-        """Read bytes up to `stop`, or all if the store ignores ranges; returns the version that was read, too."""
+        """Read bytes up to `stop`, or all if the store ignores ranges.
+
+        Returns:
+            The shard in the version that was read, and the bytes.
+        """
         if self.head is None:
             data, head = await self.store.read_start(self.key, stop)
         else:
@@ -84,7 +91,10 @@ class Shard:
         return replace(self, head=head), data
 
     async def read_end(self, length: int) -> InitialRead:
-        """Read the last bytes, or all if the store ignores ranges, and the metadata."""
+        """Read the last bytes and the metadata.
+
+        If the store ignores ranges, all bytes are read.
+        """
         found = await self.store.read_end(self.key, length, head=self.head)
         if len(found.data) == found.head.size:
             check_content(found.data, self.name)
@@ -93,7 +103,7 @@ class Shard:
 
 @contextlib.contextmanager
 def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[None]:
-    """Raise errors of other libraries, and panics of their Rust code, as `ShardError`."""
+    """Raise errors of other libraries, and panics of Rust code, as `ShardError`."""
     try:
         yield
     except HeadraceError:
@@ -107,21 +117,34 @@ def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[N
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of Rust code, which `except Exception` lets pass."""
+    """Whether an exception is a panic of Rust code.
+
+    `except Exception` does not catch a panic.
+    """
     return type(error).__name__ == "PanicException"
 
 
 class HeaderReader:
-    """Reads headers at their places in a shard, after its first bytes, by requests of at least `least` bytes."""
+    """Reads headers at offsets of a shard.
+
+    The first bytes of the shard have been read. A request has at least `least` bytes.
+    """
 
     def __init__(self, shard: Shard, first: memoryview, least: int) -> None:
         self._shard, self._least, self._begin, self._data = shard, least, 0, first
 
     async def take(self, start: int, stop: int) -> memoryview:
-        """Bytes of the shard; raises `TruncatedShardError` if it does not have them."""
+        """Return bytes of the shard.
+
+        Raises:
+            TruncatedShardError: the shard ends before `stop`.
+        """
         shard = self._shard
         if not start <= stop <= shard.size:
-            what = f"truncated, or corrupt: it should have bytes from {start} to {stop}, and has {shard.size}"
+            what = (
+                f"truncated, or corrupt: it should have bytes from {start} to {stop}, "
+                f"and has {shard.size}"
+            )
             raise TruncatedShardError(what, shard=shard.name, offset=shard.size)
         if not self._begin <= start <= stop <= self._begin + len(self._data):
             least = min(shard.size, max(stop, start + self._least))
@@ -136,26 +159,30 @@ Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shar
 
 
 def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> list[T]:
-    """Call an async function, as one that reads a header, with all shards, at most 64 at the same time; blocks."""
-    return background_loop().run(
-        map_all(function, shards, 64)
-    )  # small requests, of which a store serves many
+    """Call an async function with all shards.
+
+    Blocks until all calls are done. The function reads a header, for example. At most 64 calls run
+    at the same time.
+    """
+    # The requests are small, and a store serves many small requests.
+    return background_loop().run(map_all(function, shards, 64))
 
 
 def find_shards(
     shards: Shards, *, suffixes: tuple[str, ...], store: StoreLike | None = None
 ) -> tuple[Shard, ...]:
-    """Find the shards that a user named; blocks if there is a glob or a directory.
+    """Find the shards that a user named.
 
-    Names and errors are as for `TarDataset`; a `Shard` is returned as it is. In a directory, names
-    must end in `suffixes`.
+    Blocks if there is a glob or a directory. Names and errors are as for `TarDataset`. A `Shard` is
+    returned unchanged. In a directory, names must end in `suffixes`.
     """
     if isinstance(shards, Store) and store is None:
-        shards, store = "", shards  # all that is in it
+        shards, store = "", shards  # all objects of the store
     opened = None if store is None else as_store(store)
     store_of = cache(lambda base: opened or Store(base))
-    named: list[tuple[Shard, bool]] = []  # and whether it has to be listed
-    for name in [shards] if isinstance(shards, str | os.PathLike) else shards:  # type: ignore[union-attr]
+    named: list[tuple[Shard, bool]] = []  # the flag: whether the shard has to be listed
+    names = [shards] if isinstance(shards, str | os.PathLike) else shards
+    for name in names:  # type: ignore[union-attr]
         if isinstance(name, Shard):
             named.append((name, False))
             continue
@@ -184,13 +211,19 @@ def find_shards(
 
 
 def _local_names(pattern: Shard) -> list[str]:
-    """The files and directories of this machine that match a glob; read on the caller's thread."""
+    """Return the local files and directories that match a glob.
+
+    Reads the disk on the caller's thread.
+    """
     root = pattern.store.local_root
     return [] if root is None else sorted(glob(pattern.key, root_dir=root))
 
 
 async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
-    """The shards of a glob or a directory; or the object itself, if its ending is not that of a shard."""
+    """Return the shards of a glob or a directory.
+
+    If a directory has no shards, the key may be the key of a shard with another suffix.
+    """
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
     if match := _GLOB.search(key):
@@ -209,7 +242,10 @@ async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...])
 
 
 async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
-    """The objects in a directory, at any depth, that end in `suffixes` and are not hidden."""
+    """Return the visible objects in a directory, at any depth.
+
+    Only objects that end in `suffixes` are returned.
+    """
     named = [
         head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)
     ]
@@ -223,11 +259,13 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
 async def _matching(
     shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]
 ) -> list[Shard]:
-    """The objects that match a glob, and those in directories that do and are named as shards.
+    """Return the objects that match a glob.
 
-    `folder` has them all; `names` are those of a directory of this machine, if the store is one.
+    A matching directory with the name of a shard stands for the objects inside. `folder` contains
+    all matches. For a store on this machine, `names` are the matching files and directories.
 
-    Without ``**``, a directory is listed only if its path matches, and what is below it is not.
+    Without ``**``, a directory is listed only if the directory's path matches, and subdirectories
+    are not listed.
     """
     store, pattern = shard.store, shard.key
     if "**" in pattern.split("/"):
@@ -238,9 +276,8 @@ async def _matching(
             *chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))
         ]
     found, folders = list[Shard](), [""]
-    for step in re.findall(
-        r"(?:[^/*?\[]*/)*[^/]+", pattern
-    ):  # directories without wildcards, and a name
+    # A step is some directories without wildcards, and a name.
+    for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):
         path, slash, name = step.rpartition("/")
         one = partial(list_level, store, glob_expression(name))
         levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
@@ -253,14 +290,19 @@ async def _matching(
 
 
 async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard]:
-    """The object of that key, or those in a directory of that name, if it is named as a shard; or none."""
+    """Return the object of a key, or the objects in a directory.
+
+    The directory must have the name of a shard. The list is empty if there is neither.
+    """
     with contextlib.suppress(ObjectNotFoundError):
         return [Shard(store, key, await store.head(key))]
     return await list_inside(store, key, suffixes) if key.lower().endswith(suffixes) else []
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``{a,b}`` and ``{0000..0127}``, also one within another; at most a million names.
+    """Expand ``{a,b}`` and ``{0000..0127}``.
+
+    Braces may be nested. At most a million names are made.
 
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
@@ -270,13 +312,14 @@ def expand_braces(pattern: str) -> list[str]:
     choices = [_choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
     if (count := math.prod(map(len, choices))) > MOST_NAMES:
         raise ValueError(
-            f"braces in {short_repr(pattern)} stand for {count:,} names, and {MOST_NAMES:,} are the most"
+            f"braces in {short_repr(pattern)} stand for {count:,} names, "
+            f"and {MOST_NAMES:,} are the most"
         )
     return ["".join(map(str, each)) for each in product(*choices)]
 
 
 def _choices(inside: str) -> Sequence[object]:
-    """What stands for a pair of braces."""
+    """Return the texts that a pair of braces stands for."""
     if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
         first, last = map(int, numbers.groups())
         step = 1 if first <= last else -1
@@ -291,7 +334,9 @@ def _choices(inside: str) -> Sequence[object]:
 
 
 def split_url(name: str) -> tuple[str, str]:
-    """Split a URL or a path into the URL of its store and a key, which may be a glob.
+    """Split a URL or a path into a store's URL and a key.
+
+    The key may be a glob.
 
     Example:
         >>> split_url("s3://bucket/train/0000.tar")
@@ -310,7 +355,7 @@ def split_url(name: str) -> tuple[str, str]:
     if traits_of(name).bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
-    path = rest.find("/") + 1  # an IPv6 host has brackets too
+    path = rest.find("/") + 1  # the brackets of an IPv6 host are no glob
     fixed = rest[: match.start()] if (match := _GLOB.search(rest, path)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
@@ -320,19 +365,20 @@ def split_url(name: str) -> tuple[str, str]:
 
 
 def _is_hidden(key: str) -> bool:
-    """Whether a shard in a directory is left over by an editor, a notebook or a job that has failed.
+    """Whether a shard in a directory is a leftover.
 
-    Its name begins with a dot, or that of a directory on the way with a dot or an underscore, as
-    Spark's `_temporary`.
+    Editors, notebooks and failed jobs leave these files. Names of leftovers begin with a dot.
+    Directories of leftovers begin with a dot or an underscore, as Spark's `_temporary`.
     """
     *directories, name = key.strip("/").split("/")
     return name.startswith(".") or any(part.startswith((".", "_")) for part in directories)
 
 
 def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
-    """A glob as a regular expression: ``*`` and ``?`` stay within a directory, ``**`` is any number of directories.
+    """Return a glob as a regular expression.
 
-    They match a dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`.
+    ``*`` and ``?`` stay within a directory. ``**`` is any number of directories. Wildcards match a
+    dot at the beginning of a name only if `hidden`, as in shells and Python's `glob`.
     """
     visible = "" if hidden else r"(?!\.)"
     sections = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern)
@@ -343,13 +389,16 @@ def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
         for section in sections
     ]
     gap = f"(?:{visible}[^/]*/)*"
-    # Between two gaps, the first place counts at which a section matches, and no other is tried.
+    # Between two gaps, a section matches at the first possible place. Other places are not tried.
     middle = "".join(f"(?>{gap}?{section})" for section in others[:-1])
     return re.compile(first + middle + "".join(gap + section for section in others[-1:]))
 
 
 def _name_expression(name: str, visible: str) -> str:
-    """A glob of one name as a regular expression: that of `fnmatch`, whose characters may be slashes."""
+    """Return a glob of a single name as a regular expression.
+
+    In contrast to `fnmatch`, wildcards do not match slashes.
+    """
 
     def within_name(part: re.Match[str]) -> str:
         text = part[0]

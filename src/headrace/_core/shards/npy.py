@@ -1,4 +1,4 @@
-"""The header of ``.npy`` files."""
+"""Header of ``.npy`` files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from headrace._core.shards.discovery import Shard, shard_errors
 def npy_layout(
     first: bytes, shard: Shard, remedy: str = ""
 ) -> tuple[int, AnyDType, tuple[int, ...], bool]:
-    """The offset of the data, the type, the shape, and whether columns come first, by a file's first bytes."""
+    """Return the layout of a file from the file's first bytes.
+
+    Returns:
+        The offset of the data, the dtype, the shape, and whether columns come first.
+    """
     stream = io.BytesIO(first)
     with shard_errors(f"not a .npy file{remedy}", shard.name):
         version = np.lib.format.read_magic(stream)

@@ -1,4 +1,7 @@
-"""Parquet files in a store: footers by one ranged read, row groups by the ranges of the requested columns."""
+"""Parquet files in a store.
+
+A footer is read by a ranged request, and a row group by the ranges of the requested columns.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".pq", ".parq")
 
-# Bytes of the first read. A footer takes about 100 bytes for a column of a row group, so this
-# covers some 600 of them; a larger one takes a second read.
+# Bytes of the first read. A footer takes about 100 bytes for a column of a row group. So the first
+# read covers about 600 columns of row groups. A larger footer takes a second read.
 TAIL = 64 << 10
 _MAGIC = b"PAR1"
 
 Pieces = list[tuple[int, memoryview]]
-"""Parts of a file, each with its offset; in order, not overlapping."""
+"""Parts of a file, each with an offset; in order, not overlapping."""
 
 
 class Footer(TableFile):
-    """A file's footer, with the eight bytes after it; pickled as its bytes, so that no other process reads it again.
+    """Footer of a file, with the eight bytes after the footer.
 
-    Its shard is the file in the version of the footer.
+    `shard` is the file in the version of the footer. A footer is pickled as bytes, so that no other
+    process reads the footer again.
     """
 
     def __init__(self, shard: Shard, data: bytes) -> None:
@@ -47,7 +51,7 @@ class Footer(TableFile):
                 self.metadata.row_group(group).num_rows
                 for group in range(self.metadata.num_row_groups)
             )
-            any(self.schema.names)  # decodes them
+            any(self.schema.names)  # decodes the names
         if sum(self.rows) != self.metadata.num_rows or min(self.rows, default=0) < 0:
             raise shard.error(
                 f"corrupt footer: {self.metadata.num_rows} rows, but row groups of {self.rows}"
@@ -57,11 +61,12 @@ class Footer(TableFile):
         return Footer, (self.shard, self._data)
 
     def selected(self, columns: Sequence[str]) -> Any:
+        """Return the schema of `columns`; see `TableFile.selected`."""
         import pyarrow.parquet
 
         source = pyarrow.BufferReader(_MAGIC + self._data)
         file = pyarrow.parquet.ParquetFile(source, metadata=self.metadata)
-        # Pyarrow reads "a.b" for "a", which may be another column.
+        # For "a", pyarrow also reads "a.b". "a.b" may be another column.
         read = file.read_row_groups([], columns=[*columns]).schema
         given = [
             field
@@ -74,7 +79,10 @@ class Footer(TableFile):
         return pyarrow.schema(given)
 
     def row_groups(self, selection: Selection, filters: Any = None) -> list[RowGroup]:
-        """The row groups that have rows, and of which statistics do not show that no row passes the filter."""
+        """Return the row groups with rows.
+
+        With `filters`, row groups are left out if the statistics exclude all rows.
+        """
         import pyarrow.dataset
         from pyarrow.compute import field
 
@@ -96,7 +104,10 @@ class Footer(TableFile):
         return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
-        """Numbers of the stored columns of `columns`; a nested column has several."""
+        """Return the numbers of the stored columns of `columns`.
+
+        A nested column has several stored columns.
+        """
         paths = [
             self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)
         ]
@@ -111,7 +122,7 @@ class Footer(TableFile):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group of a file."""
+    """Row group of a file."""
 
     kind: ClassVar[str] = "row group"
 
@@ -121,17 +132,21 @@ class RowGroup:
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return int(self.footer.rows[self.number])
 
     @property
     def nbytes(self) -> int:
-        """Unpacked bytes; of columns with a dictionary as they are encoded."""
+        """Unpacked bytes. Columns with a dictionary count as encoded."""
         stored = self.footer.metadata.row_group(self.number)
         leaves = self.footer.leaves(self.selection.columns)
         return sum(stored.column(leaf).total_uncompressed_size for leaf in leaves)
 
     async def fetch(self) -> Pieces:
-        """Read the bytes of the columns: neighbours by one request, large chunks by several."""
+        """Read the bytes of the columns.
+
+        Neighbouring ranges are read by a single request, large chunks by several requests.
+        """
         bounds = [
             (start, min(start + LARGEST_SPAN, span.stop))
             for span in plan_spans(self._ranges())
@@ -141,7 +156,11 @@ class RowGroup:
         return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
 
     async def load(self) -> Any:
-        """Read and decode the rows, as a `pyarrow.Table`; raises `ShardError` if they are corrupt."""
+        """Read and decode the rows, as a `pyarrow.Table`.
+
+        Raises:
+            ShardError: the rows are corrupt.
+        """
         return await asyncio.to_thread(self.decode, await self.fetch())
 
     def decode(self, pieces: Pieces) -> Any:
@@ -162,8 +181,8 @@ class RowGroup:
         import pyarrow.parquet
 
         source = pyarrow.PythonFile(SparseFile(pieces, self.footer.shard.size), mode="r")
-        # The bytes are in memory already, so pre-buffering would only copy. Checksums exist if the
-        # writer was asked for them.
+        # The bytes are in memory already, so pre-buffering would only copy the bytes. Checksums
+        # exist only if the writer was asked for checksums.
         file = pyarrow.parquet.ParquetFile(
             source, metadata=self.footer.metadata, pre_buffer=False, page_checksum_verification=True
         )
@@ -174,7 +193,11 @@ class RowGroup:
         return ShardError(what, shard=self.footer.shard.name, member=f"{self.kind} {self.number}")
 
     def _ranges(self) -> Ranges:
-        """The byte ranges of the columns; raises `ShardError` if they lie outside the file."""
+        """Return the byte ranges of the columns.
+
+        Raises:
+            ShardError: a range lies outside the file.
+        """
         metadata, size = self.footer.metadata, self.footer.shard.size
         stored = metadata.row_group(self.number)
         ranges = []
@@ -187,14 +210,18 @@ class RowGroup:
             start = min(start, chunk.data_page_offset)
             if start < 0 or length < 0 or start + length > size:
                 raise self.error(
-                    f"corrupt footer: bytes {start} to {start + length} lie outside a file of {size}"
+                    f"corrupt footer: bytes {start} to {start + length} lie outside a file "
+                    f"of {size}"
                 )
             ranges.append((start, start + length))
         return Ranges.of(ranges)
 
 
 async def read_footer_or_list(shard: Shard) -> Sequence[Footer | Shard]:
-    """The footer of a file; if there is none, the files in a directory of that name."""
+    """Read the footer of a file, or list the files in a directory.
+
+    The directory is listed if there is no file with the name.
+    """
     try:
         return [await read_footer(shard)]
     except ObjectNotFoundError:
@@ -206,13 +233,19 @@ async def read_footer_or_list(shard: Shard) -> Sequence[Footer | Shard]:
 
 
 async def read_footer(shard: Footer | Shard) -> Footer:
-    """Read the footer of a file by one request, or by two if it is larger than 64 KiB."""
+    """Read the footer of a file.
+
+    A footer of more than 64 KiB takes two requests.
+    """
     if isinstance(shard, Footer):
         return shard
     data, head = await shard.read_end(TAIL)
     shard, size, tail = replace(shard, head=head), head.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
-        what = f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of {_MAGIC!r}"
+        what = (
+            f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of "
+            f"{_MAGIC!r}"
+        )
         raise TruncatedShardError(what, shard=shard.name, offset=size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
@@ -226,7 +259,10 @@ async def read_footer(shard: Footer | Shard) -> Footer:
 
 
 class SparseFile(io.RawIOBase):
-    """A file of which some parts are present, for a reader that seeks in the whole."""
+    """File with some parts present.
+
+    The reader of the file seeks as in the whole file.
+    """
 
     def __init__(self, pieces: Pieces, size: int) -> None:
         self._pieces = pieces
@@ -251,7 +287,10 @@ class SparseFile(io.RawIOBase):
         return bytes(self.read_buffer(size))
 
     def read_buffer(self, size: int = -1) -> Buffer:
-        """As `read`, without a copy where the bytes are in one piece; pyarrow prefers it."""
+        """Read without a copy if the bytes are in a single piece.
+
+        pyarrow prefers `read_buffer` to `read`.
+        """
         stop = self._size if size < 0 else min(self._at + size, self._size)
         parts = []
         while self._at < stop:

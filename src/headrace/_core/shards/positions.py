@@ -14,28 +14,34 @@ from headrace.errors import StateError
 
 
 class PartPosition(NamedTuple):
-    """Where a part is read on."""
+    """Position from which reading a part continues."""
 
-    part: int  # its number in the user's list
-    given: int = 0  # number of its samples that were given out
-    drop: int = 0  # how many of them come again after the place where the decoder starts
-    decoder: dict[str, Any] | None = (
-        None  # ``{"offset": …}`` in unpacked bytes; None at the start of the part
-    )
+    part: int  # number of the part in the user's list
+    given: int = 0  # number of the part's samples that were given out
+    drop: int = 0  # number of given samples that come again after the decoder's start
+    # ``{"offset": …}`` in unpacked bytes. None at the start of the part.
+    decoder: dict[str, Any] | None = None
     size: int | None = None  # bytes of the object, if known
-    etag: str | None = None  # its version, if known
+    etag: str | None = None  # version of the object, if known
 
     def after(self, count: int) -> PartPosition:
-        """The position `count` samples later, from the same place."""
+        """Return the position `count` samples later, with the same start."""
         return self._replace(given=self.given + count, drop=self.drop + count)
 
     def to_state(self, taken: int = 0, head: Head | None = None) -> State:
-        """The fields of the position `taken` samples later, from the same place; `head` is of the object."""
+        """Return the fields of the position `taken` samples later.
+
+        The decoder's start stays the same. `head` belongs to the object.
+        """
         known = self if head is None else self._replace(size=head.size, etag=head.etag)
         return known.after(taken)._asdict()
 
     def version_of(self, shard: Shard) -> Shard:
-        """`shard` in the version of which the position is; raises `StateError` if it is another now."""
+        """Return `shard` in the version of the position.
+
+        Raises:
+            StateError: the object has another version now.
+        """
         if self.size is None or not shard.store.if_match:
             return shard
         head = shard.head
@@ -43,15 +49,18 @@ class PartPosition(NamedTuple):
             return replace(shard, head=Head(shard.key, self.size, self.etag))
         if head.size != self.size or not same_tag(self.etag, head.etag):
             raise StateError(
-                f"{shard.name} has changed since the state was saved: it had {self.size} bytes and the version "
-                f"{self.etag}, and has {head.size} bytes and the version {head.etag}. Start this epoch again, or put "
-                f"back the old version"
+                f"{shard.name} has changed since the state was saved: it had {self.size} bytes "
+                f"and the version {self.etag}, and has {head.size} bytes and the version "
+                f"{head.etag}. Start this epoch again, or put back the old version"
             )
         return shard
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """Number and short hash of names, to see whether a list of parts is still the same."""
+    """Return number and short hash of names.
+
+    The hash shows whether a list of parts is still the same.
+    """
     digest = hashlib.blake2b(digest_size=8)
     count = 0
     for name in names:

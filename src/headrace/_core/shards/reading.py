@@ -1,4 +1,4 @@
-"""A shard read by ranged requests: its bytes in order, and its samples."""
+"""Reading of a shard by ranged requests: bytes in order, and samples."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 
 class BadRecord(NamedTuple):
-    """Stands for a sample that cannot be made, after which a decoder goes on; its error is raised in its place."""
+    """Placeholder of a sample that cannot be made.
+
+    The decoder continues after the placeholder. The error is raised in the sample's place.
+    """
 
     error: Exception
 
 
 class ReadAhead(NamedTuple):
-    """How far shards are read ahead of their consumer.
+    """Limits of reading shards ahead of the consumer.
 
     Memory holds at most about ``shards_in_parallel × (2 × requests_per_shard + 5) × chunk_bytes``.
     """
@@ -40,14 +43,14 @@ class ReadAhead(NamedTuple):
 
 
 class ChunkReader:
-    """The bytes of one shard in order, prefetched by ranged requests."""
+    """Reads the bytes of a shard in order, prefetched by ranged requests."""
 
     def __init__(self, shard: Shard, ahead: ReadAhead, start: int) -> None:
         self._shard = shard
         self._ahead = ahead
-        self.head = shard.head  # None before the first response, if the listing did not give it
-        # A task returns its exception instead of raising it: one that is never awaited logs no
-        # complaint.
+        self.head = shard.head  # None before the first response, unless a listing gave the head
+        # A task returns the exception instead of raising the exception. Otherwise a task that is
+        # never awaited would log a complaint.
         self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
         self._next = start
         self._closed = False
@@ -64,9 +67,8 @@ class ChunkReader:
             raise result
         if self.head is None:
             self.head = result.head
-            self._next = max(
-                self._next, len(result.data)
-            )  # all bytes, of a store that ignores ranges
+            # If the store ignores ranges, the first response has all bytes.
+            self._next = max(self._next, len(result.data))
         self._fill()
         return result.data if len(result.data) else None
 
@@ -102,46 +104,58 @@ class ChunkReader:
 
 
 class Decoder(ABC):
-    """Makes samples of the unpacked bytes of one shard, which come in pieces of any size. Does no I/O."""
+    """Makes samples from the unpacked bytes of a shard.
+
+    The bytes come in pieces of any size. A decoder does no I/O.
+
+    Attributes:
+        pages: whether a web page may be a shard. Otherwise a web page is taken for an error page in
+            place of a shard.
+        format: kind of the samples, as "tar". Set by decoders whose samples can be indexed. These
+            decoders also set `complete`.
+        complete: the byte after the last sample that was yielded.
+        ending: the bytes that end a shard after the last sample.
+    """
 
     pages: bool = False
-    """Whether a web page may be a shard; else it is taken for an error page in place of one."""
-
     format: str = ""
-    """What the samples are, as "tar"; of decoders whose samples can be indexed, which keep `complete`."""
-
     complete: int = 0
-    """The byte after the last sample that was yielded."""
 
     @abstractmethod
     def feed(self, data: Buffer) -> Iterator[Any]:
-        """Parse the next bytes and yield the samples completed by them. The iterator must be exhausted.
+        """Parse the next bytes, and yield the completed samples.
 
-        A `BadRecord` stands for a sample after which it can go on; an exception ends the shard.
+        The iterator must be exhausted. After a `BadRecord`, the decoder continues. An exception
+        ends the shard.
         """
 
     @abstractmethod
     def finish(self) -> Iterator[Any]:
-        """Signal the end of the shard; yields the last sample, or raises if the shard is truncated."""
+        """Signal the end of the shard.
+
+        Yields the last sample, or raises if the shard is truncated.
+        """
 
     def position(self) -> State | None:
-        """Where a new decoder can go on, after a `feed`: ``"offset"`` of its first byte, and JSON values of its own.
+        """Return the place where a new decoder can continue, after a `feed`.
 
-        None: only at the start of the shard, which a restored stream then reads again.
+        The place has the ``"offset"`` of the first byte, and JSON values of the decoder. None if a
+        decoder can begin only at the start of the shard. A restored stream then reads the shard
+        again.
         """
         return None
 
     def restore(self, position: Any) -> None:
-        """Go on from a position; called before the first `feed`."""
+        """Continue from a position; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
     ending: bytes = b""
-    """What ends a shard after the last sample."""
 
     def whole_sample(self, data: Buffer, offset: int) -> Any:
-        """The sample that bytes from an offset on are, of a format that can be indexed.
+        """Return the sample encoded by bytes from an offset on.
 
-        The decoder is new. Without an `ending` it may also have made such a sample before.
+        Only for a format that can be indexed. The decoder is new. Without an `ending`, the decoder
+        may also have made a sample by `whole_sample` before.
 
         Raises:
             ShardError: the sample cannot be made.
@@ -156,21 +170,27 @@ class Decoder(ABC):
 
 
 class RecordDecoder(Decoder):
-    """A decoder of records one after the other: a position is a byte, and the number of the record there from 1 on."""
+    """Decoder of consecutive records.
 
-    record: ClassVar[str]  # what a record is called in errors
+    A position has the byte of a record, and the number of the record, counted from 1.
+
+    Attributes:
+        record: name of a record in errors.
+    """
+
+    record: ClassVar[str]
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self._parts: list[bytes] = []  # from `_offset` on
-        self._offset = 0  # of the next record
-        self._number: int | None = 1  # of the next record; None if unknown
+        self._parts: list[bytes] = []  # bytes from `_offset` on
+        self._offset = 0  # offset of the next record
+        self._number: int | None = 1  # number of the next record; None if unknown
 
     def position(self) -> State | None:
         return {"offset": self._offset, "number": self._number}
 
     def restore(self, position: Any) -> None:
-        self._parts = []  # of a sample that the decoder made before
+        self._parts = []  # drops bytes of an earlier sample
         self._offset, self._number = position["offset"], position["number"]
 
     @property
@@ -178,7 +198,7 @@ class RecordDecoder(Decoder):
         return self.record if self._number is None else f"{self.record} {self._number:,}"
 
     def _passed(self, end: int) -> None:
-        """Go on behind a record that ends at a byte."""
+        """Continue behind a record that ends at a byte."""
         self._offset = end
         if self._number is not None:
             self._number += 1
@@ -191,25 +211,25 @@ class Block(NamedTuple):
     """Samples that are produced together."""
 
     samples: deque[Any]  # in order; a `BadRecord` in place of some
-    after: PartPosition | None = (
-        None  # the position of the next block; None for the last, which may be empty
-    )
-    error: Exception | None = None  # raised after the samples; only of the last
+    # Position of the next block. None for the last block. The last block may be empty.
+    after: PartPosition | None = None
+    error: Exception | None = None  # raised after the samples; only in the last block
 
 
 class ShardReader:
-    """Reads, unpacks and parses one shard, from a position on, one block of samples ahead of its consumer.
+    """Reads, unpacks and parses a shard from a position on.
 
-    The samples to drop of its position are not given.
+    A block of samples is read ahead of the consumer. The first samples of the position, as many as
+    `position.drop`, are dropped.
 
     Attributes:
         part: number of the shard.
-        first: number of its samples that were given before.
-        samples: the rest of the current block.
-        error: raised after these samples.
-        ended: whether they are the last.
-        decoded: samples of the shard up to the end of the block.
-        has_successor: whether the shard after it was opened, or there is none.
+        first: number of the shard's samples given out before.
+        samples: samples left in the current block.
+        error: error to raise after `samples`.
+        ended: whether the current block is the last block.
+        decoded: number of samples of the shard up to the end of the block.
+        has_successor: whether the next shard was opened, or there is no next shard.
         codec: unpacks the shard.
     """
 
@@ -220,8 +240,8 @@ class ShardReader:
         self.samples: deque[Any] = deque()
         self.error: Exception | None = None
         self.ended = self.has_successor = False
-        self._current = position  # the start of the current block
-        self._following: PartPosition | None = position  # the start of the block after it
+        self._current = position  # start of the current block
+        self._following: PartPosition | None = position  # start of the block after `_current`
         self._count = 0  # samples of the current block
         self._shard = shard
         self.codec = Codec(shard.key, shard.name, pages=decoder.pages)
@@ -241,19 +261,22 @@ class ShardReader:
 
     @property
     def given(self) -> int:
-        """The number of the shard's samples that were given out."""
+        """Number of the shard's samples that were given out."""
         return self._current.given + self._count - len(self.samples)
 
     @property
     def fully_requested(self) -> bool:
-        """Whether all of it has been requested, so that the next shard may be opened."""
+        """Whether all bytes have been requested.
+
+        Then the next shard may be opened.
+        """
         return self._chunks.fully_requested
 
     async def fill(self) -> None:
         """Wait for the next block."""
         assert self._task is not None
         assert self._following is not None
-        await asyncio.wait((self._task,))  # loses nothing when it is cancelled
+        await asyncio.wait((self._task,))  # a cancellation of this wait loses nothing
         block = self._task.result()
         self._current, self._following = self._following, block.after
         self._count = len(block.samples)
@@ -264,13 +287,16 @@ class ShardReader:
         )
 
     def state_dict(self) -> State:
-        """The position after the samples that were taken from `samples`."""
+        """Return the position after the samples taken from `samples`."""
         if self.samples or self._following is None:
             return self._current.to_state(self._count - len(self.samples), self._chunks.head)
         return self._following.to_state(0, self._chunks.head)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
-        """The byte at which an error has ended the shard, and its size; 0 where either is unknown."""
+        """Return the byte at which an error ended the shard, and the size.
+
+        Each number is 0 if unknown.
+        """
         offset = None if self.codec.compressed else getattr(error, "offset", None)
         head = self._chunks.head
         return self.codec.taken if offset is None else offset, 0 if head is None else head.size
@@ -294,7 +320,7 @@ class ShardReader:
                 if piece is None:
                     end = True
                     self.codec.finish()
-                # Those before an error are kept.
+                # Samples before an error are kept.
                 samples.extend(
                     self._decoder.finish() if piece is None else self._decoder.feed(piece)
                 )
@@ -313,8 +339,8 @@ class ShardReader:
         if self._drop and error is None:
             given = begin.given
             error = StateError(
-                f"{self._shard.name} has changed since the state was saved: it ends after {given - self._drop} "
-                f"samples, and {given} of them had been given out"
+                f"{self._shard.name} has changed since the state was saved: it ends after "
+                f"{given - self._drop} samples, and {given} of them had been given out"
             )
         return Block(samples, error=error)
 

@@ -1,4 +1,4 @@
-"""The samples of several shards in turn, and the position in them."""
+"""Samples of several shards in turn, and the position in the shards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from headrace.errors import HeadraceError, StateError
 
 
 class ShardIterator(StreamOperation[Any]):
-    """The samples of one reader in one epoch: one sample of each open shard in turn, in the same order always.
+    """Samples of a reader in an epoch.
 
-    The reader is a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in
-    the order of the epoch, some at once. The error of a shard is raised at its turn, after the
-    samples before it; the other shards continue. A shard that ends is replaced by the next. When
-    all of one has been requested, the next is opened, so that its first samples are there at its
-    turn.
+    The iterator takes a sample of each open shard in turn, always in the same order. The reader is
+    a rank, or a worker of the rank, and reads every n-th shard. Shards are opened in the order of
+    the epoch, several at once. The error of a shard is raised at the shard's turn, after the
+    shard's earlier samples. The other shards continue. A shard that ends is replaced by the next
+    shard. When all bytes of a shard have been requested, the next shard is opened, so that the
+    first samples are there in time.
 
-    The position is that of each open shard, in the order of their turns, and the number of shards
-    that were opened. The state of another epoch can be loaded: the iterator then continues in that
-    epoch's order. Blocks differ after a restore, since chunks start elsewhere; the order does not.
+    The position consists of the position of each open shard, in the order of turns, and the number
+    of opened shards. The state of another epoch can be loaded: the iterator then continues in that
+    epoch's order. After a restore, blocks differ, since chunks start elsewhere. The order of
+    samples stays the same.
 
-    `stream` is a `ShardedStream`, which has the shards and their decoders.
+    `stream` is a `ShardedStream` with the shards and the decoders.
     """
 
     operation = "shards"
@@ -38,15 +40,14 @@ class ShardIterator(StreamOperation[Any]):
         self._stream = stream
         self._reader = reader
         self._order = order
-        self._opened = 0  # shards
-        self._from_state: deque[PartPosition] = (
-            deque()
-        )  # of shards that were open when the state was saved
+        self._opened = 0  # number of opened shards
+        # Positions of the shards that were open when the state was saved.
+        self._from_state: deque[PartPosition] = deque()
         self._open_ones: deque[ShardReader] = deque()
-        self._ahead: deque[ShardReader] = deque()  # successors of those that are open
+        self._ahead: deque[ShardReader] = deque()  # successors of open shards
         self._origins = Origins(maxlen=ORIGINS)
         self._before = 0  # samples and errors of shards that have ended
-        self._usual = 0  # samples of the last shard that was read to its end
+        self._usual = 0  # number of samples of the last shard that was read to the end
         self._restored()
 
     def _restored(self) -> None:
@@ -79,7 +80,10 @@ class ShardIterator(StreamOperation[Any]):
         raise StopAsyncIteration
 
     def _ending(self, reader: ShardReader, error: Exception) -> Exception:
-        """The error that ends a shard, with the number of lost samples, estimated by the bytes or by the last shard."""
+        """Return the error that ends a shard, with the number of lost samples.
+
+        The number is estimated from the bytes, or from the last shard.
+        """
         if isinstance(error, HeadraceError) and not isinstance(error, StateError):
             at, size = reader.reached(error)
             estimate = reader.decoded * size // at if 0 < at < size else self._usual
@@ -98,7 +102,7 @@ class ShardIterator(StreamOperation[Any]):
         return bool(self._open_ones)
 
     def _note_origin(self) -> None:
-        """Note which shards the next samples are of."""
+        """Note the shards of the next samples."""
         places = [(reader.part, reader.given) for reader in self._open_ones]
         number = self._before + sum(reader.given - reader.first for reader in self._open_ones)
 
@@ -113,7 +117,11 @@ class ShardIterator(StreamOperation[Any]):
         return self._origins.of(number)
 
     def _open_next(self) -> ShardReader | None:
-        """Open the next shard; raises `StateError` if it has another version than that of the position."""
+        """Open the next shard, or return None.
+
+        Raises:
+            StateError: the shard has another version than the position.
+        """
         if self._from_state:
             position = self._from_state.popleft()
         elif self._opened < len(self._parts):
@@ -126,7 +134,10 @@ class ShardIterator(StreamOperation[Any]):
         return ShardReader(shard, stream.decoder(shard), stream._ahead, position)
 
     async def _fill(self, reader: ShardReader) -> None:
-        """Wait for the next block of an open shard; opens shards ahead."""
+        """Wait for the next block of an open shard.
+
+        May open the next shard ahead.
+        """
         await reader.fill()
         if reader.fully_requested and not reader.has_successor:
             reader.has_successor = True
@@ -149,6 +160,6 @@ class ShardIterator(StreamOperation[Any]):
         self._from_state.extend(positions)
 
     async def aclose(self) -> None:
-        """Stop reading; no request is in flight when this returns."""
+        """Stop reading. Afterwards no request is in flight."""
         self._closed = True
         await close_all(*self._open_ones, *self._ahead)

@@ -1,4 +1,7 @@
-"""The rows and columns that a dataset gives of files of tables: filters, Hive partitions, one schema for all files."""
+"""Rows and columns that a dataset reads from files of tables.
+
+Covers filters, Hive partitions, and a common schema for all files.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,29 @@ from headrace._core.text import short_repr
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_TEXT = 500  # characters of a filter in a repr and in a checksum
-_NUMBER = "headrace: number of the row"
+_NUMBER = "headrace: number of the row"  # name of a temporary column
 
 
 class TableFile(ABC):
+    """File of a table with groups of rows."""
+
     shard: Shard  # in the version that was opened
     schema: Any
-    rows: tuple[int, ...]  # of each group
+    rows: tuple[int, ...]  # number of rows of each group
 
     @abstractmethod
     def row_groups(self, selection: Selection, filters: Any = None) -> Sequence[Any]:
-        """The groups that have rows, and may have some that pass an expression; `selection` has its columns."""
+        """Return the groups with rows that may pass an expression.
+
+        `selection` has the columns of the groups.
+        """
 
     def selected(self, columns: Sequence[str]) -> Any:
-        """The schema of what is read of `columns`; raises `KeyError` with the first that there is not."""
+        """Return the schema of the columns that are read for `columns`.
+
+        Raises:
+            KeyError: a column is missing; with the first missing column.
+        """
         import pyarrow
 
         if unknown := [column for column in columns if column not in self.schema.names]:
@@ -45,18 +57,21 @@ class TableFile(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The columns that a dataset gives of a file."""
+    """Columns that a dataset reads and gives from a file."""
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    names: tuple[str, ...] | None  # names of the columns to give; None for all that are read
-    added: Mapping[str, Any]  # columns of one value (an Arrow scalar), which are not in the file
-    # The schema of what is given, with the types of the file. As bytes: pyarrow is not imported to
-    # unpickle a dataset.
+    names: tuple[str, ...] | None  # names of the columns to give; None for all columns read
+    added: Mapping[str, Any]  # columns of a single value (an Arrow scalar), not in the file
+    # The schema of the given columns, with the types of the file. As bytes: unpickling a dataset
+    # does not import pyarrow.
     serialized: bytes
-    schema: Any = None  # the types to give, in order; None for those of the file
+    schema: Any = None  # the types to give, in order; None for the types of the file
 
     def apply(self, table: Any) -> Any:
-        """Select of a table, and make each column one array; raises errors of pyarrow."""
+        """Select columns of a table, and make each column a single array.
+
+        Raises errors of pyarrow.
+        """
         import pyarrow
 
         for name, value in self.added.items():
@@ -70,14 +85,14 @@ class Selection:
 
     @property
     def given(self) -> Any:
-        """The `pyarrow.Schema` of what is given, with the types of the file."""
+        """The `pyarrow.Schema` of the given columns, with the types of the file."""
         import pyarrow
 
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(self.serialized))
 
 
 def as_expression(filters: Any) -> Any:
-    """Filters as one `pyarrow.compute.Expression`; None for none."""
+    """Return filters as a `pyarrow.compute.Expression`, or None."""
     if filters is None:
         return None
     parquet = require_pyarrow("filters=")
@@ -91,13 +106,17 @@ def as_expression(filters: Any) -> Any:
 
 
 def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
-    """Lists of conditions; a row passes all of one list. A condition alone, or one list, is taken for these."""
+    """Return filters as lists of conditions.
+
+    A row passes if the row fulfils all conditions of some list. `filters` may also be a single
+    condition or a single list.
+    """
     lists = filters
     try:
         for _ in range(2):
             if isinstance(lists[0], str) or isinstance(lists[0][0], str):
                 lists = [lists]
-        # The order of a set changes with the process, and with it the text of the expression.
+        # The order of a set changes with the process, and so would the text of the expression.
         found = [
             [(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each]
             for each in lists
@@ -115,7 +134,7 @@ def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
 
 
 def filter_text(filters: Any) -> str | None:
-    """An expression in words, with a checksum if they are shortened."""
+    """Return an expression as text, with a checksum if the text is shortened."""
     if filters is None:
         return None
     text = " ".join(str(filters).split())
@@ -128,7 +147,7 @@ def filter_text(filters: Any) -> str | None:
 
 
 def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
-    """The numbers of the rows of a table that pass a filter."""
+    """Return the numbers of the rows of a table that pass a filter."""
     import pyarrow
     from pyarrow import acero
 
@@ -143,7 +162,7 @@ def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
 
 
 def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
-    """What to read of each file to evaluate an expression."""
+    """Return the columns of each file that an expression needs."""
     made: dict[Any, Selection] = {}
 
     def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
@@ -157,7 +176,10 @@ def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
 
 
 def _all_columns(files: Sequence[TableFile]) -> Iterator[tuple[TableFile, Any, dict[str, Any]]]:
-    """For each file the schema of its columns with those of its directories, and the values of the latter."""
+    """Yield each file, the schema, and the values of the directories.
+
+    The schema has the columns of the file and of the directories.
+    """
     import pyarrow
 
     for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
@@ -169,7 +191,10 @@ def _all_columns(files: Sequence[TableFile]) -> Iterator[tuple[TableFile, Any, d
 def select_columns(
     files: Sequence[TableFile], columns: tuple[str, ...] | None, *, as_rows: bool
 ) -> list[Selection]:
-    """What to read and to give of each file; for tables, whose types are unified, not `as_rows`."""
+    """Return the columns to read and to give of each file.
+
+    For tables (not `as_rows`), the types of the files are unified.
+    """
     found: list[Selection] = []
     made: dict[Any, Selection] = {}  # by the columns of a file and its directories
     first = unified = None
@@ -180,20 +205,26 @@ def select_columns(
             if as_rows and (
                 twice := [name for name, times in Counter(given.names).items() if times > 1]
             ):
-                what = f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict could have one"
+                what = (
+                    f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict "
+                    f"could have one"
+                )
                 raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
             first = given if first is None else first
             same_names = {*given.names} == {*first.names}
             try:
                 if not same_names:
                     raise ValueError("names differ")
-                # Rows are Python objects, the same ones of string and large_string.
+                # Rows are Python objects: equal for string and large_string.
                 unified = None if as_rows else given if unified is None else _unify(unified, given)
             except (ValueError, TypeError, LookupError) as error:
                 listed, expected = (
                     ", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first)
                 )
-                what = f"columns {listed}, but {expected} in {files[0].shard.name}: {' '.join(str(error).split())}"
+                what = (
+                    f"columns {listed}, but {expected} in {files[0].shard.name}: "
+                    f"{' '.join(str(error).split())}"
+                )
                 of_types = (
                     ", of types that can be one, or read rows (format='rows')" if same_names else ""
                 )
@@ -210,7 +241,7 @@ def select_columns(
 def _select(
     file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None
 ) -> Selection:
-    """What to read of files with the columns `there`."""
+    """Return the selection of files with the columns `there`."""
     import pyarrow
 
     if columns is None:
@@ -231,7 +262,10 @@ def _select(
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
-    """The columns that an expression refers to: those without which it has no meaning."""
+    """Return the columns that an expression refers to.
+
+    If a returned column is missing, pyarrow refuses the expression.
+    """
     import pyarrow
 
     def refused(fields: Sequence[Any]) -> Exception | None:
@@ -249,7 +283,11 @@ def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
 
 
 def _unify(one: Any, other: Any) -> Any:
-    """One schema for both; of a dictionary and plain values the plain ones."""
+    """Return a common schema of two schemas.
+
+    If a column has a dictionary in one schema and plain values in the other, the result has plain
+    values.
+    """
     import pyarrow
     from pyarrow.types import is_dictionary, is_null
 
@@ -266,9 +304,10 @@ def _unify(one: Any, other: Any) -> Any:
 
 
 def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
-    """For each key, the values of its directories named ``column=value``, as Hive and Spark write partitions.
+    """Return the values of the directories ``column=value`` for each key.
 
-    Those of a column are integers, if all are.
+    Hive and Spark write partitions in this way. The values of a column are integers if all values
+    are integers.
     """
     import pyarrow
 

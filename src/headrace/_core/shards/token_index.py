@@ -1,4 +1,7 @@
-"""The index files beside shards of tokens: Megatron's ``.idx`` and datatrove's ``.ds.index`` and ``.ds.metadata``."""
+"""Index files beside shards of tokens.
+
+Megatron writes ``.idx``. datatrove writes ``.ds.index`` and ``.ds.metadata``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,25 @@ from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.discovery import Shard
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
-_MEGATRON_HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, type, number of sequences, number of bounds of documents
+# Magic, version, type, number of sequences, number of bounds of documents.
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _DATATROVE_TYPES = {2: "uint16", 4: "uint32"}  # by bytes of a token
-_METADATA = 4096  # bytes, at most: a name, two numbers and a comment
+_METADATA = 4096  # maximum bytes of a name, two numbers and a comment
 
 
-# The type of the tokens, their number, and, if asked for, the bytes at which documents begin and
-# the last ends.
+# The dtype of the tokens, the number of tokens, and, if asked for, the bounds of documents: the
+# first byte of each document, and the end of the last document.
 TokenIndex = tuple[AnyDType, int, IntArray | None]
 
 
 async def read_index(
     shard: Shard, size: int, dtype: str | None, documents: bool
 ) -> TokenIndex | None:
-    """Read the index beside a shard of `size` bytes; None if there is none, or an unusable one that is not needed."""
+    """Read the index beside a shard of `size` bytes.
+
+    None if there is no index, or if an index that is not needed is unusable.
+    """
     key = shard.key.lower()
     if not key.endswith((".bin", ".ds")):
         return None
@@ -36,14 +41,18 @@ async def read_index(
             shard, size, documents
         )
         if count * (width := np.dtype(kind).itemsize) != size:
-            what = f"{size} bytes, but {count} tokens of {kind} by {file.name}, which is of another shard"
+            what = (
+                f"{size} bytes, but {count} tokens of {kind} by {file.name}, "
+                f"which is of another shard"
+            )
             raise shard.error(f"{what}, or one of the two is truncated")
     except ObjectNotFoundError:
         return None
     except (ShardError, StoreError):
         if documents or dtype is None:
             raise
-        return None  # it may be another program's; and some stores refuse what they do not have
+        # The file may be another program's. Some stores refuse requests for missing objects.
+        return None
     if dtype not in (None, kind):
         raise ValueError(
             f"dtype={dtype!r}, but {shard.name} is {kind!r} by {file.name}; leave dtype= out"
@@ -51,13 +60,17 @@ async def read_index(
     return np.dtype(kind).newbyteorder("<"), count, None if ends is None else ends * width
 
 
-# The file, the type of the tokens, their number, and, if asked for, the ends of documents, after a
-# 0.
+# The file, the dtype of the tokens, the number of tokens, and, if asked for, the ends of documents
+# in tokens, after a 0.
 _Contents = tuple[Shard, str, int, IntArray | None]
 
 
 async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
-    """A header, lengths of sequences in tokens, the bytes at which they begin, and at which of them documents begin."""
+    """Read an index of Megatron.
+
+    The file has a header, the lengths of sequences in tokens, the bytes at which sequences begin,
+    and the numbers of the sequences at which documents begin.
+    """
     file = replace(shard, key=shard.key[:-4] + ".idx", head=None)
     begin = _MEGATRON_HEADER.size
     file, first = await file.read_version(begin)
@@ -65,19 +78,23 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
         bytes(first[:begin]).ljust(begin, b"\0")
     )
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
-        what = f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, type {code}"
+        what = (
+            f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, "
+            f"type {code}"
+        )
         raise file.error(f"{what}; raw tokens need dtype=")
     pointers = begin + 4 * sequences
     orders = pointers + 8 * sequences
-    if file.size - orders - 8 * bounds not in (
-        0,
-        sequences,
-    ):  # those of several modalities have a byte for each
-        what = f"{file.size} bytes are not those of {sequences} sequences and {bounds} bounds of documents"
+    # Indices of several modalities have a byte for each sequence.
+    if file.size - orders - 8 * bounds not in (0, sequences):
+        what = (
+            f"{file.size} bytes are not those of {sequences} sequences and {bounds} bounds of "
+            f"documents"
+        )
         raise file.error(what)
     kind = _MEGATRON_TYPES[code]
     width = np.dtype(kind).itemsize
-    if not documents:  # of a large index only the last sequence is read
+    if not documents:  # only the last sequence of a large index is read
         if not sequences:
             return file, kind, 0, None
         (pointer,) = np.frombuffer(await file.read(orders - 8, orders), "<i8").tolist()
@@ -91,7 +108,10 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
     starts = np.frombuffer(await file.read(pointers, orders), "<i8")
     wrong = np.flatnonzero((lengths < 0) | (starts != ends[:-1] * width))
     if len(wrong):
-        what = f"sequence {wrong[0]} does not begin where the one before it ends, or has a negative length"
+        what = (
+            f"sequence {wrong[0]} does not begin where the one before it ends, or has a "
+            f"negative length"
+        )
         raise file.error(what, pointers + 8 * int(wrong[0]))
     order = np.frombuffer(await file.read(orders, orders + 8 * bounds), "<i8")
     if not bounds or order[0] != 0 or order[-1] != sequences or (order[1:] < order[:-1]).any():
@@ -101,7 +121,11 @@ async def _megatron(shard: Shard, size: int, documents: bool) -> _Contents:
 
 
 async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
-    """Lines with the name of the tokenizer, ``|`` and the bytes of a token, and with the number of tokens; and ends."""
+    """Read the metadata and, if needed, the index of datatrove.
+
+    The first line of the metadata has the name of the tokenizer, ``|`` and the bytes of a token.
+    The second line has the number of tokens. The index has the ends of documents in tokens.
+    """
     metadata, index = (
         replace(shard, key=shard.key + ending, head=None) for ending in (".metadata", ".index")
     )
@@ -111,14 +135,13 @@ async def _datatrove(shard: Shard, size: int, documents: bool) -> _Contents:
         first, tokens = bytes(data[:_METADATA]).split(b"\n")[:2]
         width, count = int(first.rpartition(b"|")[2]), int(tokens)
     except ObjectNotFoundError:
-        pass  # DocumentTokenizer writes it if asked to
+        pass  # `DocumentTokenizer` writes the metadata only on request
     except ValueError:
         raise file.error(
             "not the bytes of a token and the number of tokens, of datatrove"
         ) from None
-    if (
-        documents or not width
-    ):  # of a large index only the last end is read, and only to find the type
+    # If documents are not asked for, only the last end of a large index is read, to find the dtype.
+    if documents or not width:
         file = index
         data = (
             await index.store.read_all(index.key)

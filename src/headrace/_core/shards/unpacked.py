@@ -1,4 +1,7 @@
-"""Compressed shards that are read as a whole: each is fetched and unpacked once for all samples that wait for it."""
+"""Compressed shards that are read as a whole.
+
+A shard is fetched and unpacked once for all samples that wait for the shard.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,28 @@ from headrace._core.shards.discovery import Shard, shard_errors
 from headrace.errors import ShardError
 
 UNPACKED_BYTES = 256 << 20
-_MOST_RATIO = 100  # of unpacked to stored bytes, above `UNPACKED_BYTES`
+_MOST_RATIO = 100  # maximum ratio of unpacked to stored bytes, above `UNPACKED_BYTES`
 FORMATS = {"br": "brotli", "bz2": "bzip2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
-"""Names of compressions in indices, and of the modules of cramjam."""
+"""Names of compressions in indices, and names of the modules of cramjam."""
 
 
 def unpacker(format: str) -> Any:
-    """The function that unpacks bytes into an array, and returns their number; needs cramjam."""
+    """Return the function that unpacks bytes into an array.
+
+    The function returns the number of unpacked bytes. Needs cramjam.
+    """
     cramjam = require("cramjam", f"reading {format}", "cramjam", "compression")
     module = getattr(cramjam, FORMATS[format])
     return module.decompress_raw_into if format == "snappy" else module.decompress_into
 
 
 def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
-    """Raise `ValueError` if few stored bytes are said to unpack to very many.
+    """Raise `ValueError` if few stored bytes would unpack to very many.
 
     Args:
-        size: unpacked bytes.
+        size: unpacked bytes, by an index or a header.
         stored: bytes of the object.
-        largest: unpacked bytes that are allowed in any case, if more than `UNPACKED_BYTES`.
+        largest: unpacked bytes that are always allowed, if more than `UNPACKED_BYTES`.
     """
     if size > (limit := max(largest, UNPACKED_BYTES, _MOST_RATIO * stored)):
         raise ValueError(
@@ -48,7 +54,11 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
 def unpack(
     data: memoryview, format: str, size: int, shard: Shard, largest: int
 ) -> NDArray[np.uint8]:
-    """Unpack bytes of which an index says that they are `size` bytes unpacked; raises `ShardError` if they are not."""
+    """Unpack bytes to `size` bytes, the size in an index.
+
+    Raises:
+        ShardError: the bytes are corrupt, or have another size unpacked.
+    """
     what = f"not {format} of {size:,} bytes unpacked, as its index says"
     with shard_errors(what, shard.name):
         check_unpacked(size, len(data), largest)
@@ -60,9 +70,10 @@ def unpack(
 
 
 class UnpackedShards:
-    """Arrays by a key, as of unpacked bytes: the latest, up to `limit` bytes, and those of which views are in use.
+    """Cache of arrays by key, for example of unpacked bytes.
 
-    A pickled copy is empty.
+    The cache holds the latest arrays up to `limit` bytes, and all arrays with views in use. A
+    pickled copy is empty.
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,7 +81,7 @@ class UnpackedShards:
         self._in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._latest: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest_bytes = 0
-        self._lock = threading.Lock()  # of all of these, which event loops share
+        self._lock = threading.Lock()  # guards the arrays: event loops share the cache
         self._tasks: dict[Hashable, asyncio.Task[Any]] = {}  # by loop and key
         self._waiting: Counter[Hashable] = Counter()
         self._corrupt: dict[Hashable, ShardError] = {}
@@ -82,16 +93,16 @@ class UnpackedShards:
         return self._in_use.get(key)
 
     async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What `load` gives, which runs once for all that wait.
+        """Return the result of `load`, called once for all waiting callers.
 
-        What is corrupt may have been damaged in transit: it is loaded twice, and then not again.
+        Corrupt data may have been damaged in transit: `load` runs a second time, and then never
+        again.
         """
         if (data := self._in_use.get(key)) is not None:
             return self._keep(key, data)
         if key in self._corrupt:
-            raise copy.deepcopy(
-                self._corrupt[key]
-            )  # of each sample its own, which gets notes of it
+            # A copy for each sample, since the sample adds notes to the error.
+            raise copy.deepcopy(self._corrupt[key])
         here = asyncio.get_running_loop(), key
         task = self._tasks.get(here) or self._tasks.setdefault(
             here, asyncio.create_task(loaded(load))
@@ -122,7 +133,10 @@ class UnpackedShards:
 
 
 async def loaded(load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """What `load` gives; called again if the first result is corrupt, perhaps in transit."""
+    """Return the result of `load`.
+
+    If the first result is corrupt, perhaps in transit, `load` is called again.
+    """
     try:
         return await load()
     except ShardError:

@@ -1,4 +1,7 @@
-"""A store as zarr-python reads it, and reads that several samples share. Importing this imports zarr."""
+"""Store for zarr-python, with reads that several samples share.
+
+Importing this module imports zarr.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ from headrace._core.store.head import InitialRead
 from headrace._core.store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
-_LARGEST_BLOCK, _MOST_CHUNKS = 1 << 30, 1 << 16  # bytes, and chunks, that are decoded with a sample
-_ABSENT = (1 << 64) - 1  # in the index of a shard
+# Maximum bytes and maximum chunks decoded with a sample.
+_LARGEST_BLOCK, _MOST_CHUNKS = 1 << 30, 1 << 16
+_ABSENT = (1 << 64) - 1  # mark of a missing chunk in the index of a shard
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
 @dataclass(frozen=True)
 class _Index:
-    """The index of a shard, and the version of the object that it is of."""
+    """Index of a shard, and version of the shard's object."""
 
     read: InitialRead
 
@@ -39,37 +43,39 @@ class _Index:
 
 
 def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
-    """Check what the header of a compressed chunk says before the codec allocates that.
+    """Check the size in the header of a compressed chunk.
+
+    The check runs before the codec allocates the size.
 
     Args:
-        codec: the name of the codec's class.
+        codec: name of the codec's class.
         data: the chunk.
-        largest: bytes of a chunk, unpacked; 0 if unknown.
-        shard: the name of the object.
+        largest: unpacked bytes of a chunk; 0 if unknown.
+        shard: name of the object.
     """
     size = 0
     if codec.startswith("Blosc"):
         size = int.from_bytes(data[4:8], "little")
-        if len(data) != int.from_bytes(
-            data[12:16], "little"
-        ):  # numcodecs would read on beyond the end
+        # numcodecs would read beyond the end.
+        if len(data) != int.from_bytes(data[12:16], "little"):
             raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
     elif codec.startswith("LZ4"):
         size = int.from_bytes(data[:4], "little")
     elif codec.startswith("Zstd") and len(data) > 5:
-        flags = data[4]  # of the header of a frame, RFC 8878
+        flags = data[4]  # header of a frame, RFC 8878
         begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
         size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
     check_unpacked(size, len(data), largest)
 
 
 class ReadStore(ObjectStore[Any]):
-    """Objects by requests of headrace, with its retries, time-outs, errors and counts.
+    """Store of objects read by requests of headrace.
 
-    With `must_exist`, a chunk that is not there is an error. The indexes of shards are kept in
-    `reads`, and with them the object's version, on which reads of the shard are conditional.
-    `packed` has, by the beginning of the keys of chunks that are no shards, the codec and the bytes
-    unpacked.
+    The requests have headrace's retries, time-outs, errors and counts.
+
+    With `must_exist`, a missing chunk is an error. `reads` keeps the indexes of shards, each with
+    the object's version. Reads of the shard are conditional on the version. `packed` maps the
+    beginning of an array's keys to the codec of the chunks, and the unpacked bytes of a chunk.
     """
 
     def __init__(
@@ -104,7 +110,11 @@ class ReadStore(ObjectStore[Any]):
         return prototype.buffer.from_bytes(data)
 
     async def check_inner(self, array: AsyncArray[Any], axis: int, block: int) -> None:
-        """Raise `ShardError` if a shard lacks a chunk of a block along an axis, for which zarr gives fill values."""
+        """Raise `ShardError` if a shard lacks a chunk of a block.
+
+        `block` is the number of a block along `axis`. For a missing chunk, zarr would give fill
+        values.
+        """
         assert array.shards is not None
         codec = array.metadata.codecs[0]
         inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
@@ -112,7 +122,7 @@ class ReadStore(ObjectStore[Any]):
         shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
         shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
         size = 16 * math.prod(inside)
-        stored = size + 4 * (len(codec.index_codecs) - 1)  # and a CRC-32C
+        stored = size + 4 * (len(codec.index_codecs) - 1)  # with a CRC-32C
         at_end = codec.index_location.value == "end"
         for place in itertools.product(*shards):
             key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
@@ -130,7 +140,10 @@ class ReadStore(ObjectStore[Any]):
                 raise self.missing(key)
 
     def missing(self, key: str) -> ShardError:
-        what = "no such chunk, by zarr.json or .zarray; if it had only the fill value, set missing='fill'"
+        what = (
+            "no such chunk, by zarr.json or .zarray; if it had only the fill value, "
+            "set missing='fill'"
+        )
         return ShardError(what, shard=self._source.name(key))
 
     async def read(self, key: str, wanted: ByteRequest | None) -> memoryview:
@@ -156,22 +169,28 @@ class ReadStore(ObjectStore[Any]):
 async def open_array(
     store: Any, prefix: str, folder: str, axis: int, cache_bytes: int, name: str
 ) -> AsyncArray[Any]:
-    """Open an array, and check what is decoded for a slice along `axis`; `prefix` is the URL of a `ReadStore`."""
+    """Open an array, and check the size of a decoded slice.
+
+    The slice is a slice along `axis`. `prefix` is the URL of a `ReadStore`.
+    """
     path = "/".join(filter(None, (folder, name.strip("/"))))
     where = prefix + path
     array: AsyncArray[Any]
     with shard_errors("zarr.json, or .zarray, is not of a Zarr array", where):
         try:
-            try:  # a store whose keys may not be listed answers 403 for keys that are not there
+            try:  # a store that may not be listed answers 403 for missing keys
                 array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
             except ArrayNotFoundError:
                 array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
         except (ArrayNotFoundError, NodeTypeValidationError):
-            what = "zarr.json or .zarray is not there, or of a group; of a group, name arrays=[...] of it"
+            what = (
+                "zarr.json or .zarray is not there, or of a group; of a group, "
+                "name arrays=[...] of it"
+            )
             raise ObjectNotFoundError(what, url=where) from None
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-        nbytes = array.nbytes  # of a shape of 10**30 an AttributeError of zarr's
-        # Of format 2, or of format 3; in the order of decoding.
+        nbytes = array.nbytes  # a shape of 10**30 raises an AttributeError of zarr
+        # Codecs of format 2, or of format 3, in the order of decoding.
         codecs = [
             getattr(array.metadata, "compressor", None),
             *(getattr(array.metadata, "filters", None) or ()),
@@ -187,8 +206,14 @@ async def open_array(
     blocks = max(1, across[axis])
     size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > max(_LARGEST_BLOCK, cache_bytes) or chunks > _MOST_CHUNKS:
-        what = f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of {array.shape}"
-        limit = f"{_LARGEST_BLOCK:,} bytes, or cache_bytes={cache_bytes:,}, and {_MOST_CHUNKS:,} chunks are the most"
+        what = (
+            f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of "
+            f"{array.shape}"
+        )
+        limit = (
+            f"{_LARGEST_BLOCK:,} bytes, or cache_bytes={cache_bytes:,}, and {_MOST_CHUNKS:,} "
+            f"chunks are the most"
+        )
         raise ShardError(f"{what}, which is too much: {limit}", shard=where)
     if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
         warnings.warn(

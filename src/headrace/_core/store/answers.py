@@ -1,4 +1,4 @@
-"""Answers of stores, by their requests: what was asked for before needs no request."""
+"""Recorded answers of stores, in place of new requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ P = ParamSpec("P")
 
 
 class Answers:
-    """Answers by the names of their requests.
+    """Answers of stores, by the names of the requests.
 
     Args:
-        known: answers as JSON values, as `dump` gave them.
-        data: their bytes.
+        known: recorded answers as JSON values, from `dump`.
+        data: the bytes of the recorded answers.
 
     Attributes:
-        new: answers that stores gave since.
+        new: answers to requests made since the recording.
     """
 
     def __init__(self, known: dict[str, Any], data: memoryview) -> None:
@@ -32,7 +32,10 @@ class Answers:
         self.new: dict[str, Any] = {}
 
     async def get(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
-        """The answer to a request, which is made if there is none."""
+        """Return the recorded answer, or make the request.
+
+        The answer of a new request is recorded. A recorded `ObjectNotFoundError` is raised again.
+        """
         if name in self._known:
             answer = self._decoded(self._known[name])
         elif name in self.new:
@@ -49,7 +52,7 @@ class Answers:
         return found
 
     def dump(self) -> tuple[dict[str, Any], bytes]:
-        """All answers as JSON values, and their bytes."""
+        """Return all answers as JSON values, and all bytes."""
         data = bytearray(self._data)
         return self._known | {
             name: _encoded(answer, data) for name, answer in self.new.items()
@@ -79,9 +82,13 @@ def _encoded(value: Any, data: bytearray) -> Any:
 
 
 def answerable(request: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Within `headrace.open_cached`, the answer of the file to a request of a store, its first argument.
+    """Let `headrace.open_cached` answer a request of a store.
 
-    It is a `Head`, bytes, or a sequence of such, which may arrive as a list.
+    Outside `open_cached`, or without a recorded answer, the request is made.
+
+    Args:
+        request: a method of a store. Returns a `Head`, bytes, or a sequence of both. A recorded
+            sequence is returned as a list.
     """
 
     @functools.wraps(request)

@@ -1,10 +1,10 @@
 """Retries of failed requests: backoff, retry budget, deadline.
 
-Waits grow exponentially with full jitter, the way that spreads competing clients best (Marc
-Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store
-share one budget of retries, so that a store in trouble is not asked many times more often than a
-healthy one (the token bucket of gRPC's retry throttling and of the AWS SDKs' standard mode). Here
-retries wait while the budget is empty; they do not fail.
+Waits grow exponentially with full jitter. Full jitter spreads competing clients best (Marc Brooker,
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). All fetchers of a store share a
+retry budget: a failing store must not receive many more requests than a healthy store. The budget
+is a token bucket, as in gRPC's retry throttling and the AWS SDKs' standard mode. Unlike there, a
+retry waits while the budget is empty; the retry does not fail.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from headrace._core.retry_policy import RetryPolicy
 from headrace._core.store.errors import Cause, RequestFailure
 from headrace.errors import StoreUnreachableError
 
-# Before the first success the URL is probably wrong.
-# A length or a checksum that is wrong each time is wrong in the store.
+# A URL without any success yet is probably wrong. If a length or a checksum fails every time, the
+# object in the store is probably wrong.
 DOUBTFUL_ATTEMPTS = 3
 _DOUBTFUL = (Cause.WRONG_LENGTH, Cause.DAMAGED, Cause.WRONG_RANGE)
-# Not the module's functions: transforms seed those, and two loaders with one seed would then retry
-# in step.
+# A private generator: transforms seed the module `random`, and two loaders with the same seed would
+# retry in step.
 _dice = random.Random()
 
 
 class Tries:
-    """The attempts at one request, what it is about, for errors, and its deadline.
+    """The attempts at a request, with a description and a deadline.
 
-    All parts of an object share the beginning and the deadline of `whole`, the attempts at the
-    object.
+    The parts of an object share the start and the deadline of `whole`, the attempts at the object.
     """
 
     def __init__(
@@ -55,25 +54,30 @@ class Tries:
         self._progressed[0] = time.monotonic()
 
     def within(self, seconds: float) -> bool:
-        """Whether the deadline allows an attempt in so many seconds."""
+        """Return whether the deadline allows an attempt after `seconds`."""
         return time.monotonic() + seconds - self._progressed[0] < self.policy.deadline
 
 
 class RetryGate:
-    """The retry budget that all requests to one service share.
+    """The retry budget of all requests to a service.
 
     Safe to use from several event loops and threads. The caller counts `successes`.
     """
 
     def __init__(self) -> None:
         self.successes = 0
-        self._lock = threading.Lock()  # of the budget, a token bucket
-        self._tokens = math.inf  # `burst` of the first policy
+        self._lock = threading.Lock()  # guards the budget, a token bucket
+        self._tokens = math.inf  # lowered to `policy.burst` by the first `take_retry`
         self._at = 0.0
         self._seen = 0
 
     def take_retry(self, policy: RetryPolicy) -> float:
-        """Take one retry and return 0, or return the seconds until one is available without further successes."""
+        """Take a retry from the budget, or return the waiting time.
+
+        Returns:
+            0 if a retry was taken. Otherwise the seconds until a retry is available without further
+            successes.
+        """
         with self._lock:
             now, successes = time.monotonic(), self.successes
             earned = (successes - self._seen) * policy.retry_ratio + (
@@ -87,7 +91,11 @@ class RetryGate:
             return (1.0 - self._tokens) * 10 / policy.burst
 
     async def may_try_again(self, failure: RequestFailure, tries: Tries) -> bool:
-        """Count a failed attempt, and wait until the next may be made; return False if it is to be given up."""
+        """Count a failed attempt, then wait for the next attempt.
+
+        Returns:
+            False if the request must be given up.
+        """
         tries.attempts += 1
         cause, most = failure.cause, tries.policy.max_attempts
         renew = cause is Cause.EXPIRED and not tries.renewed

@@ -1,4 +1,4 @@
-"""Why a request failed, read from the text of obstore's errors, and the exception that is raised for it."""
+"""Causes of failed requests, classified from obstore's errors."""
 
 from __future__ import annotations
 
@@ -25,53 +25,60 @@ from headrace.errors import (
 
 ALLOW_REDIRECTS = "allow_redirects"
 PROFILE = "profile"
-"""The names of headrace's own options among those of a store."""
+"""Names of headrace's own options among the options of a store."""
 
 BLACKHOLE_PROXY = "127.0.0.1:0"
-"""Where no process can listen: port 0 stands for "any" when a socket is bound, and is no port itself."""
+"""Address where no process can listen.
+
+Port 0 means "any port" when a socket is bound, and is not a port itself.
+"""
 
 NATIVE_ERRORS = (BaseError, OSError, ValueError)
-"""The exceptions that obstore raises when a store refuses or fails, or for a key that it does not request."""
+"""Exceptions of obstore: a store refuses or fails, or a key cannot be requested."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
-_TRANSPORT = re.compile(
-    r"(?<!Generic )HTTP error"
-)  # not "Generic HTTP error", of a store over HTTP
+_TRANSPORT = re.compile(r"(?<!Generic )HTTP error")  # a store over HTTP has "Generic HTTP error"
 _KIND = re.compile(r"kind: (\w+)")
-# Names that stores give to credentials that have expired. A token that was never valid has other
-# names.
+# Names that stores give to expired credentials. Tokens that never were valid have other names.
 _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired",
     re.I,
 )
-# In the dump of an error's sources: the message of the system or of the client's libraries, and the
-# address.
+# Parts of the debug dump of an error: the message of the system or of the client's libraries, and
+# the address.
 _WORDS = re.compile(
     r'(?:message|error): "([^"]{1,200})"'
-    r"|InvalidCertificate\((?:\s*Other\w*\()*\s*(\w+)"  # UnknownIssuer, and so on
+    r"|InvalidCertificate\((?:\s*Other\w*\()*\s*(\w+)"  # for example UnknownIssuer
     r"|(InvalidContentType|BadScheme)"  # no TLS; allow_http is off
 )
 _ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
-CREDENTIAL_HOST = "169.254.169.254"  # where AWS, GCP and Azure machines are asked for credentials
+CREDENTIAL_HOST = "169.254.169.254"  # serves credentials on AWS, GCP and Azure machines
 NO_CREDENTIALS = (
-    "No credentials were given, and this machine has no service that gives them. Set them in the environment or in the "
-    "store's options, or options={'skip_signature': True} for a public bucket"
+    "No credentials were given, and this machine has no service that gives them. Set them in the "
+    "environment or in the store's options, or options={'skip_signature': True} for a public bucket"
 )
 NO_LISTING = (
-    "servers over HTTP list by WebDAV only: if this one does not, name objects with keys=[...] and shards as in "
-    "'{000..127}.tar', or, if it speaks S3, use Store('s3://bucket', options={'endpoint': 'https://host'})"
+    "servers over HTTP list by WebDAV only: if this one does not, name objects with keys=[...] and "
+    "shards as in '{000..127}.tar', or, if it speaks S3, use "
+    "Store('s3://bucket', options={'endpoint': 'https://host'})"
 )
 HUB_REMEDY = (
-    "A private repository needs a token that may read it (hf auth login, HF_TOKEN, or token=); a gated one also that "
-    "its account has accepted the terms, on the page of the repository"
+    "A private repository needs a token that may read it (hf auth login, HF_TOKEN, or token=); a "
+    "gated one also that its account has accepted the terms, on the page of the repository"
 )
-IN_BUCKET = "Check bucket and key, and endpoint, region and credentials in the store's options or the environment"
+IN_BUCKET = (
+    "Check bucket and key, and endpoint, region and credentials in the store's options or the "
+    "environment"
+)
 _CREDENTIALS = "Check the credentials in the store's options or the environment"
 
 
 class Cause(enum.Enum):
-    """Why a request failed, whether the same may succeed a little later, and the exception that is raised for it."""
+    """The cause of a failed request, and the exception to raise.
+
+    `transient` tells whether the same request may succeed a little later.
+    """
 
     def __init__(
         self,
@@ -93,8 +100,8 @@ class Cause(enum.Enum):
         "no connection to the store",
         True,
         StoreUnreachableError,
-        "Check endpoint, port and region; http:// (which allow_http=False forbids) or https://; and for a certificate "
-        "of a private authority the option root_certificate",
+        "Check endpoint, port and region; http:// (which allow_http=False forbids) or https://; "
+        "and for a certificate of a private authority the option root_certificate",
     )
     ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
     CUT = "the body was cut short", True
@@ -152,11 +159,14 @@ _STATUSES = {
     Cause.OTHER: (501, 505),
 }
 CAUSES = {status: cause for cause, statuses in _STATUSES.items() for status in statuses}
-"""What the HTTP status of a refusal means."""
+"""Causes by the HTTP status of a refusal."""
 
 
 class RequestFailure(Exception):
-    """A failed request, its HTTP status if it was answered by one, and obstore's exception if it was one."""
+    """A failed request.
+
+    `status` is the HTTP status of the answer, if any. `error` is obstore's exception, if any.
+    """
 
     error: BaseException | None = None
 
@@ -169,10 +179,10 @@ FAILURES = (*NATIVE_ERRORS, RequestFailure)
 
 
 def failure_of(error: BaseException) -> RequestFailure:
-    """The failure that one of `FAILURES` means, without its traceback.
+    """Return the `RequestFailure` for an exception of `FAILURES`, without traceback.
 
-    obstore keeps the future that holds its error until it is called next. With the frames of the
-    traceback, that would keep the store alive, and its connections open.
+    obstore keeps the future of a request, with the error, until the next call of obstore. The
+    frames of a traceback would keep the store alive for as long, with open connections.
     """
     error = error.with_traceback(None)
     if isinstance(error, RequestFailure):
@@ -183,10 +193,11 @@ def failure_of(error: BaseException) -> RequestFailure:
 
 
 def classify_error(error: BaseException) -> RequestFailure:
-    """Classify an error of obstore's: by its class where that says enough, else by its text.
+    """Classify an obstore error by class, HTTP status or text.
 
-    obstore gives the status, the body and the kind of a broken connection as text, and no header at
-    all. `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
+    A class in `_CLASSES` decides. Otherwise the HTTP status decides, and then the text. obstore
+    gives the status, the body and the kind of a broken connection as text only, and no headers.
+    `tests/unit/store/test_obstore_errors.py` checks each case with real requests.
     """
     text, _, dump = str(error).partition("\n\nDebug source:")
     found = _STATUS.search(text)
@@ -221,17 +232,22 @@ def _transport_cause(text: str, dump: str) -> Cause:
 
 
 def _innermost(dump: str) -> str:
-    """The innermost cause of a failed connection, in words of the client's libraries: `reqwest`, `hyper`, `rustls`."""
+    """Return the innermost cause of a failed connection, and the address.
+
+    The text comes from the client's libraries: `reqwest`, `hyper`, `rustls`.
+    """
     words = ["".join(each) for each in _WORDS.findall(dump)] or [""]
     address = _ADDRESS.search(dump)
     return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
 
 
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:
-    """The message of an error of obstore's on one line, without its debug dump and without secrets."""
+    """Return the message of an obstore error, without secrets.
+
+    The message has a single line and no debug dump. A long message is cut.
+    """
     text = str(error).partition("\n\nDebug source:")[0]
-    # A body of XML repeats the request, including the signed headers. Its code and message are
-    # enough.
+    # A body of XML repeats the signed headers of the request. Code and message are enough.
     reasons = re.findall(r"<(?:Code|Message)>([^<]*)<", text)
     if "<" in text:
         text = text.partition("<")[0] + ": ".join(reasons)

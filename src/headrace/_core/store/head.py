@@ -1,4 +1,4 @@
-"""Metadata of objects, and checks of the bytes that are read of them."""
+"""Metadata of objects, and checks of bytes that were read."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ _LENGTHS = {"sha256": 64, "sha1": 40, "md5": 32, "crc32": 8}  # hexadecimal digi
 _FORM = re.compile(r"(\w+):([0-9a-f]+)")
 
 
-LARGEST = 2**63 - 1  # bytes; a server may claim twice as many
+LARGEST = 2**63 - 1  # bytes; a server may claim twice as much
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    key: str  # the object's
-    size: int  # in bytes
-    etag: str | None  # its version; None if the store gives none
-    modified: str | None = field(
-        default=None, compare=False
-    )  # last modification, as ISO 8601; None if unknown
+    key: str  # key of the object
+    size: int  # bytes
+    etag: str | None  # version of the object; None if the store gives none
+    # Time of the last modification as ISO 8601; None if unknown.
+    modified: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, key: str, meta: ObjectMeta) -> Head:
         when = meta["last_modified"]
-        # obstore gives 1970 where a server gives no time.
+        # If a server gives no time, obstore gives 1970.
         modified = when.isoformat() if when.timestamp() > 0 else None
         return cls(key, min(meta["size"], LARGEST), meta["e_tag"], modified)
 
     @property
     def version(self) -> str | None:
-        """What distinguishes versions of the same size: the entity tag, else the time; None if there is neither."""
+        """Entity tag, else the modification time, else None.
+
+        Distinguishes versions of the same size.
+        """
         return self.etag or self.modified
 
 
 class InitialRead(NamedTuple):
-    """Bytes of an object of unknown size or version, and its metadata, from one request."""
+    """The data and the metadata of an object, from a single request.
+
+    Used if the size or the version of the object is unknown.
+    """
 
     data: memoryview
     head: Head
 
 
 def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> None:
-    """Raise `RequestFailure` if an answer is of another version than the one that is known; None is not known.
+    """Raise `RequestFailure` if `found` is another version of the object.
 
-    Weak entity tags are compared too; the times of the last modification unless both have a strong
-    tag.
+    None for `size`, `etag` or `modified` means unknown. Weak entity tags are compared too. The
+    modification times are compared unless both versions have strong tags.
     """
     untagged = strong(etag) is None or strong(found.etag) is None
-    # Listings give fractions of seconds, and `Last-Modified` does not.
+    # Listings give fractions of seconds; `Last-Modified` does not.
     moved = (
         untagged
         and modified is not None
@@ -71,14 +76,13 @@ def check_version(size: int | None, etag: str | None, modified: str | None, foun
     ):
         raise RequestFailure(Cause.CHANGED)
     if resized:
-        # The same version cannot have another size: it is the answer that is wrong, and may be
-        # right the next time.
+        # Two sizes under one entity tag: the answer is wrong. The next answer may be right.
         detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
         raise RequestFailure(Cause.WRONG_LENGTH, detail=detail)
 
 
 def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> None:
-    """Raise `RequestFailure` if bytes are not those of that length and checksum."""
+    """Raise `RequestFailure` if `data` has another length or checksum."""
     if len(data) != length:
         raise RequestFailure(
             Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected"
@@ -88,14 +92,18 @@ def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> N
 
 
 def strong(etag: str | None) -> str | None:
-    """The tag if reads can be conditional on it: a weak tag matches nothing (RFC 9110, section 13.1.1)."""
+    """Return a strong entity tag, or None.
+
+    Reads cannot be conditional on a weak tag: it matches nothing (RFC 9110, section 13.1.1).
+    """
     return None if etag is None or etag.startswith("W/") else etag
 
 
 def same_tag(wanted: str | None, found: str | None) -> bool:
-    """Whether an answer may be of the requested version; some servers ignore `If-Match`.
+    """Return whether two entity tags may name the same version.
 
-    Azure's listings leave out the quotes that its answers have, and proxies make strong tags weak.
+    Some servers ignore `If-Match`, so answers are checked. Azure leaves out the quotes of entity
+    tags in listings, and proxies make strong tags weak.
 
     Example:
         >>> same_tag("0x8DE", '"0x8DE"'), same_tag('"a"', 'W/"b"'), same_tag('"a"', None)
@@ -109,7 +117,7 @@ def _value(etag: str) -> str:
 
 
 def check_form(checksum: str) -> str:
-    """Return a checksum, or raise `ValueError` for what `matches` could not compare with."""
+    """Return `checksum` if `matches` can compare it, else raise `ValueError`."""
     found = _FORM.fullmatch(checksum)
     if found is None or _LENGTHS.get(found[1]) != len(found[2]):
         known = ", ".join(_LENGTHS)
@@ -120,7 +128,7 @@ def check_form(checksum: str) -> str:
 
 
 def matches(data: memoryview, checksum: str) -> bool:
-    """Whether `data` has that checksum.
+    """Return whether `data` has the checksum `checksum`.
 
     Example:
         >>> matches(memoryview(b"abc"), "crc32:352441c2")

@@ -1,4 +1,4 @@
-"""Lists of objects as columns: complete listings of a store."""
+"""Complete listings of a store, as columns."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AT_ONCE = 16  # parts of a listing
-PART = 2 * PAGE  # objects, at least, as expected
+PART = 2 * PAGE  # least expected number of objects of a part
 
 UNKNOWN = -1
-"""The size of an object of unknown size."""
+"""Stands for an unknown size of an object."""
 
 Labels = Callable[[str], object] | Mapping[str, object] | Sequence[object] | None
 
-# Keys of files may have bytes that are not UTF-8, which Python holds as surrogates.
+# Keys of files may have bytes that are not UTF-8. Python holds such bytes as surrogates.
 _ERRORS = "surrogatepass"
 
 
 class StringArray(Sequence[str]):
-    """An immutable sequence of strings: one buffer of UTF-8, and offsets.
+    """An immutable sequence of strings: a buffer of UTF-8, and offsets.
 
-    Other processes of this machine map both buffers of a pickle. NumPy's `StringDType` is pickled
-    as Python strings: 1.28 million keys take 1.6 s to another process, and these 0.1 s.
+    Other processes of the machine map both buffers of a pickle. 1.28 million keys reach another
+    process in 0.1 s. NumPy's `StringDType` is pickled as Python strings and takes 1.6 s.
     """
 
     __slots__ = ("_offsets", "_text")
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
-        self._text: Any = bytearray()  # bytes or a view of them, once built
+        self._text: Any = bytearray()  # in a copy from a pickle: bytes or a view
         self._offsets: Any = array("q", [0])
         self.extend(strings)
 
     def extend(self, strings: Iterable[str]) -> None:
-        """Append strings; not to a copy from a pickle."""
+        """Append strings. A copy from a pickle cannot be extended."""
         if isinstance(strings, StringArray):
             self._offsets.extend(map(len(self._text).__add__, strings._offsets[1:]))
             self._text += strings._text
@@ -69,7 +69,7 @@ class StringArray(Sequence[str]):
         self._text += b"".join(encoded)
 
     def buffers(self) -> tuple[memoryview, memoryview]:
-        """The UTF-8, and the offsets."""
+        """Return the UTF-8 text and the offsets."""
         return memoryview(self._text), memoryview(self._offsets).cast("B")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ class StringArray(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> tuple[str, ...]: ...
     def __getitem__(self, index: Any) -> Any:
-        # Once for every sample: 140 ns, in a copy that is mapped 170, where a tuple takes 10.
+        # Called for every sample: 140 ns, and 170 ns in a mapped copy. A tuple takes 10 ns.
         if index.__class__ is not int:
             if isinstance(index, slice):
                 return tuple(self[position] for position in range(*index.indices(len(self))))
@@ -120,19 +120,17 @@ def _from_buffers(text: bytes | memoryview, offsets: bytes | memoryview) -> Stri
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The objects of a dataset, by their position."""
+    """The objects of a dataset, as columns by position."""
 
     keys: StringArray  # relative to the dataset's URL
-    sizes: array[int] | None = None  # in bytes, `UNKNOWN` where not known; None if no size is known
-    etags: StringArray | None = (
-        None  # entity tags, an empty string for none; None if no object has one
-    )
-    checksums: StringArray | None = (
-        None  # ``algorithm:hexadecimal`` of the bytes, or empty; None if no object has one
-    )
+    sizes: array[int] | None = None  # bytes, or `UNKNOWN`; None if no size is known
+    # Entity tags. An object without a tag has an empty string; None if no object has a tag.
+    etags: StringArray | None = None
+    # ``algorithm:hexadecimal`` of the bytes, or an empty string; None if no object has a checksum.
+    checksums: StringArray | None = None
 
     def buffers(self) -> list[memoryview]:
-        """The columns of a listing as bytes."""
+        """Return the columns of a listing as bytes."""
         etags = self.etags or StringArray([""] * len(self.keys))
         return [
             *self.keys.buffers(),
@@ -155,7 +153,7 @@ def catalog_of_page(page: Sequence[ObjectMeta]) -> Catalog:
 
 
 def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
-    """The objects of all pages, sorted by key, without the markers of folders."""
+    """Join pages, sorted by key, without folder markers."""
     keys, sizes, etags = StringArray(), array("q"), StringArray()
     for page in pages:
         keys.extend(page.keys)
@@ -171,12 +169,16 @@ def join_pages(pages: Iterable[Catalog], url: str = "") -> Catalog:
 def _positions(
     keys: Sequence[str], versions: Sequence[tuple[int, str | None]], url: str
 ) -> list[int]:
-    """The positions of distinct keys in their order, the last of one that came twice; not those of markers of folders.
+    """Return the positions of distinct keys, in the order of keys.
 
-    obstore takes slashes off the ends of keys, so that two objects may have one key. S3's console
-    and other tools make an empty object for a folder, whose key ends in one: such a key is that of
-    the whole listing, or other keys begin with it and a ``/``. The marker of a folder without
-    objects looks like any empty object.
+    If a key is listed twice, the last position counts. Folder markers are left out: S3's console
+    and other tools make an empty object for a folder, with a key that ends in a slash. obstore
+    removes slashes at the ends of keys, so two different objects may have the same key. An empty
+    object is a folder marker if the key is empty, or if other keys begin with the key and a ``/``.
+    The marker of a folder without objects looks like any empty object, and stays.
+
+    Raises:
+        StoreError: two objects with content have the same key and different versions.
     """
     last: dict[str, int] = {}
     for position, (key, version) in enumerate(zip(keys, versions, strict=True)):
@@ -198,24 +200,26 @@ def _is_folder(keys: Sequence[str], key: str) -> bool:
 
 
 def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
-    """The label of each of `keys`, in their order; None if no labels were given.
+    """Return the label of each key, in the order of `keys`.
 
-    Functions are called here, once: a missing label is an error of the constructor and not of
-    mid-epoch, and a dataset can be pickled whatever function it was given.
+    Returns None if no labels were given. A function is called for all keys at once, when the
+    dataset is made. So a missing label is an error of the constructor, not an error in the middle
+    of an epoch, and the dataset can be pickled with any function.
     """
     if labels is None:
         return None
     if callable(labels):
-        return compact(labels(key) for key in keys)  # not `map`, which a StopIteration would end
+        return compact(labels(key) for key in keys)  # not `map`: a StopIteration would end `map`
     if isinstance(labels, Mapping):
         missing = [key for key in keys if key not in labels]
         if missing:
             raise ValueError(
-                f"labels= has no label for {len(missing)} of {len(keys)} keys, the first is {missing[0]!r}"
+                f"labels= has no label for {len(missing)} of {len(keys)} keys, the first is "
+                f"{missing[0]!r}"
             )
         return compact(labels[key] for key in keys)
     if hasattr(labels, "iloc") and getattr(labels, "ndim", 1) == 1:
-        # Of a Series of pandas, labels[0] is the value whose index is 0, wherever it stands.
+        # In a pandas Series, labels[0] is the value with the index 0, at any position.
         labels = compact(labels)
     is_sequence = hasattr(labels, "__getitem__") and hasattr(labels, "__len__")
     if isinstance(labels, str | bytes) or hasattr(labels, "iloc") or not is_sequence:
@@ -225,29 +229,35 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
         )
     if len(labels) != len(keys):
         raise ValueError(
-            f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order of `keys`"
+            f"labels= has {len(labels)} labels for {len(keys)} keys; they are matched in the order "
+            f"of `keys`"
         )
     return labels
 
 
 def folders_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """The first parts of the keys, sorted; raises `ValueError` if a key has one part only."""
+    """Return the first folders of all keys, sorted.
+
+    Raises:
+        ValueError: a key is in no folder.
+    """
     folders = set()
     for key in keys:
         folder, slash, _ = key.partition("/")
         if not slash:
             raise ValueError(
-                f'classes and labels="folder" need each key in the folder of its class: {key!r} is in none'
+                f'classes and labels="folder" need each key in the folder of its class: {key!r} '
+                f"is in none"
             )
         folders.add(folder)
     return tuple(sorted(folders))
 
 
 class KeyedSamples:
-    """The public methods of a dataset whose samples have keys."""
+    """Public methods of a dataset with a key for each sample."""
 
     _keys: Sequence[str]
-    _classes: tuple[str, ...] | None = None  # that labels are numbers of
+    _classes: tuple[str, ...] | None = None  # names of the numbers in `_labels`
     _labels: Sequence[Any] | None
 
     def _set_labels(self, labels: Labels, classes: Sequence[str] | None) -> None:
@@ -264,12 +274,14 @@ class KeyedSamples:
 
     @property
     def keys(self) -> Sequence[str]:
-        """The key of each sample, in the order of their indices."""
+        """Keys of the samples, in the order of indices."""
         return self._keys
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the numbers in labels: `classes=`, or the folders that keys begin with, sorted.
+        """Class names, by the numbers in labels.
+
+        The names are `classes=`, or else the first folders of all keys, sorted.
 
         Raises:
             ValueError: a key is in no folder.
@@ -280,12 +292,16 @@ class KeyedSamples:
         return len(self._keys)
 
     def sample_key(self, index: int) -> str:
-        """The key at `index`."""
+        """Return the key at `index`."""
         return self._keys[index]
 
 
 def compact(labels: Iterable[Any]) -> Sequence[object]:
-    """Labels in less memory: numbers of one type in an array, equal strings as one object. Types are preserved."""
+    """Store labels in less memory. Types are preserved.
+
+    If all labels are `int`, or all are `float`, the labels become an array. Equal strings become
+    the same object.
+    """
     interned: dict[str, str] = {}
     row = [interned.setdefault(label, label) if type(label) is str else label for label in labels]
     kinds = set(map(type, row))
@@ -298,7 +314,14 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
 
 
 async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Catalog:
-    """All objects of a store whose keys end in `suffix`, sorted, without markers of folders; raises `StoreError`."""
+    """List all objects with keys that end in `suffix`.
+
+    The objects are sorted by key, without folder markers.
+
+    Raises:
+        EmptyListingError: no object is listed.
+        StoreError: the store refused or failed, or lists without end.
+    """
     return Catalog.from_buffers(await _list_objects(store, suffix))
 
 
@@ -313,12 +336,18 @@ async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> l
     if len(catalog.keys):
         return catalog.buffers()
     named = "" if suffix is None else f" whose key ends in suffix={suffix!r}"
-    message = f"no object{named} is listed; a URL names a whole directory, not a file or the beginning of a name"
+    message = (
+        f"no object{named} is listed; a URL names a whole directory, not a file or the beginning "
+        f"of a name"
+    )
     raise nothing_listed(store, message, store.url)
 
 
 def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
-    """The error for a listing without a match; a web server that cannot list may answer as one without files."""
+    """Return the error for a listing without a match.
+
+    A web server that cannot list may answer like a server without files.
+    """
     return EmptyListingError(
         f"{problem}; {NO_LISTING}" if store.traits.web_server else problem, url=url
     )
@@ -326,7 +355,10 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
 
 @answerable
 async def list_heads(store: Store, prefix: str) -> list[Head]:
-    """The metadata of all objects in a directory of a store, sorted by key; errors are those of `list_objects`."""
+    """List the metadata of all objects in a directory, sorted by key.
+
+    Raises `StoreError` as `list_objects` does.
+    """
     return _distinct(await _list_in_parts(store, prefix.strip("/"), _heads), store)
 
 
@@ -345,9 +377,18 @@ def _distinct(pages: Iterable[Sequence[Head]], store: Store) -> list[Head]:
 
 @answerable
 async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
-    """The objects in a directory whose names match, and the directories whose names do, whose keys end in a slash.
+    """List the objects and directories in `folder` with matching names.
 
-    `folder` is empty or ends in a slash. Errors are those of `list_objects`.
+    Args:
+        store: the store to list.
+        glob: pattern of the names.
+        folder: key of the directory; empty, or with a slash at the end.
+
+    Returns:
+        Objects and directories. Keys of directories end in a slash.
+
+    Raises:
+        StoreError: the store refused or failed, or lists without end.
     """
     level = await store.level(folder)
     folders = [Head(f"{each}/", 0, None) for each in level["common_prefixes"]]
@@ -357,21 +398,25 @@ async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[H
 
 
 class _UnorderedError(Exception):
-    """This store's keys do not come sorted, so that they cannot be listed in parts."""
+    """The keys do not come in order, so parts cannot be listed."""
 
 
 async def _list_in_parts(
     store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
 ) -> list[T]:
-    """List a directory, in parts if its first page is full.
+    """List a directory, in parts if the first page is full.
 
-    Each page of a listing names the start of the next, so a million keys take a thousand round
-    trips in sequence. But a listing may begin after any key, and directories give such keys.
+    Each page of a listing names the start of the next page, so a million keys take a thousand round
+    trips in sequence. But a listing may begin after any key, and directories supply start keys for
+    parts.
     """
     folder = prefix or None
 
     async def list_between(bounds: tuple[str, str]) -> list[T]:
-        """List the keys that are after the first bound and not after the second, which is empty for none."""
+        """List the keys after the first bound, up to the second bound.
+
+        An empty second bound means no end.
+        """
         part, (after, until) = list[T](), bounds
         async with aclosing(store.pages(folder, after=after)) as pages:
             async for page in pages:
@@ -397,10 +442,19 @@ async def _list_in_parts(
 
 
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
-    """The keys after which the parts of a listing begin, by its first page; empty if there would be one part only.
+    """Return the keys after which the parts of a listing start.
 
-    Requested are the directories in those that hold the whole page, but for one whose own objects
-    fill it: they would all come a second time.
+    The keys are borders of directories. To find borders, the subdirectories of each directory that
+    holds the whole first page are listed. If a directory holds the objects of the page directly,
+    the directory is left out: the store would list all these objects a second time.
+
+    Args:
+        store: the store to list.
+        prefix: key of the listed directory.
+        page: the first page of the listing.
+
+    Returns:
+        Sorted keys. Empty if there would be only a single part.
     """
     keys = [entry["path"] for entry in page]
     if len(keys) < PAGE or keys != sorted(keys):  # the last page, or a store of another order
@@ -409,9 +463,8 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))])
     outermost = len(prefix.split("/")) if prefix else 0
     paths = ["/".join(first[:depth]) for depth in range(outermost, shared + (first != last))]
-    levels = await asyncio.gather(
-        *map(store.level, paths), return_exceptions=True
-    )  # the listing itself reports errors
+    # Errors are ignored: the listing itself reports errors.
+    levels = await asyncio.gather(*map(store.level, paths), return_exceptions=True)
     found = {
         border
         for level in levels
@@ -421,9 +474,8 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
     borders = sorted(found)
     passed = bisect.bisect_right(borders, keys[-1])
     ahead = borders[passed:]
-    count = min(
-        AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART)
-    )  # by the objects between borders so far
+    # Estimated from the number of objects between the borders so far.
+    count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))
     return (
         [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))]
         if count > 1
@@ -432,5 +484,8 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
 
 
 def require_pyarrow(what: str) -> Any:
-    """Pyarrow's Parquet module, which `what` needs; raises `MissingExtraError` if it is not installed."""
+    """Return pyarrow's Parquet module for `what`.
+
+    Raises `MissingExtraError` if pyarrow is not installed.
+    """
     return require("pyarrow.parquet", what, "pyarrow", "parquet")

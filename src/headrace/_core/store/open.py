@@ -1,4 +1,7 @@
-"""Opening an object store by its URL and options, what differs between kinds of stores, and naming one in a cache."""
+"""Open an object store by URL and options, and identify the store.
+
+`StoreTraits` says how kinds of stores differ. `store_id` names a store in a cache.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,12 @@ from headrace.errors import ObjectNotFoundError
 Options = Mapping[str, object]
 
 _CLIENT_OPTION = re.compile(
-    r"allow_(http|invalid_certificates)|((connect|read|pool_idle)_)?timeout|default_(content_type|headers)"
+    r"allow_(http|invalid_certificates)|((connect|read|pool_idle)_)?timeout"
+    r"|default_(content_type|headers)"
     r"|http1_only|http2_(only|keep_alive_(interval|timeout|while_idle))|pool_max_idle_per_host"
     r"|proxy_(ca_certificate|excludes|url)|randomize_addresses|root_certificate|user_agent"
 )
-# Options of connections, which do not identify the store.
+# Options of connections, left out of the identity of a store.
 _CONNECTION_OPTIONS = {
     "client_options",
     "retry_config",
@@ -44,41 +48,36 @@ _CONNECTION_OPTIONS = {
     ALLOW_REDIRECTS,
     PROFILE,
 }
-# Headers that the client itself sends to no other host or port.
+# Headers that the client itself never sends to another host or port.
 _KEPT_TO_ORIGIN = {"authorization", "cookie"}
-# Environment variables that name a place, after the prefix of the kind of store.
+# Environment variables for places, after the prefix of the store's kind.
 _PLACES = r".*(ENDPOINT|ACCOUNT_NAME|BASE_URL|EMULATOR|CONTAINER|BUCKET)"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTraits:
-    """What differs between kinds of stores."""
+    """Properties of a kind of store."""
 
-    schemes: tuple[str, ...]  # the schemes of their URLs
-    backend: type[object]  # obstore's class for them, by which a ready store is recognised
-    remote: bool = True  # whether they are reached over HTTP, with options of an HTTP client
-    # whether the root is a bucket, whose keys one store serves; else each directory is a store
+    schemes: tuple[str, ...]  # schemes of the URLs
+    backend: type[object]  # class of obstore
+    remote: bool = True  # reached over HTTP, with options of an HTTP client
+    # True if a URL's root is a bucket: a single store serves all keys of the bucket. False if each
+    # directory is a store.
     bucket: bool = True
-    quoted: bool = False  # whether URLs have their keys percent-encoded
-    prefix: str = (
-        ""  # what environment variables, and long names of options, begin with; empty for none
-    )
-    endpoint_options: tuple[
-        tuple[str, ...], ...
-    ] = ()  # options that give the endpoint: the first group with a value
-    credential_options: tuple[
-        str, ...
-    ] = ()  # any of which settles them; else the client asks other hosts
-    web_server: bool = (
-        False  # whether it is one, which gets all requests itself, and rarely can list
-    )
-    suffix_ranges: bool = (
-        True  # whether the last bytes of an object can be requested without knowing its size
-    )
-    list_in_order: bool = False  # whether keys come sorted, and a listing may begin after any
-    # whether its URL names a commit of the Hugging Face Hub, so that objects never change
+    quoted: bool = False  # URLs have percent-encoded keys
+    prefix: str = ""  # prefix of environment variables and of long option names; empty for none
+    # Options for the endpoint. The first group with a value counts.
+    endpoint_options: tuple[tuple[str, ...], ...] = ()
+    # Options for credentials. If none is set, the client asks other hosts for credentials.
+    credential_options: tuple[str, ...] = ()
+    # A web server: receives all requests itself, and rarely can list.
+    web_server: bool = False
+    # The last bytes of an object can be requested without the size of the object.
+    suffix_ranges: bool = True
+    list_in_order: bool = False  # keys are listed in order, and a listing may begin after any key
+    # The URL names a commit of the Hugging Face Hub, so objects never change.
     commit: bool = False
-    shared: bool = True  # whether other processes find the same objects
+    shared: bool = True  # other processes find the same objects
 
 
 TRAITS = (
@@ -105,8 +104,8 @@ TRAITS = (
     StoreTraits(("memory",), MemoryStore, remote=False, bucket=False, shared=False),
 )
 _BY_SCHEME = {scheme: traits for traits in TRAITS for scheme in traits.schemes}
-# Of https:// URLs that obstore opens as those of a bucket (the first group: of S3) or of a
-# container.
+# Hosts of https:// URLs that obstore opens as a bucket of S3 (the first group) or as a container of
+# Azure.
 _CLOUD_HOST = re.compile(
     r".*(amazonaws|cloudflarestorage)\.com|.*\.(core\.windows\.net|fabric\.microsoft\.com)"
 )
@@ -115,7 +114,7 @@ _OTHER = StoreTraits((), object, bucket=False)
 
 
 def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
-    """The traits of a store, by its backend if it is open, else by its URL."""
+    """Return the traits of a store, by backend or by URL."""
     if backend is not None:
         return next((traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER)
     parts = urlsplit(url)
@@ -128,12 +127,14 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
 
 
 class StoreOptions:
-    """The options of a store, whose names are in lower case and without prefixes such as ``aws_``.
+    """The options of a store, with lower-case names without prefix.
+
+    A prefix such as ``aws_`` is removed from the names.
 
     Attributes:
-        traits: of the store.
-        client: options of the HTTP client, wherever they were given. ``allow_http`` is on by
-            default where the URL or the endpoint is ``http://``.
+        traits: traits of the store.
+        client: options of the HTTP client, given at the top level or in ``client_options``.
+            ``allow_http`` is on by default if the URL or the endpoint is ``http://``.
         others: all other options.
     """
 
@@ -155,7 +156,10 @@ class StoreOptions:
         self.client |= {str(name).lower(): value for name, value in nested.items()}
 
     def get(self, *names: str) -> object:
-        """The first of these options that is set, or else in the environment; None if none is."""
+        """Return the first set option among `names`, or None.
+
+        The options come first, then the environment.
+        """
         found = [self.others.get(name) for name in names]
         if prefix := self.traits.prefix:
             found += [os.environ.get((prefix + name).upper()) or None for name in names]
@@ -163,7 +167,7 @@ class StoreOptions:
 
     @property
     def endpoint(self) -> str | None:
-        """The URL that requests go to; None if the store's client determines it."""
+        """URL that receives requests; None if obstore determines the URL."""
         if self.traits.web_server:
             return self._url
         found = (self.get(*names) for names in self.traits.endpoint_options)
@@ -171,7 +175,7 @@ class StoreOptions:
 
     @property
     def settle_credentials(self) -> bool:
-        """Whether the options, or the environment, say all about credentials."""
+        """True if options or environment say everything about credentials."""
         values = map(self.get, self.traits.credential_options)
         return any(
             value is not None and str(value).lower() not in ("", "0", "false", "no", "off")
@@ -180,7 +184,7 @@ class StoreOptions:
 
     @property
     def use_proxy(self) -> bool:
-        """Whether requests go through a proxy, by the options or the environment."""
+        """True if options or environment set a proxy for requests."""
         if self.client.get("proxy_url"):
             return True
         endpoint = urlsplit(self.endpoint or "https:")
@@ -190,13 +194,15 @@ class StoreOptions:
         return bool(proxies.get(endpoint.scheme) or proxies.get("all"))
 
     def kept_to_one_host(self) -> dict[str, object]:
-        """Options of the client that keep its requests to the store's host; none where they cannot, or may not.
+        """Return client options that refuse redirects to other hosts.
 
-        The client follows redirects wherever they lead, with its default headers, such as an
-        ``x-api-key``, and has no option against that. But what is not for the store's host can be
-        sent by way of a proxy at port 0, where nothing can listen: a redirect fails before a byte
-        is sent. Where the client also asks other hosts for credentials, or a proxy is in use,
-        redirects are followed.
+        The client follows redirects to any host and sends default headers there, such as an
+        ``x-api-key``. No option of the client forbids redirects. But a proxy can be set for all
+        other hosts. Nothing can listen at the proxy's port 0: a redirect fails before a byte is
+        sent.
+
+        Returns no options, so redirects are followed, if `allow_redirects` is set, the endpoint is
+        unknown, the client also asks other hosts for credentials, or a proxy is in use.
         """
         host = urlsplit(self.endpoint or "").hostname
         single = self.traits.web_server or self.get(PROFILE) or self.settle_credentials
@@ -206,7 +212,10 @@ class StoreOptions:
 
 
 def nested_options(options: Options, name: str) -> Options:
-    """The value of an option that is a mapping, such as ``client_options``; empty if it is not set."""
+    """Return an option that is a mapping, such as ``client_options``.
+
+    Returns an empty mapping if the option is not set. Raises `TypeError` for another type.
+    """
     given = options.get(name) or {}
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} of a store must be a mapping, but got a {type(given).__name__}")
@@ -214,7 +223,7 @@ def nested_options(options: Options, name: str) -> Options:
 
 
 def check_shared(url: str) -> None:
-    """Raise `ValueError` for a URL that a new and empty store would be opened for."""
+    """Raise `ValueError` for a URL that would open a new, empty store."""
     if not traits_of(url).shared:
         raise ValueError(
             "a memory:// URL names no store: give the MemoryStore itself, Store(url, backend=...)"
@@ -222,14 +231,15 @@ def check_shared(url: str) -> None:
 
 
 def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
-    """Open a store, with headrace's time-outs, and without retries of its own unless `options` has them.
+    """Open a store with headrace's time-outs, without the client's retries.
 
-    The client's retries do not take account of other fetchers or of a body that is cut short where
-    there is no entity tag; `Store` retries above it. For the arguments see `Store`.
+    `Store` retries instead: the client's retries ignore other fetchers, and ignore a body that is
+    cut short if there is no entity tag. An explicit ``retry_config`` in `options` is kept. For the
+    arguments see `Store`.
     """
     settings = StoreOptions(url, options)
     traits = settings.traits
-    place = url if traits.bucket else url.rstrip("/") or url  # obstore would append another slash
+    place = url if traits.bucket else url.rstrip("/") or url  # obstore appends another slash
     own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)
     given = settings.others if traits.remote else options
     chosen = {name: value for name, value in given.items() if name not in own}
@@ -242,8 +252,8 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
             )
         seconds = timedelta(seconds=timeout)
         chosen["client_options"] = {
-            # The default, 30 s, covers the whole body, and progress does not extend it; there is no
-            # option for none.
+            # The default of 30 s covers the whole body, and progress does not extend the time-out.
+            # No option turns the time-out off.
             "timeout": timedelta(days=1),
             "read_timeout": seconds,
             "connect_timeout": min(seconds / 3, timedelta(seconds=5)),
@@ -253,8 +263,8 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
         headers = nested_options(settings.client, "default_headers")
         others = {str(name).lower() for name in headers} - _KEPT_TO_ORIGIN
         if traits.web_server and others and not settings.others.get(ALLOW_REDIRECTS):
-            # The client has no option against redirects. But the client follows none from a URL
-            # that RFC 3986 does not allow, and servers ignore such a query (docs/design/0010).
+            # The client has no option against redirects. But the client follows no redirect from a
+            # URL with a query that RFC 3986 forbids. Servers ignore the query (docs/design/0010).
             place = f"{place}{'&' if '?' in place else '?'}["
         chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
         profile = settings.get(PROFILE)  # or AWS_PROFILE
@@ -272,15 +282,21 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
             failure: Exception = ObjectNotFoundError("there is no such directory", url=safe)
         else:
             if url.startswith("hf://"):
-                cause = "files of the Hugging Face Hub are listed by hr.hub('datasets/owner/name', '*.parquet')"
+                cause = (
+                    "files of the Hugging Face Hub are listed by "
+                    "hr.hub('datasets/owner/name', '*.parquet')"
+                )
             elif "recognise URL" in cause:
                 cause += f". It must begin with {', '.join(_BY_SCHEME)}://"
             failure = ValueError(f"cannot open a store for {safe}: {cause}")
-    raise failure  # here, so that the original, which may have secrets, is not its context
+    raise failure  # outside of `except`: obstore's error may have secrets and is no context
 
 
 def _profile_provider(profile: str) -> object:
-    """Obstore's credential provider for an AWS profile, which boto3 reads (``~/.aws``, SSO, roles)."""
+    """Return obstore's credential provider for an AWS profile.
+
+    boto3 reads the profile (``~/.aws``, SSO, roles).
+    """
     what = f"reading the AWS profile {profile!r} (AWS_PROFILE, or the option profile=)"
     boto3 = require("boto3.session", what, "boto3", "aws")
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -289,11 +305,19 @@ def _profile_provider(profile: str) -> object:
 
 
 def store_id(url: str, options: Options, store: ObjectStore | None) -> str | None:
-    """A text that is equal for the same store in every process; None for a store in the memory of this process.
+    """Return the identity of a store, equal in every process.
 
-    It has the URL, without secrets, and a hash of all options and default headers that are neither
-    secrets nor about connections, and of environment variables that name a place: a bucket at two
-    endpoints is two stores. `store` is a ready one, in place of `options`.
+    The identity is a text of the URL, without secrets, and a hash. The hash covers options, default
+    headers, and environment variables that name a place: a bucket at two endpoints is two stores.
+    Secrets and options of connections are left out.
+
+    Args:
+        url: URL of the store.
+        options: options of the store.
+        store: a ready store, in place of `options`; or None.
+
+    Returns:
+        The identity, or None for a store in the memory of this process.
     """
     traits = traits_of(url, store)
     if not traits.shared:

@@ -1,4 +1,4 @@
-"""URLs: made from paths, and redacted, in texts of other libraries too, before they are shown."""
+"""URLs: made from paths, and redacted in messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# Up to white space or what quotes a URL in a text.
+# A URL in a text ends before white space or a quote.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s\"'<>`]*")
 _SECRET_NAME = re.compile(
     r"key|token|secret|passw|credential|sas|\bsig\b|signature|auth|cookie|header"
@@ -20,7 +20,7 @@ _NAME = (
     r"(?:[\w-]*(?:signature|credential|token|secret|passw|authorization|cookie"
     r"|(?:api|access)[-_]?key)[\w-]*|sig)"
 )
-# A credential after its name: in a header, in JSON, and elsewhere.
+# A credential follows a name: in a header, in JSON, and elsewhere.
 _CREDENTIALS = (
     r"(?i)((?<![\w-])(?:[\w-]*(?:authorization|cookie)|x-[\w-]*(?:key|token|secret|signature)"
     r"[\w-]*)\s*:\s*)[^\r\n\"'<>]+",
@@ -32,7 +32,10 @@ _TOO_COMMON = frozenset({"true", "false", "none", "null"})
 
 
 def url_of(place: str | os.PathLike[str]) -> str:
-    """A URL unchanged; a local path as an absolute ``file://`` URL."""
+    """Return the URL of a place.
+
+    A URL is returned unchanged, and a local path as an absolute ``file://`` URL.
+    """
     named = os.fspath(place)
     if "://" in named:
         return named
@@ -41,7 +44,10 @@ def url_of(place: str | os.PathLike[str]) -> str:
 
 
 def check_path(path: str) -> None:
-    """Raise `ValueError` for an empty path, which would be the current directory, and a URL with one slash."""
+    """Raise `ValueError` for an empty path or a malformed URL.
+
+    An empty path would be the current directory. A URL with a single slash would be a path.
+    """
     if not path:
         raise ValueError("the URL, or path, is empty")
     if short := re.match(r"(?i)(s3a?|gs|gcs|az|abfss?|https?):/*", path):
@@ -50,11 +56,11 @@ def check_path(path: str) -> None:
 
 
 def redact_url(url: str) -> str:
-    """A URL without user name, password, query string and fragment."""
+    """Remove user name, password, query string and fragment from a URL."""
     scheme, separator, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     authority, slash, path = rest.partition("/")
     if ":" in authority or not scheme.lower().startswith(("abfs", "adl", "az")):
-        # Of Azure's URLs the container is before the "@".
+        # In Azure's URLs the container stands before the "@".
         authority = authority.rpartition("@")[2]
     return f"{scheme}{separator}{authority}{slash}{path}"
 
@@ -62,12 +68,12 @@ def redact_url(url: str) -> str:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Redact URLs and credentials in a text, and mask `secrets`.
 
-    Credentials are known by their names. The text is cut at 4,096 characters.
+    Credentials are recognised by names. The text is cut at 4,096 characters.
     """
-    # The longest first, since one secret may begin with another.
+    # The longest first, since a secret may begin with another secret.
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    text = text[:4096]  # a server may answer with any number
+    text = text[:4096]  # a server may answer with any number of characters
     text = _URL.sub(lambda match: redact_url(match[0]), text)
     text = _USER.sub("", _QUERY.sub("", text))
     for pattern in _CREDENTIALS:
@@ -76,15 +82,15 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of an option or a header says that its value is a credential."""
+    """Return whether an option's or header's name means a credential."""
     return _SECRET_NAME.search(name) is not None
 
 
 def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
-    """The values in a store's options, at any depth, whose names say that they are credentials.
+    """Return all credentials in a store's options, at any depth.
 
-    The parts of such a value are secrets too. Values of one or two characters are left out: masking
-    them would only garble the text around them.
+    Credentials are recognised by names. The parts of a credential are secrets too. Values of one or
+    two characters are left out: masking so short values would only garble the surrounding text.
     """
     values = {*_secrets(options, named=False)}
     parts = {part for value in values for part in re.split(r"[\s;=&]+", value) if len(part) > 6}

@@ -1,7 +1,8 @@
-"""State shared by the requests of one loader: counters, its retry policy, and the thread that reads small bodies.
+"""State shared by all requests of a loader.
 
-A loader's session sets one `RequestStats` for all tasks below it. Wrapped datasets need not pass it
-on, and two loaders that share a dataset have one each.
+The state holds counters, the loader's retry policy, and the thread for small bodies. A loader's
+session sets a `RequestStats` for all tasks of the session. Wrapped datasets need not pass the
+`RequestStats` on. Two loaders that share a dataset have separate counters.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ if TYPE_CHECKING:
 
     _Body = asyncio.Future[Bytes | None]
 
-SMALL = (
-    256 << 10
-)  # bytes; a longer body would keep the thread, and its second call is a small part of the work
+# Bytes. A longer body would occupy the thread, and the second call is a small part of its work.
+SMALL = 256 << 10
 PATIENCE = 0.02  # seconds between two checks of the thread
-# bodies that it reads in that time if none has stalled and it gets Python's lock; some 500 are
-# possible
+# Bodies that a thread reads within `PATIENCE`, unless a body stalls or the thread waits for
+# Python's lock. Some 500 are possible.
 ENOUGH = 20
 
 
 @dataclass(slots=True)
 class RequestStats(RequestCounts):
-    """Counters of the requests of one loader, since the last `take`."""
+    """Request counters of a loader since the last `take`."""
 
-    retry: RetryPolicy | None = None  # the loader's; None to use the store's
-    bodies: BodyReader | None = None  # of the session that runs, which closes it
-    throttle_events: int = 0  # requests that were throttled or timed out, over the whole session
+    retry: RetryPolicy | None = None  # policy of the loader; None for the policy of the store
+    bodies: BodyReader | None = None  # owned and closed by the running session
+    throttle_events: int = 0  # throttled and timed out requests of the whole session
 
     def take(self) -> RequestCounts | None:
-        """The counts since the last call; None if all are 0."""
+        """Return the counts since the last call, or None if all are 0."""
         counts = counts_of(self)
         if not any(counts):
             return None
@@ -51,14 +51,16 @@ class RequestStats(RequestCounts):
 
 
 session_stats: ContextVar[RequestStats] = ContextVar("headrace-session-stats")
-"""The counters of the running session; unset outside of one."""
+"""Counters of the running session; unset outside of a session."""
 
 
 def report_throttled() -> None:
-    """Report, inside `aget`, that the source refused a request because there are too many (HTTP 429 or 503).
+    """Report a throttled request from inside `aget`.
 
-    ``concurrency="auto"`` then has fewer in flight, and ``stats().requests.throttled`` counts it. A
-    `TimeoutError` that leaves `aget` has the same effect. Outside a loader nothing happens.
+    Call this function if the source refused a request because there are too many requests (HTTP 429
+    or 503). With ``concurrency="auto"`` the loader then keeps fewer requests in flight.
+    ``stats().requests.throttled`` counts the call. A `TimeoutError` from `aget` has the same
+    effect. Outside a loader the call does nothing.
 
     Example:
         >>> report_throttled()
@@ -70,41 +72,46 @@ def report_throttled() -> None:
 
 
 class BodyReader:
-    """Reads small bodies, one after the other, in a thread; those that wait too long there are read without it.
+    """Reads small bodies in a thread, in the order of arrival.
 
-    A conditional GET of obstore's returns when the status has come; the bytes are a second
-    asynchronous call, for which native threads take about as much CPU time as for the first. A
-    blocking call takes a small part of that, and hardly waits, since a small body comes right
-    behind its status; but a connection may stall.
+    A conditional GET of obstore returns when the status has arrived. The bytes need a second
+    asynchronous call, and the second call costs native threads about as much CPU time as the first.
+    A blocking call costs a small part of this CPU time. The blocking call hardly waits, because a
+    small body follows directly behind the status. But a connection may stall: a body that waits too
+    long for the thread is read without the thread.
 
-    It belongs to the running event loop. Its maker calls `close`. The thread starts with the first
-    body.
+    The reader belongs to the running event loop. The thread starts with the first body. The creator
+    of the reader calls `close`.
     """
 
     def __init__(self) -> None:
-        # Whether bodies are read without the thread: of those that waited at one check, it had
-        # neither read all nor `ENOUGH` at the next; or the reader is closed.
+        # True if bodies are read without the thread: the reader is closed, or the thread is late.
+        # The thread is late if, of the bodies that waited at the last check, the thread has read
+        # neither all nor `ENOUGH`.
         self.late = False
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[tuple[_Body, GetResult] | None] = SimpleQueue()
         self._done: deque[tuple[_Body, Bytes | BaseException | None]] = deque()
         self._settling = False
-        self._queued = 0  # bodies given to the thread, also those read since
-        self._read = 0  # of these, bodies that it has read
-        self._due = 0  # what `_read` must be at the next check
-        self._timer: asyncio.TimerHandle | None = None  # of the next check, if bodies wait
+        self._queued = 0  # bodies given to the thread so far, also bodies already read
+        self._read = 0  # bodies that the thread has read so far
+        self._due = 0  # value that `_read` must have reached at the next check
+        self._timer: asyncio.TimerHandle | None = None  # timer of the next check, if bodies wait
         self._thread: threading.Thread | None = None
 
     async def read(self, result: GetResult, length: int) -> Bytes:
-        """The bytes of an answer to a request of `length` bytes; raises obstore's errors."""
+        """Read the body of an answer of `length` bytes.
+
+        Raises obstore's errors.
+        """
         body = None if self.late or length > SMALL else await self._read_in_thread(result)
         return await result.bytes_async() if body is None else body
 
     def close(self) -> None:
-        """End the thread; one whose body has stalled ends when that request times out.
+        """End the thread.
 
-        Requests that are still open then, of user code that outlasts its session, read their bodies
-        themselves.
+        If a body stalls, the thread ends when the request times out. User code may outlast the
+        session. Later, the requests of such code read bodies without the thread.
         """
         self.late = True
         if self._timer is not None:
@@ -115,7 +122,10 @@ class BodyReader:
             self._thread.join(PATIENCE)
 
     def _read_in_thread(self, result: GetResult) -> _Body:
-        """The bytes; None if they are to be read otherwise, since another body keeps the thread."""
+        """Return a future of the body.
+
+        The future gives None if the thread is late: the caller then reads the body.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="headrace-bodies", daemon=True)
             self._thread.start()
@@ -137,16 +147,14 @@ class BodyReader:
                     body = error
             self._done.append((future, body))
             self._read += 1
-            del entry, future, result, body  # not kept until the next
+            del entry, future, result, body  # release before the next entry arrives
             if not self._settling:
                 self._settling = True
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
-        self._settling = (
-            False  # first: what is added from here on is settled here, or by another call
-        )
+        self._settling = False  # first: later bodies are settled below, or by another call
         while self._done:
             future, body = self._done.popleft()
             if future.cancelled():
@@ -166,7 +174,7 @@ class BodyReader:
         )
 
     def _give_back(self) -> None:
-        """Answer all that wait for the thread with None."""
+        """Settle all bodies that wait for the thread with None."""
         with contextlib.suppress(Empty):
             while (entry := self._queue.get_nowait()) is not None:
                 self._queued -= 1

@@ -1,6 +1,7 @@
-"""An object store: where it is, how requests to it are made, and requests whose results are complete or an error.
+"""An object store: connection options and requests.
 
-The store is opened once in a process; one policy retries, and one kind of error reports.
+A request gives a complete result or raises an error. A store is opened once in a process. All
+requests share a retry policy and raise the same kind of error.
 """
 
 from __future__ import annotations
@@ -55,22 +56,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAGE = 1000  # objects of a page of a listing: the maximum of S3, GCS and Azure, or nearly
-LARGE = (
-    16 * 2**20
-)  # bytes, above which a range is read in parts; S3's and GCS's guides recommend 8 to 16 MiB a request
-PART = 8 * 2**20
-AT_ONCE = 8  # parts of one object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
-LARGEST_WHOLE = (
-    64 * 2**20
-)  # bytes of an object of which a store that ignores ranges sends all for a part
-RENEWAL_INTERVAL = 5.0  # seconds; requests that began with the old credentials fail within a few
+PAGE = 1000  # objects on a page of a listing: the maximum of S3, GCS and Azure, or nearly
+# Bytes. A longer range is read in parts. The guides of S3 and GCS recommend 8 to 16 MiB a request.
+LARGE = 16 * 2**20
+PART = 8 * 2**20  # bytes
+AT_ONCE = 8  # parts of an object in flight; 64 MiB in flight cover 10 Gbit/s at 50 ms
+# Bytes. Largest object to receive whole for a part, from a store that ignores ranges.
+LARGEST_WHOLE = 64 * 2**20
+RENEWAL_INTERVAL = 5.0  # seconds; requests with the old credentials fail a few seconds later
 
 forked_from: int | None = None
-"""The ancestor that used a store before it forked this process; None if there is none.
+"""Process ID of the ancestor that used a store before forking, or None.
 
-obstore's I/O runs on threads of a native runtime. A fork has none of them, and even a new store in it waits for them
-for ever; so the child raises an error where it would hang.
+obstore's I/O runs on threads of a native runtime. A forked process has none of the threads. Even a
+new store in the forked process would wait for the threads forever, so the store raises an error
+instead.
 """
 _used_in: int | None = None
 
@@ -85,7 +85,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Range(NamedTuple):
-    """Bytes to read, and what is known of their object; for the fields, see `read`, whose `index` is `sample` here."""
+    """Bytes to read, and known metadata of the object.
+
+    The fields are the arguments of `Store.read`; `sample` is the argument `index`.
+    """
 
     key: str
     start: int
@@ -98,28 +101,29 @@ class _Range(NamedTuple):
 
 
 class Store:
-    """An object store, or a directory of one, and how requests to it are made.
+    """An object store, or a directory of a store, with options for requests.
 
-    Every dataset over a store takes one. Datasets that share a `Store` share its connections and
-    its retry budget. Nothing is opened or requested before a dataset is made of it. It can be
-    pickled; each process opens its own connections. It may be used from several event loops and
-    threads.
+    Every dataset over a store takes a `Store`. Datasets with the same `Store` share connections and
+    the retry budget. Nothing is opened or requested before a dataset is made from the store. A
+    store can be pickled; each process opens its own connections. A store may be used from several
+    event loops and threads.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``http(s)://``, ``file:///directory``, or
             a directory's path.
         options: for `obstore.store.from_url`: credentials, region, endpoint, `client_options`,
-            `retry_config`; and ``"allow_redirects"``, whether the store may redirect its clients to
-            another host, and ``"profile"``, an AWS profile (docs/stores.md).
-        backend: a ready store of obstore's. `url` is then only a name for messages. ``memory://``
-            needs one. Its own time-outs and retries stay as they are.
-        timeout: seconds without a byte after which a request has failed, however long it takes in
-            all. Time-outs in `options` take precedence.
+            `retry_config`. Two options are headrace's own: ``"allow_redirects"``, whether the store
+            may redirect clients to another host, and ``"profile"``, an AWS profile
+            (docs/stores.md).
+        backend: a ready obstore store. `url` is then only a name for messages. The time-outs and
+            retries of the backend stay unchanged. ``memory://`` needs a `backend`.
+        timeout: seconds without a byte after which a request fails. The whole request may take
+            longer. Time-outs in `options` take precedence.
         retry: how failed requests are retried: a `RetryPolicy`, or the maximum number of attempts.
             A loader's `retry` takes precedence.
-        if_match: whether answers are compared with the entity tag that was listed, or with the
-            modification time if there is none, so that an object that was overwritten by one of the
-            same length is an error too. False saves about 30 µs of CPU time a sample.
+        if_match: whether answers are compared with the listed entity tag, or with the listed
+            modification time if there is no tag. Then an overwritten object of the same length is
+            an error too. False saves about 30 µs of CPU time a sample.
 
     Raises:
         ValueError: an argument is out of range or contradicts another, or the URL names no store.
@@ -148,7 +152,8 @@ class Store:
             raise ValueError(f"timeout={timeout!r} must be more than zero seconds")
         if backend is not None and options is not None:
             raise ValueError(
-                "backend= is a store that is open already; options= would be ignored. Give one of the two"
+                "backend= is a store that is open already; options= would be ignored. Give one of "
+                "the two"
             )
         named = os.fspath(url)
         if backend is None:
@@ -163,9 +168,8 @@ class Store:
         self._retry = RetryPolicy() if retry is None else as_policy(retry)
         self.if_match = if_match
         self.traits: StoreTraits = traits_of(named, backend)
-        self._ranges_ignored = (
-            False  # whether the store is known to send whole objects where a range is asked for
-        )
+        # True once the store is known to send whole objects instead of ranges.
+        self._ranges_ignored = False
         self._opened: ObjectStore | None = None
         self._gate = RetryGate()
         self._last_renewal = -RENEWAL_INTERVAL
@@ -193,16 +197,16 @@ class Store:
 
     @property
     def url(self) -> str:
-        """The URL, without user name, password and query string."""
+        """URL without user name, password and query string."""
         return redact_url(self._url)
 
     def name(self, key: str) -> str:
-        """The URL of an object, without secrets."""
+        """Return the URL of an object, without secrets."""
         return f"{self.url.rstrip('/')}/{key}"
 
     @property
     def local_root(self) -> str | None:
-        """The path of a directory of this machine; None for another store."""
+        """Path of the directory on this machine; None for other stores."""
         if self.traits.backend is not LocalStore:
             return None
         root = (
@@ -213,10 +217,13 @@ class Store:
         return str(root or "/")
 
     def key_of(self, place: str | os.PathLike[str]) -> str:
-        """The key of an object of this store, from its key, or from its URL or absolute path under this store's.
+        """Return the key of an object of this store.
+
+        Args:
+            place: a key, or a URL or an absolute path below the URL of this store.
 
         Raises:
-            ValueError: the URL is not under that of this store.
+            ValueError: the URL or path is not below the URL of this store.
 
         Example:
             >>> Store("s3://bucket/data").key_of("s3://bucket/data/train/0.tar")
@@ -231,13 +238,18 @@ class Store:
         inside = root if root.endswith("/") else f"{root}/"
         if not name.startswith(inside):
             raise ValueError(
-                f"{redact_url(name)} is not under the URL of store=, {self.url}. Give keys of that store"
+                f"{redact_url(name)} is not under the URL of store=, {self.url}. Give keys of that "
+                f"store"
             )
         key = name[len(inside) :]
         return unquote(key) if traits_of(root).quoted else key
 
     def backend(self) -> ObjectStore:
-        """Obstore's store, opened at its first use in this process; `ForkedError` in a fork of one that had used it."""
+        """Return obstore's store, opened at the first use in this process.
+
+        Raises:
+            ForkedError: an ancestor of this process used a store before forking.
+        """
         global _used_in
         if self._opened is None or forked_from is not None:
             if forked_from is not None:
@@ -257,12 +269,15 @@ class Store:
 
     @cached_property
     def store_id(self) -> str | None:
-        """A text that is the same for the same store in every process; see `headrace._core.store.open.store_id`."""
+        """Identity of the store, equal in every process.
+
+        See `headrace._core.store.open.store_id`.
+        """
         return store_id(self._url, self._options, self._backend)
 
     @property
     def stats(self) -> RequestStats:
-        """The counters of the running loader, or of this store outside of one."""
+        """Counters of the running loader; outside a loader, of this store."""
         return session_stats.get(self._own_stats)
 
     def _tries(
@@ -286,7 +301,7 @@ class Store:
             await self._retry_or_raise(failure, tries)
 
     async def _retry_or_raise(self, failure: RequestFailure, tries: Tries) -> None:
-        """Wait until a failed request may be made again, or raise its error."""
+        """Wait until a failed request may be repeated, or raise its error."""
         stats, cause = self.stats, failure.cause
         stats.throttled += cause is Cause.THROTTLED
         stats.timed_out += cause is Cause.TIMED_OUT
@@ -297,8 +312,7 @@ class Store:
             and self._backend is None
             and now - self._last_renewal >= RENEWAL_INTERVAL
         ):
-            # Opened again, it asks its provider for credentials; once for all requests that need
-            # them.
+            # The next opening asks the provider for credentials, once for all waiting requests.
             self._last_renewal = now
             self._opened = None
         if not await self._gate.may_try_again(failure, tries):
@@ -313,7 +327,10 @@ class Store:
         if CREDENTIAL_HOST in answer:
             kind, remedy = StoreUnreachableError, NO_CREDENTIALS
             if self.traits.prefix == "aws_":
-                remedy += f". AWS profiles are read if one is named: AWS_PROFILE=default, or options={{{PROFILE!r}: …}}"
+                remedy += (
+                    ". AWS profiles are read if one is named: AWS_PROFILE=default, or "
+                    f"options={{{PROFILE!r}: …}}"
+                )
         elif cause is Cause.REDIRECTED:
             pass
         elif tries.doing == "listing" and self.traits.web_server and kind is StoreError:
@@ -348,27 +365,29 @@ class Store:
         modified: str | None = None,
         checksum: str | None = None,
     ) -> Awaitable[memoryview]:
-        """Read the bytes of an object from `start` up to `stop`; more than 16 MiB as several ranges at once.
+        """Read the bytes of an object from `start` up to `stop`.
+
+        More than 16 MiB are read as several ranges at once.
 
         Args:
-            key: the object, relative to the store's URL.
-            start: the first byte, from 0.
-            stop: after the last byte; an empty range needs no request.
-            index: the sample's index, for errors.
-            size: the whole object's length in bytes, if known; the next two as in `Head`, if known.
-            etag: its version.
-            modified: the time of its last modification.
-            checksum: ``algorithm:hexadecimal`` of the bytes that are asked for; None for any.
+            key: key of the object, relative to the store's URL.
+            start: first byte, from 0.
+            stop: end, exclusive. An empty range needs no request.
+            index: index of the sample, for errors.
+            size: length of the whole object in bytes, if known.
+            etag: version of the object, as in `Head`, if known.
+            modified: time of the last modification, as in `Head`, if known.
+            checksum: ``algorithm:hexadecimal`` of the requested bytes; None for no check.
 
         Raises:
             ObjectNotFoundError: there is no such object.
-            ObjectChangedError: it has another version or size, or the bytes another length.
-            ChecksumError: the bytes are not those of `checksum`, on every attempt.
+            ObjectChangedError: the object has another version or size, or the bytes another length.
+            ChecksumError: the bytes did not match `checksum`, on every attempt.
             StoreUnreachableError: no answer, or no byte within the time-out, on every attempt.
             StoreError: the store refused or failed, or ignores ranges and the object is large.
         """
-        # Not a coroutine: a frame more for each of a thousand samples in flight, to resume and to
-        # look at for garbage.
+        # Not a coroutine: a further frame for each of a thousand samples in flight would have to be
+        # resumed, and traversed by garbage collection.
         if stop <= start:
             return _no_bytes()
         if not self.if_match:
@@ -381,7 +400,10 @@ class Store:
         return self._read(wanted, None)
 
     async def _read(self, wanted: _Range, whole: Tries | None) -> memoryview:
-        """Read a range by one request; `whole` has the deadline of the object of which it is a part."""
+        """Read a range by a single request.
+
+        `whole` has the deadline of the object if the range is a part of a longer read.
+        """
         key, start, stop, index, size, *_ = wanted
         doing = (
             f"reading object {key!r}"
@@ -395,14 +417,15 @@ class Store:
     async def _get(
         self, wanted: _Range, initial: bool, store: ObjectStore
     ) -> tuple[memoryview, Any]:
-        """Read a range by one request, and return the object's metadata too; None where no version is compared.
+        """Read a range by a single request, and return the object's metadata.
 
-        If it is `initial`, the size is unknown: a shorter object comes whole, and all of one of a
-        store that ignores ranges; from a negative `start` on, the last bytes. The checksum is of
-        the object.
+        The metadata is None if no version was compared. An `initial` read does not know the size of
+        the object. An initial read returns all bytes of a shorter object, and all bytes if the
+        store ignores ranges. A negative `start` means the last bytes. The checksum of an initial
+        read is of the whole object.
         """
         key, start, stop, _, size, etag, modified, checksum = wanted
-        if initial and not key.strip("/"):  # a web server would send a page
+        if initial and not key.strip("/"):  # a web server would answer with a page
             raise RequestFailure(Cause.NO_KEY, detail="it is empty")
         stats, whole, tag = self.stats, self._ranges_ignored, strong(etag)
         if etag is None and size is None and modified is None and not (initial or whole):
@@ -418,27 +441,30 @@ class Store:
         options: dict[str, Any] = {}
         if not whole:
             options["range"] = (start, stop) if start >= 0 else {"suffix": -start}
-            if tag is not None and not self.traits.remote:  # elsewhere the answer's tag is compared
+            # For remote stores, the tag of the answer is compared instead.
+            if tag is not None and not self.traits.remote:
                 options["if_match"] = tag
         try:
             result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
         except NATIVE_ERRORS as error:
             failure = classify_error(error)
             ignored = failure.cause is Cause.RANGE_IGNORED
-            # An empty object has no range that could be requested: stores refuse it in different
-            # ways, or send all.
+            # An empty object has no range to request: stores refuse the request in different ways,
+            # or send the whole object.
             empty = failure.status == 416 or (
                 failure.cause is Cause.OTHER and not self.traits.remote
             )
             if whole or not (ignored or (initial and empty)):
                 raise
             stats.requests += 1
-            result = await obstore.get_async(store, key)  # servers may not say it to a HEAD
+            # Not a HEAD: servers may leave out the size there.
+            result = await obstore.get_async(store, key)
             if not ignored and result.meta["size"]:
                 raise
             whole = ignored
         meta = result.meta
-        if meta["e_tag"] is None and tag is not None and not whole:  # only the store can compare
+        # The answer has no entity tag, so only the store can compare.
+        if meta["e_tag"] is None and tag is not None and not whole:
             stats.requests += 1
             options["if_match"] = tag
             result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
@@ -459,33 +485,37 @@ class Store:
 
     async def _take_whole(self, answer: GetResult) -> memoryview:
         size = answer.meta["size"]
-        if (
-            size and not self._ranges_ignored
-        ):  # servers that do ranges may ignore those of an empty object
+        # Not for an empty object: servers that support ranges may ignore ranges there.
+        if size and not self._ranges_ignored:
             self._ranges_ignored = True
             what = (
                 f"{self.url} does not do ranges (python -m http.server does not, nginx does): "
                 f"for a part of an object, all of it is sent."
             )
-            with contextlib.suppress(
-                Warning
-            ):  # as an error, by the user's filter: it must not cost the sample
+            # The user's filter may turn the warning into an error. The sample must not be lost.
+            with contextlib.suppress(Warning):
                 warnings.warn(what, stacklevel=2)
         if size > LARGEST_WHOLE:
-            what = f"all {size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB are taken so"
+            what = (
+                f"all {size} bytes come for a range of them, and at most {LARGEST_WHOLE >> 20} MiB "
+                f"are taken so"
+            )
             raise RequestFailure(Cause.UNUSABLE, detail=what)
         data = memoryview(await answer.bytes_async())
         check_bytes(data, size)
         return data
 
     async def _read_parts(self, wanted: _Range, first: memoryview | None = None) -> memoryview:
-        """Read a long range in parallel parts: one connection rarely saturates a network. `first` is its start."""
+        """Read a long range in parallel parts.
+
+        A single connection rarely saturates a network. `first` has the first bytes of the range, if
+        already read.
+        """
         key, start, stop, index, size, etag, modified, checksum = wanted
         tries = self._tries(f"reading object {key!r}", key, index)
         unknown = size is None or (etag or modified) is None
-        if (
-            first is None and unknown and not self.traits.commit
-        ):  # what all parts must share is asked for
+        # All parts must come from the same version, so unknown metadata is requested first.
+        if first is None and unknown and not self.traits.commit:
             found = await self.head(key, index=index)
             size, etag, modified = (
                 size or found.size,
@@ -507,15 +537,15 @@ class Store:
         data = view.toreadonly()
         if checksum is None or matches(data, checksum):
             return data
-        # It came complete, by many requests. As many again would most likely give the same damaged
-        # bytes.
+        # All parts came complete. Repeating so many requests would most likely give the same
+        # damaged bytes.
         raise self._error(RequestFailure(Cause.DAMAGED), tries)
 
     def _allocate(self, length: int, tries: Tries) -> memoryview:
         memory = min(available_memory(), CgroupLimits.here().memory)
         with contextlib.suppress(MemoryError, ValueError):
             if length <= memory:
-                # In huge pages: a fifth of the time of a `bytearray`.
+                # NumPy allocates huge pages: a fifth of the time of a `bytearray`.
                 return np.empty(length, np.uint8).data
         detail = f"{length:,} bytes are claimed, and {memory:,.0f} bytes of memory are available"
         raise self._error(RequestFailure(Cause.UNUSABLE, detail=detail), tries)
@@ -528,10 +558,11 @@ class Store:
         etag: str | None = None,
         checksum: str | None = None,
     ) -> memoryview:
-        """Read an object of unknown size: up to 16 MiB in one request, the rest of a larger one in parallel.
+        """Read an object of unknown size.
 
-        All parts are of one version, also where no `etag` is given. Arguments and errors are those
-        of `read`.
+        The first request reads up to 16 MiB. The rest of a larger object is read in parallel parts.
+        All parts come from the same version of the object, also without `etag`. Arguments and
+        errors are as in `read`; `checksum` is of the whole object.
         """
         first = await self.read_start(key, LARGE, index=index, etag=etag, checksum=checksum)
         found = first.head
@@ -551,18 +582,20 @@ class Store:
         etag: str | None = None,
         checksum: str | None = None,
     ) -> InitialRead:
-        """Read bytes up to `stop` of an object of unknown size, or all if the store ignores ranges.
+        """Read bytes up to `stop` of an object of unknown size.
 
-        `checksum` is of the whole object; other arguments and errors are those of `read`.
+        Returns all bytes if the store ignores ranges. `checksum` is of the whole object. Other
+        arguments and the errors are as in `read`.
         """
         wanted = _Range(key, 0, stop, index, None, etag, None, checksum)
         return InitialRead(*await self._read_initial(wanted, f"reading object {key!r}"))
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
-        """Read the last bytes of an object, or all of a shorter one, by one request unless it is empty.
+        """Read the last `length` bytes of an object.
 
-        `head` is the object's metadata, if known. If the store ignores ranges, all bytes come.
-        Errors are those of `read`.
+        Returns all bytes of a shorter object. `head` is the metadata of the object, if known.
+        Without `head`, a store that ignores ranges gives all bytes, and a second request is needed
+        if the object is empty or the store cannot read from the end. The errors are as in `read`.
         """
         if head is None and not self.traits.suffix_ranges:
             head = await self.head(key)
@@ -584,9 +617,10 @@ class Store:
     async def pages(
         self, prefix: str | None = None, *, after: str | None = None
     ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
-        """List the store, a page at a time. A page that fails is requested again, after the last key of those before.
+        """List the store, a page at a time.
 
-        An object may come twice where a listing had to begin again: keep them by their `path`.
+        If a page fails, the listing continues after the last key so far. Some stores must begin the
+        listing again, so an object may come twice: identify objects by `path`.
 
         Raises:
             StoreUnreachableError: no page came within the time-out, on every attempt.
@@ -627,9 +661,12 @@ class Store:
             await self._retry_or_raise(failure, tries)
 
     async def level(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
-        """List the objects and the directories in a directory, but not what is below; raises `StoreError`."""
+        """List the objects and the directories directly in a directory.
+
+        Raises `StoreError`.
+        """
         prefix, tries = folder or None, self._tries("listing")
-        # The client reads all pages, which may have no end.
+        # The client reads all pages, and the pages may have no end.
         seconds = max(self._timeout, tries.policy.deadline)
         return await self._attempt(
             lambda store: asyncio.wait_for(
@@ -640,13 +677,16 @@ class Store:
 
     @answerable
     async def head(self, key: str, *, index: object = None) -> Head:
-        """Request an object's size and version; `index` is the sample's, for errors; raises `StoreError`."""
+        """Request the size and the version of an object.
+
+        `index` is the index of the sample, for errors. Raises `StoreError`.
+        """
         tries = self._tries(f"requesting the metadata of {key!r}", key, index)
         meta = await self._attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)
 
     async def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object, a file in parts; raises `StoreError`."""
+        """Write an object. A file is written in parts. Raises `StoreError`."""
         await self._attempt(
             lambda store: obstore.put_async(store, key, data), self._tries(f"writing {key!r}", key)
         )
@@ -656,7 +696,7 @@ StoreLike = str | os.PathLike[str] | Store
 
 
 def as_store(store: StoreLike) -> Store:
-    """The store itself, or one with defaults for a URL or a path."""
+    """Return a store; make a store with defaults for a URL or a path."""
     return store if isinstance(store, Store) else Store(store)
 
 

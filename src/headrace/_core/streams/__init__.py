@@ -1,1 +1,1 @@
-"""The interface of datasets: kinds, base classes, iterators, composition."""
+"""Interface of datasets: kinds, base classes, iterators, composition."""

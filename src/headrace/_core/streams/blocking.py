@@ -17,14 +17,17 @@ from headrace._core.torchcompat.private import outside_workers
 
 T_co = TypeVar("T_co", covariant=True)
 _END = object()
-_lock = threading.Lock()  # for `_loop`
+_lock = threading.Lock()  # guards `_loop`
 _loop: LoopThread | None = None
 # Another thread of the parent may hold the lock at a fork.
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def background_loop() -> LoopThread:
-    """The background loop of this process: started at first use, for the life of the process."""
+    """Return the background loop of this process.
+
+    The loop starts at the first use and lives as long as the process.
+    """
     global _loop
     with _lock:
         if _loop is None or not _loop.alive:
@@ -39,9 +42,10 @@ def _close_at_exit() -> None:
 
 
 class SyncStream(Iterator[T_co], Generic[T_co]):
-    """An async stream, read from the background loop one sample at a time; functions run on the reading thread.
+    """Blocking iterator over an async stream.
 
-    If `whole`, it yields all samples in a torch worker too, and not the worker's part.
+    The background loop reads one sample at a time. Functions run on the reading thread. With
+    `whole`, the iterator yields all samples in a torch worker too, not only the worker's part.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     ) -> None:
         self._functions = functions
         self._place = outside_workers if whole else contextlib.nullcontext
-        self._divided = reader_divides()  # a context variable of this thread
+        self._divided = reader_divides()  # from a context variable of this thread
         with self._place():
             self._stream = start_stream(dataset)
 

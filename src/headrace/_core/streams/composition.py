@@ -1,8 +1,8 @@
-"""The algebra of composed datasets: sources to fetch from on the event loop, and functions to apply in the workers.
+"""Composed datasets: sources to fetch on the event loop, functions for workers.
 
-A composition (`map`, `concat`, torch's `Subset`, …) knows its sources and how to rebuild itself
-over others. `plan` moves the functions of `map` from the parts to the outside, so that only
-fetching is left on the loop.
+A composition (`map`, `concat`, torch's `Subset`, …) knows the sources, and can be rebuilt over
+other sources. `plan` moves the functions of `map` from the parts to the outside. Only fetching
+remains on the loop.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from typing import Any
 from headrace._core.text import dataset_repr
 
 Functions = tuple[Callable[[Any], object], ...]
-"""Functions that are applied to a sample, the first one first."""
+"""Functions to apply to a sample, the first function first."""
 
 
 class Composition:
-    """A dataset that is made of other datasets, its sources."""
+    """A dataset made of other datasets, the sources."""
 
     sources: Sequence[Any]
 
     def over(
         self, sources: Sequence[object], functions: Sequence[Functions]
     ) -> tuple[object, Functions]:
-        """This composition over other sources, and the functions that its samples still need, given those of theirs."""
-        raise NotImplementedError  # each composition has its own
+        """Return this composition over other sources, and the remaining functions.
+
+        Args:
+            sources: the new sources.
+            functions: for each source, the functions to apply to samples of the source.
+
+        Returns:
+            The composition, and the functions to apply to samples of the composition.
+        """
+        raise NotImplementedError
 
 
 class MapComposition(Composition):
@@ -48,10 +56,16 @@ class MapComposition(Composition):
 
 
 class ConcatComposition(Composition):
-    """Samples each of which is one of a source."""
+    """A composition that concatenates or mixes sources.
+
+    Each sample comes from a single source.
+    """
 
     numbered = False
-    """Whether samples are pairs of a source's number and its sample, for `PartFunctions`, as functions differ."""
+    """True if samples are pairs: the number of the source, and the sample.
+
+    `PartFunctions` needs the number, because the functions differ between sources.
+    """
 
     def __repr__(self) -> str:
         return f"concat([{', '.join(map(dataset_repr, self.sources))}])"
@@ -68,7 +82,11 @@ class ConcatComposition(Composition):
 
 
 def plan(dataset: object) -> tuple[Any, Functions]:
-    """The source of a dataset, which runs no function of `map`, and these functions; the dataset itself without any."""
+    """Split a dataset into a source without functions, and functions.
+
+    Returns:
+        The source and the functions of `map`. A dataset without functions is the source itself.
+    """
     if not isinstance(dataset, Composition):
         return dataset, ()
     planned = [plan(source) for source in dataset.sources]
@@ -76,7 +94,10 @@ def plan(dataset: object) -> tuple[Any, Functions]:
 
 
 def gives_tables(dataset: object) -> bool:
-    """Whether a sample of a dataset is a row of an Arrow table, so that a batch is one table."""
+    """Return whether samples are rows of an Arrow table.
+
+    A batch of rows is then a table.
+    """
     if isinstance(dataset, Composition):
         return all(map(gives_tables, dataset.sources))
     return bool(getattr(dataset, "gives_tables", False))
@@ -89,7 +110,10 @@ def apply_functions(functions: Functions, sample: object) -> Any:
 
 
 class PartFunctions:
-    """Applies the functions of one source to a pair of the source's number and a sample of it."""
+    """Applies each source's functions to numbered samples.
+
+    A numbered sample is a pair: the number of the source, and the sample.
+    """
 
     def __init__(self, functions: Sequence[Functions]) -> None:
         self._functions = functions

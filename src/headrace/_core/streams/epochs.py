@@ -1,4 +1,4 @@
-"""The epoch that a stream is read in, the order that follows from it, and the seeds of what is in the stream."""
+"""Epochs, orders and seeds of streams."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from headrace._core.streams.kinds import children, propagate_epoch
 from headrace._core.text import whole_number
 
 session_epoch: ContextVar[int | None] = ContextVar("headrace_epoch", default=None)
-"""The epoch of the loader that the running code reads for."""
+"""Epoch of the loader for which the running code reads."""
 
 session_seed: ContextVar[int | None] = ContextVar("headrace_seed", default=None)
-"""The `seed=` of that loader, which orders of streams without a seed of their own follow."""
+"""Seed of the same loader, used by streams without a seed."""
 
 current_repetition: ContextVar[int] = ContextVar("headrace_repetition", default=0)
-"""A number that differs for each repetition of a stream within one epoch; 0 for the first."""
+"""A different number for each repetition of a stream within an epoch; 0 for the first."""
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Return a seed as a plain int of 64 bits; None stays None."""
+    """Return a seed as an int of 64 bits; None stays None."""
     return None if seed is None else whole_number("seed", seed, 0, 2**64 - 1)
 
 
 class Order(NamedTuple):
-    """The order of a stream in one pass, by its seed; `number` distinguishes several of one stream."""
+    """The order of a stream during a pass.
+
+    `number` distinguishes several orders of the same stream.
+    """
 
     seed: int
     epoch: int
@@ -41,17 +44,20 @@ class Order(NamedTuple):
 
 
 class FollowsEpoch:
-    """A stream whose order differs from epoch to epoch.
+    """A stream with a different order in each epoch.
 
-    The epoch is the one passed to `set_epoch`; without a call (the stream is made inside a
-    generator function, say) that of the loader that reads the stream; without a loader 0.
+    The epoch is the number passed to `set_epoch`. Without a call of `set_epoch` (for example, if a
+    generator function makes the stream) the epoch is the loader's. Without a loader the epoch is 0.
     """
 
     wants_epoch = True  # loaders call `set_epoch` before each epoch
     _epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, of the streams inside, too; loaders call this."""
+        """Set the number of the next epoch, also of inner streams.
+
+        Loaders call this method.
+        """
         self._epoch = epoch = whole_number("epoch", epoch)
         for part in children(self):
             propagate_epoch(part, epoch)
@@ -62,27 +68,33 @@ class FollowsEpoch:
         return Order(seed, epoch, current_repetition.get())
 
 
-# The place of a stream in its composition decides its seeds, and not the order in which streams
-# happen to start: a restored stream has the seeds that it had. Keys are spawned as by NumPy's
-# `SeedSequence`: each composition takes one, and derives its children's from that.
+# Seeds depend on the place of a stream in the composition, not on the time when the stream starts:
+# a restored stream has the same seeds as before. Keys are spawned as by NumPy's `SeedSequence`:
+# each composition takes a key, and derives keys for the children.
 
 stream_seeds: ContextVar[Iterator[int]] = ContextVar(
     "headrace_stream_seeds",
     default=itertools.repeat(0),  # noqa: B039
 )
-"""The keys of the streams that start now; equal ones without a loader."""
+"""Keys for streams started now; all keys are equal without a loader."""
 
 
 def keys_within(key: int) -> bound:
-    """Start streams with keys of their own, in the order in which they start, within the place that has `key`."""
+    """Give streams started within this context keys derived from `key`.
+
+    Each stream takes the next key, in the order of starting.
+    """
     return bound(stream_seeds, (batch_seed(key, 0, number) for number in itertools.count()))
 
 
 def spawn_key() -> int:
-    """The key of the stream that starts now."""
+    """Return the key for a stream started now."""
     return next(stream_seeds.get())
 
 
 def child_seeds(key: int, child: int) -> bound:
-    """Start a child of the stream that has a key; again with the same number, it gets the same seeds."""
+    """Give child number `child` keys derived from the parent's `key`.
+
+    The same number gives the same seeds again.
+    """
     return keys_within(batch_seed(key, 1, child))

@@ -1,4 +1,4 @@
-"""The base class of async streams (iterable-style datasets), and the streams that its methods make."""
+"""`AsyncIterableDataset`, the base class of async streams, and its operations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ U = TypeVar("U")
 
 
 class AsyncIterableDataset(IterableDataset[T_co]):
-    """A stream of samples, read with `async for`: subclass it and define `__aiter__`, as an async generator.
+    """A stream of samples, read with `async for`.
 
-    The dataset also works in a stock torch loader, and in a plain `for`: `__iter__` reads the
-    stream on a background loop.
+    Subclasses define `__aiter__` as an async generator. The dataset also works in a stock torch
+    loader and in a plain `for`: `__iter__` reads the stream on a background loop.
 
     Example:
         >>> class Count(AsyncIterableDataset[int]):
@@ -38,35 +38,37 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     """
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Start to read the stream from its first sample."""
-        # Not an abstract method: the error is raised where it is used, with the remedy.
+        """Start to read the stream from the first sample."""
+        # Not an abstract method: the error appears at the first use, with the remedy.
         raise NotImplementedError(
             f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`"
         )
 
     def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
-        """This stream with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
+        """Apply `fn` to each sample, in the loader's CPU workers.
 
-        As the last operation, `fn` runs together with `transform`, a batch at a time. With others
-        after it (`filter`, `shuffle`, `pipe`, …) samples go to a worker in small groups, and come
-        back in order, before they are batched.
+        The result is the same as with the loader's `transform`. As the last operation, `fn` runs
+        together with `transform`, a batch at a time. If other operations follow (`filter`,
+        `shuffle`, `pack`, …), small groups of samples go to a worker and return in order, before
+        batching.
         """
         return MappedStream(self, fn)
 
     def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
-        """The samples of this stream for which ``fn(sample)`` is true.
+        """Keep the samples for which ``fn(sample)`` is true.
 
-        A loader calls `fn` in its CPU workers before samples are batched, so that batches are full;
-        a `map` before a `filter` runs there too, in the same request. Samples are sent to a worker
-        and back for this: if small values (a key, a header) are enough for the decision, filter
-        before the bytes are decoded. Ranks may be left with different numbers of samples: apply
-        `split` after it.
+        A loader calls `fn` in the CPU workers before batching, so batches are full. A `map` before
+        a `filter` runs there too, in the same request. Samples go to a worker and back for the
+        filter: if small values (a key, a header) are enough for the decision, filter before
+        decoding. Ranks may be left with different numbers of samples: apply `split` after the
+        filter.
 
         Example:
             >>> from headrace import from_async_iterable
             >>> async def numbers():
             ...     for i in range(6): yield i
-            >>> list(from_async_iterable(numbers).map(lambda i: i * i).filter(lambda square: square % 2))
+            >>> squares = from_async_iterable(numbers).map(lambda i: i * i)
+            >>> list(squares.filter(lambda square: square % 2))
             [1, 9, 25]
         """
         check_function("the function of filter", fn)
@@ -75,11 +77,13 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         )
 
     def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
-        """This stream several times in succession, or for ever; shuffled streams in another order each time.
+        """Repeat this stream several times, or without end.
+
+        Shuffled streams have another order in each repetition.
 
         Args:
-            times: number of repetitions; None for no end, except after a repetition without a
-                sample.
+            times: number of repetitions; None for no end. Even with None, the stream ends after a
+                repetition without samples.
 
         Raises:
             ValueError: `times` is negative.
@@ -97,7 +101,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         )
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
-        """The first `count` samples of this stream, or all if it has fewer; of each rank, if split over ranks.
+        """Take the first `count` samples, or all samples of a shorter stream.
+
+        If the stream is split over ranks, the count is for each rank.
 
         Raises:
             ValueError: `count` is negative.
@@ -106,15 +112,15 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
-        """This stream in another order at each epoch: each window of `buffer_size` samples is permuted.
+        """Shuffle this stream, in another order at each epoch.
 
-        For each sample given, one of the next window is read, so memory holds one buffer. A sample
-        moves by less than `buffer_size` places, and at most two windows are read again to continue
-        from a saved position.
+        Each window of `buffer_size` samples is permuted. For each sample given, a sample of the
+        next window is read, so memory holds a single buffer. A sample moves by less than
+        `buffer_size` places. To continue from a saved position, at most two windows are read again.
 
         Args:
             buffer_size: size of the buffer, in samples.
-            seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
+            seed: seed of the order, combined with the epoch; None for the loader's seed, else 0.
 
         Raises:
             ValueError: `buffer_size` is not positive, or `seed` is out of range.
@@ -134,11 +140,12 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def split(
         self, *, rank: int | None = None, world_size: int | None = None
     ) -> AsyncIterableDataset[T_co]:
-        """Every n-th sample of this stream, so that every rank gets the same number, of a stream that is not split.
+        """Give each rank every n-th sample, the same number on all ranks.
 
-        Each rank reads the whole stream, which must be the same on all; so do the workers of a
-        stock torch loader, which count as ranks. A stream of shards inside does not split itself
-        then. An incomplete last round is dropped.
+        The stream must not be split yet. Each rank reads the whole stream, so the stream must be
+        the same on all ranks. The workers of a stock torch loader also read the whole stream and
+        count as ranks. An inner stream of shards does not split itself then. An incomplete last
+        round is dropped.
 
         Args:
             rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
@@ -152,7 +159,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             >>> from headrace import from_async_iterable
             >>> async def numbers():
             ...     for i in range(7): yield i
-            >>> [list(from_async_iterable(numbers).split(rank=rank, world_size=2)) for rank in range(2)]
+            >>> stream = from_async_iterable(numbers)
+            >>> [list(stream.split(rank=rank, world_size=2)) for rank in range(2)]
             [[0, 2, 4], [1, 3, 5]]
         """
         return SplitStream(self, RankChoice(rank, world_size))
@@ -166,35 +174,38 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         fields: Sequence[str] = ("tokens",),
         labels: PackLabels | None = None,
     ) -> AsyncIterableDataset[dict[str, torch.Tensor]]:
-        """Documents of tokens, packed into sequences of `seq_len` tokens.
+        """Pack documents of tokens into sequences of `seq_len` tokens.
 
-        A document is a list, array or tensor of integers, or a dict of them. A sequence is a dict
-        of tensors: ``"tokens"`` (int64); ``"segment_ids"``, 1 for the first document in it, 2 for
-        the next, …, and 0 for padding; ``"positions"``, which restart at each document, and at
-        padding; further `fields` with their dtypes. Padding is 0, in a field named ``"labels"``
-        -100. A document longer than a sequence is cut, and its pieces are documents of their own;
-        nothing is left out. It runs on the loader's event loop.
+        A document is a list, array or tensor of integers, or a dict of several. A document longer
+        than a sequence is cut, and each piece counts as a document. No token is left out. Packing
+        runs on the loader's event loop.
 
-        Ranks that pack shards of their own have different numbers of sequences: `split` the result,
-        or use ``coordinated=True``. After a restore, documents are read again from the oldest of an
-        incomplete sequence.
+        A sequence is a dict of tensors of shape (seq_len,): ``"tokens"`` (int64);
+        ``"segment_ids"``, 1 for the first document in the sequence, 2 for the next, …, and 0 for
+        padding; ``"positions"``, which restart at each document and at padding; further `fields`
+        with the dtypes of the documents. Padding is 0, and -100 in a field named ``"labels"``.
+
+        Ranks that pack different shards have different numbers of sequences: `split` the result, or
+        use ``coordinated=True``. After a restore, documents are read again from the oldest document
+        of an incomplete sequence.
 
         Args:
             seq_len: length of a sequence, in tokens.
-            strategy: ``"concat"``: a document continues in the next sequence, and only the last one
-                is padded. ``"first_fit"``, ``"best_fit"``: it is placed whole, in the oldest or the
-                fullest open one with room.
-            window: number of sequences open for them. If all lack room, the fullest is given out;
-                each is after 4 × `window` others.
-            fields: keys of the per-token values of a dict, the first of them that of the tokens.
-                A dict may have no other keys: remove other keys by `map` before.
-            labels: ``"next"`` adds ``"labels"``: the token that follows in the document;
-                ``"same"``: the token itself, but for a document's first, for models that shift
-                them, as those of transformers. -100 elsewhere.
+            strategy: ``"concat"``: a document continues in the next sequence, and only the last
+                sequence is padded. ``"first_fit"``, ``"best_fit"``: a document is placed whole, in
+                the oldest or the fullest open sequence with room.
+            window: number of open sequences of ``"first_fit"`` and ``"best_fit"``. If no open
+                sequence has room, the fullest is given out. Every sequence is given out after at
+                most 4 × `window` other sequences.
+            fields: keys of the per-token values of a dict, first the key of the tokens. A dict may
+                have no other keys: remove other keys by `map` before.
+            labels: ``"next"`` adds ``"labels"``: the following token of the document. ``"same"``:
+                the token itself, except for the first of a document; for models that shift labels,
+                as in transformers. -100 elsewhere.
 
         Raises:
-            ValueError: an argument is out of range; at a document that is not made of integers,
-                lacks a field, or has other keys.
+            ValueError: an argument is out of range, or a document is not made of integers, lacks a
+                field, or has other keys.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -232,10 +243,10 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on one stream, or on a tuple of them; `shown` is its repr, with ``{}`` in place of the one stream's.
+    """An operation on a stream, or on a tuple of streams.
 
-    Its iterators are of the class `operator`, made of `dataset` and `options`, with an `order` in
-    place of a `seed`.
+    Iterators have the class `operator` and are made from `dataset` and `options`, with an `order`
+    in place of a `seed`. `shown` is the repr, with ``{}`` in place of the repr of `dataset`.
     """
 
     def __init__(self, dataset: Any, shown: str, operator: Any, **options: Any) -> None:
@@ -259,7 +270,7 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
 
 def _is_endless(stream: Any) -> bool:
-    """Whether a stream is known to have no end."""
+    """Return whether a stream is known to have no end."""
     operator = getattr(stream, "_operator", None)
     if operator is Take:
         return False
@@ -272,8 +283,8 @@ def _is_endless(stream: Any) -> bool:
 class MappedStream(MapComposition, OperatedStream[T_co]):
     """A stream with a function applied to each sample; made by `map`.
 
-    A loader applies the last functions of the expression together with `transform`; those before
-    another operation, in its workers before batching.
+    A loader applies the last functions of an expression together with `transform`. Functions before
+    another operation run in the loader's workers before batching.
     """
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
@@ -284,13 +295,15 @@ class MappedStream(MapComposition, OperatedStream[T_co]):
 
 
 class SplitStream(OperatedStream[T_co]):
-    """One rank's part of a stream that every rank reads whole; made by `split`."""
+    """A rank's part of a stream; made by `split`.
+
+    Every rank reads the whole stream.
+    """
 
     splits_by_rank = True
     splits_over_workers = True  # in a torch loader each worker reads its own part
-    divides_samples = (
-        True  # each rank reads the whole stream, so that a position is one of all ranks
-    )
+    # Each rank reads the whole stream, so a position is valid for all ranks.
+    divides_samples = True
 
     def __init__(self, dataset: Any, ranks: RankChoice) -> None:
         super().__init__(dataset, "{}.split()", Split)
@@ -307,7 +320,7 @@ class SplitStream(OperatedStream[T_co]):
 
 
 class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):
-    """Streams one after the other; made by `headrace.concat`, and of torch's `ChainDataset`."""
+    """Streams in succession; made by `headrace.concat` or torch's `ChainDataset`."""
 
     def __init__(self, datasets: Sequence[object]) -> None:
         self.sources = tuple(datasets)

@@ -1,7 +1,7 @@
-"""The kind of a dataset and its optional capabilities, found by methods: a user's class needs no base class.
+"""Kinds and optional capabilities of datasets.
 
-Also the datasets and samplers that are reachable through a dataset's attributes, and the epoch that
-they follow.
+Methods decide the kind: a user's class needs no base class. The module also finds the datasets and
+samplers in a dataset's attributes, and sets the epoch of each.
 """
 
 from __future__ import annotations
@@ -46,41 +46,46 @@ class DatasetKind(enum.Enum):
 class Capabilities(NamedTuple):
     aget: bool = False
     agets: bool = False
-    # samples are byte ranges, so that neighbours are read by one request; see `RangedDataset`
-    ranges: bool = False
+    ranges: bool = False  # samples are byte ranges, read together; see `RangedDataset`
     aiter: bool = False
 
 
-MOST_BLOCKS = 192  # read side by side; 192 is a multiple of the usual numbers of ranks
-BLOCK_BYTES = 256 << 10  # of neighbours that one request reads
-BYTES_AT_ONCE = 64 << 20  # of all blocks that are read side by side
-MOST_AHEAD = (
-    1 << 20
-)  # samples of blocks read as a whole that are planned ahead: plans take 50 bytes a sample
-MOST_SAMPLES = (
-    1 << 22
-)  # of blocks that are read as a whole, side by side: their order takes 0.1 µs a sample
+MOST_BLOCKS = 192  # read side by side; a multiple of the usual numbers of ranks
+BLOCK_BYTES = 256 << 10  # neighbouring bytes to read with a single request
+BYTES_AT_ONCE = 64 << 20  # all blocks read side by side
+# Samples to plan ahead if blocks are read as a whole: plans take 50 bytes a sample.
+MOST_AHEAD = 1 << 20
+# Samples of the blocks side by side, if read as a whole: the order takes 0.1 µs a sample.
+MOST_SAMPLES = 1 << 22
 
 
 class Blocks(NamedTuple):
-    """The sizes with which samples of a map-style dataset are read in random order: blocks of neighbours."""
+    """Blocks of neighbouring samples, read in random order.
 
-    size: int  # samples in a block; the mean, where there are `borders`
-    at_once: int  # blocks that are read side by side
-    borders: IntArray | None = (
-        None  # the first sample of each block that is read as a whole; None for equal blocks
-    )
-    ahead: int = 0  # blocks whose samples are planned ahead; 0 for two times `at_once`
-    content: str = ""  # a checksum: with other blocks a state is refused
+    The `blocks` attribute of a map-style dataset gives the sizes.
+    """
+
+    size: int  # samples in a block; the mean if there are `borders`
+    at_once: int  # blocks to read side by side
+    # First sample of each block if blocks are read as a whole; None for blocks of equal size.
+    borders: IntArray | None = None
+    ahead: int = 0  # blocks with samples to plan ahead; 0 for two times `at_once`
+    content: str = ""  # checksum; a state saved with other blocks is refused
 
     @property
     def samples(self) -> int:
-        """The number of samples that are read side by side."""
+        """Number of samples read side by side."""
         return self.size * self.at_once
 
     @classmethod
     def within(cls, most_bytes: int, sample_bytes: int, size: int = 0) -> Blocks:
-        """Blocks of `size` samples, or of `BLOCK_BYTES`, of which as many are read side by side as the bytes allow."""
+        """Make blocks of equal size.
+
+        Args:
+            most_bytes: bytes of all blocks read side by side.
+            sample_bytes: bytes of a sample.
+            size: samples in a block; 0 for blocks of `BLOCK_BYTES`.
+        """
         sample_bytes = max(1, sample_bytes)
         size = size or max(1, BLOCK_BYTES // sample_bytes)
         most = min(MOST_BLOCKS, most_bytes // (size * sample_bytes))
@@ -92,10 +97,15 @@ class Blocks(NamedTuple):
     def whole(
         cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1
     ) -> Blocks:
-        """Blocks of `counts` samples that are read as a whole, together `nbytes` bytes.
+        """Make blocks to be read as a whole.
 
-        Half of `most_bytes` is for the blocks side by side, the rest for those that follow or are
-        larger than others. An `ahead`-th of them is planned ahead.
+        Args:
+            most_bytes: half of the bytes is for the blocks read side by side. The other half is for
+                the following blocks, and for blocks of more than average size.
+            nbytes: bytes of all blocks together.
+            counts: samples of each block. Empty blocks are left out.
+            text: further content for the checksum.
+            ahead: divides the number of blocks side by side; the result is planned ahead.
         """
         sizes = np.array([count for count in counts if count] or [0], np.int64)
         n = int(sizes.sum())
@@ -108,37 +118,50 @@ class Blocks(NamedTuple):
 
     @property
     def shown(self) -> tuple[int, int, str]:
-        """What an order depends on."""
+        """Values that determine an order."""
         return self.size, self.at_once, self.content
 
     def firsts(self, n: int) -> IntArray:
-        """The first sample of each block, of `n` samples."""
+        """Return the first sample of each block, for `n` samples."""
         return np.arange(0, n, self.size) if self.borders is None else self.borders
 
 
 def blocks_of(dataset: object) -> Blocks | None:
-    """The blocks in which a dataset is read. None: a loader reads the dataset in torch's order."""
+    """Return the blocks of a dataset.
+
+    None: a loader reads the dataset in torch's order.
+    """
     found = getattr(dataset, "blocks", None)
     return found if isinstance(found, Blocks) else None
 
 
 def reads_whole_blocks(dataset: object) -> bool:
-    """Whether a dataset reads and keeps whole blocks, as row groups, for all samples that wait."""
+    """Return whether whole blocks are read and kept, for example row groups.
+
+    A block is kept for all waiting samples of the block.
+    """
     blocks = blocks_of(dataset)
     return blocks is not None and blocks.borders is not None
 
 
 def capabilities(dataset: object) -> Capabilities:
-    """The capabilities of a dataset; a class whose instances differ defines `_capabilities`."""
+    """Return the capabilities of a dataset.
+
+    A class defines `_capabilities` if instances have different capabilities.
+    """
     found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
     return found
 
 
 def joined_part(dataset: object, sampler: object) -> float:
-    """The part of the look-ahead that is planned at once, since a request serves several samples; 0 if none does."""
+    """Return the fraction of the look-ahead to plan at once.
+
+    Planning several samples at once lets a request serve several samples. Returns 0 if requests
+    serve a single sample.
+    """
     ranges = capabilities(dataset).ranges
     if reads_whole_blocks(dataset) or (ranges and getattr(sampler, "order_of", "") == "samples"):
-        return 1 / 8  # of neighbours, which a request serves anyway
+        return 1 / 8  # the samples are neighbours: requests serve several samples anyway
     return 0.5 if ranges else 0
 
 
@@ -151,7 +174,10 @@ def capabilities_by_methods(dataset: object) -> Capabilities:
 
 
 def has_method(part: object, name: str) -> bool:
-    """Whether an object has a method; its `__getattr__` may raise any error."""
+    """Return whether an object has a method.
+
+    `__getattr__` of the object may raise any error.
+    """
     try:
         return callable(getattr(part, name, None))
     except Exception:  # user code
@@ -159,7 +185,10 @@ def has_method(part: object, name: str) -> bool:
 
 
 def signature_of(function: Callable[..., object]) -> inspect.Signature:
-    """As `inspect.signature`, without evaluating annotations: they may name what only type checkers import."""
+    """Return the signature, as `inspect.signature`, without evaluating annotations.
+
+    Annotations may contain names imported only for type checkers.
+    """
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -168,7 +197,11 @@ def signature_of(function: Callable[..., object]) -> inspect.Signature:
 
 
 def kind_of(dataset: object) -> DatasetKind:
-    """The kind of a dataset, by its methods; raises `DatasetTypeError` if it has none of them."""
+    """Return the kind of a dataset, by the methods.
+
+    Raises:
+        DatasetTypeError: the object is a class or an iterator, or has no method of a dataset.
+    """
     if isinstance(dataset, type):
         raise DatasetTypeError(
             f"{dataset.__name__} is a class: give an object of it, {dataset.__name__}(...)"
@@ -177,7 +210,7 @@ def kind_of(dataset: object) -> DatasetKind:
     if can.aget:
         return DatasetKind.ASYNC_MAP
     advance = getattr(type(dataset), "__next__", getattr(type(dataset), "__anext__", None))
-    if isinstance(advance, types.WrapperDescriptorType):  # a built-in iterator: a generator, a file
+    if isinstance(advance, types.WrapperDescriptorType):  # a built-in iterator: generator, file
         raise DatasetTypeError(
             f"{short_repr(dataset)} can be read only once: each later epoch would be empty. "
             f"Give a list of the samples, an object whose __iter__ starts anew, "
@@ -195,33 +228,42 @@ def kind_of(dataset: object) -> DatasetKind:
 
 
 def sample_key(dataset: Any, index: Any) -> str | None:
-    """The dataset's name of the sample at `index`, for an error message; None if it has none or fails."""
+    """Return the dataset's name of a sample, for an error message.
+
+    Returns None if there is no name, or `sample_key` of the dataset fails.
+    """
     if not has_method(dataset, "sample_key"):
         return None
     try:
         key = dataset.sample_key(index)
         return None if key is None else str(key)
-    except (
-        BaseException
-    ):  # called while an error is reported, often because `index` is wrong; that error matters
+    except BaseException:
+        # Called while an error is reported, often of a wrong `index`. Only the reported error
+        # matters.
         return None
 
 
 async def fetch_all(dataset: Any, indices: Sequence[Any]) -> Sequence[Any]:
-    """Fetch the samples at `indices`: by one call of `agets` if there is one, else by concurrent calls of `aget`."""
+    """Fetch the samples at `indices`.
+
+    A dataset with `agets` gets a single call. Otherwise `aget` is called concurrently.
+    """
     if capabilities(dataset).agets:
         samples: Sequence[Any] = await dataset.agets(indices)
         return samples
     return await asyncio.gather(*map(dataset.aget, indices))
 
 
-# elements of a container, which may be a list of a million keys: it has no dataset if these are
-# none
+# Elements to check of a container. A container may be a list of a million keys. The container holds
+# no dataset if the first elements are no datasets.
 _FIRST = 32
 
 
 def children(dataset: Any) -> Iterator[Any]:
-    """The datasets and samplers in all attributes of a dataset, and in the dicts, lists and tuples there."""
+    """Yield the datasets and samplers in a dataset's attributes.
+
+    Dicts, lists and tuples in attributes are searched too.
+    """
     for value in list(getattr(dataset, "__dict__", {}).values()):
         several = (
             value.values()
@@ -247,7 +289,10 @@ def _is_dataset(value: Any) -> bool:
 
 
 def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any]:
-    """A dataset and all datasets in its attributes, each once, parts before the dataset that holds them."""
+    """Yield a dataset and all datasets in the attributes, each once.
+
+    Parts come before the dataset that holds the parts.
+    """
     visited = set() if visited is None else visited
     if id(dataset) not in visited:
         visited.add(id(dataset))
@@ -257,7 +302,10 @@ def walk_datasets(dataset: Any, visited: set[int] | None = None) -> Iterator[Any
 
 
 def given_rank(stream: Any) -> RankInfo | None:
-    """The rank that the user gave to a stream, or to the streams it is made of; None if there is none, or several."""
+    """Return the rank given by the user to a stream or to inner streams.
+
+    Returns None if no rank was given, or several different ranks.
+    """
     choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
     given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
     (found,) = given if len(given) == 1 else (None,)
@@ -267,9 +315,11 @@ def given_rank(stream: Any) -> RankInfo | None:
 def propagate_epoch(
     part: Any, epoch: int, *, only_wanted: bool = False, visited: set[int] | None = None
 ) -> None:
-    """Call `set_epoch` of a dataset or sampler, which passes it on; if it has none, of those in its attributes.
+    """Call `set_epoch` of a dataset or sampler.
 
-    With `only_wanted`, torch datasets and samplers without ``wants_epoch = True`` are left out.
+    A `set_epoch` method passes the epoch on. If `part` has no such method, the datasets and
+    samplers in the attributes of `part` are called. With `only_wanted`, torch datasets and samplers
+    without ``wants_epoch = True`` are left out.
     """
     visited = set() if visited is None else visited
     if id(part) in visited:
@@ -277,9 +327,8 @@ def propagate_epoch(
     visited.add(id(part))
     if not has_method(part, "set_epoch"):
         for child in children(part):
-            if not (
-                isinstance(part, Sampler) and isinstance(child, Dataset)
-            ):  # the sampler's data source
+            # Not the data source of a sampler.
+            if not (isinstance(part, Sampler) and isinstance(child, Dataset)):
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
     elif not only_wanted or getattr(
         part, "wants_epoch", (can := capabilities(part)).aget or can.aiter
@@ -288,12 +337,18 @@ def propagate_epoch(
 
 
 def ranks_differ(stream: Any) -> bool:
-    """Whether ranks of a stream may get different numbers of samples, since each reads shards of its own."""
+    """Return whether ranks may get different numbers of samples.
+
+    The numbers may differ if each rank reads shards of its own.
+    """
     if getattr(stream, "equal_on_ranks", False):
         return False
     return getattr(stream, "ranks_differ", False) or any(map(ranks_differ, children(stream)))
 
 
 def splits_by_rank(stream: Any) -> bool:
-    """Whether a stream, or a part of it, reads only its rank's part, as `split`, and streams of shards."""
+    """Return whether a stream or a part reads only the samples of a rank.
+
+    `split` and streams of shards do.
+    """
     return any(getattr(part, "splits_by_rank", False) for part in walk_datasets(stream))

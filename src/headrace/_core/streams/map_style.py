@@ -1,4 +1,4 @@
-"""The base classes of async map-style datasets, and the datasets that their methods and `headrace.concat` make."""
+"""Base classes of async map-style datasets, and compositions of datasets."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ U = TypeVar("U")
 
 
 class AsyncDataset(Dataset[T_co]):
-    """A map-style dataset that fetches with `await`: subclass it, define `aget` and `__len__`.
+    """A map-style dataset that fetches with `await`.
 
-    A loader runs `aget` as a coroutine on its event loop, hundreds concurrently. It should wait for
-    I/O and compute little: CPU work (decoding, augmentation) belongs in the loader's `transform` or
-    in `map`.
+    Subclasses define `aget` and `__len__`. A loader runs hundreds of `aget` coroutines concurrently
+    on an event loop. `aget` should wait for I/O and compute little: CPU work (decoding,
+    augmentation) belongs in the loader's `transform` or in `map`.
 
-    Optional methods: `agets(indices)` for stores that answer many keys in one request; it gets the
-    indices of a whole batch and returns their samples in order. `sample_key(index)` names a sample
-    (a path, an object's key) for errors.
+    Optional methods: `agets(indices)` is for stores that answer many keys in a single request.
+    `agets` gets the indices of a whole batch and returns the samples in order.
+    `sample_key(index)` names a sample (a path, an object's key) for errors.
 
-    Open connections by `headrace.per_loop`, which closes them when the loader closes. See
-    docs/your-own-dataset.md.
+    Open connections with `headrace.per_loop`: the connections are then closed when the loader
+    closes. See docs/your-own-dataset.md.
 
     The dataset also works in a stock torch loader: `__getitem__` and `__getitems__` run the async
     methods on a background loop and wait.
@@ -66,16 +66,17 @@ class AsyncDataset(Dataset[T_co]):
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`."""
-        # Not an abstract method: the error is raised where it is used, with the remedy.
+        # Not an abstract method: the error appears at the first use, with the remedy.
         raise NotImplementedError(
             f"{type(self).__name__} must define `async def aget(self, index)`"
         )
 
     def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
-        """This dataset with `fn` applied to each sample, in the loader's CPU workers; the same as its `transform`.
+        """Apply `fn` to each sample, in the loader's CPU workers.
 
-        It runs there also below `headrace.concat` and torch's compositions. Only code of yours that
-        calls `aget` of the mapped dataset runs `fn` in place.
+        The result is the same as with the loader's `transform`. `fn` also runs in the workers below
+        `headrace.concat` and torch's compositions. If your own code calls `aget` of the mapped
+        dataset, `fn` runs in place.
         """
         return MappedDataset(self, fn)
 
@@ -85,23 +86,29 @@ class AsyncDataset(Dataset[T_co]):
         return sample
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
-        """The samples at `indices`, fetched concurrently; torch's loader calls this for a batch."""
+        """Fetch the samples at `indices` concurrently.
+
+        Torch's loader calls this method for a batch.
+        """
         source, functions = plan(self)
         samples: Sequence[Any] = background_loop().run(fetch_all(source, indices))
         return [apply_functions(functions, each) for each in samples]
 
 
 async def _aget(dataset: Any, index: Any) -> Any:
-    return await dataset.aget(index)  # called on the loop: it may return any awaitable
+    return await dataset.aget(index)  # called on the loop: `aget` may return any awaitable
 
 
 class RangedDataset(AsyncDataset[T_co]):
-    """A map-style dataset of byte ranges: define `ranges`, `read_range`, `sample_of` and `__len__`; `aget` is derived.
+    """A map-style dataset of byte ranges.
 
-    A loader takes the ranges of all batches that it has planned, reads those that lie near each
-    other by one request, and passes each sample's own bytes to `sample_of`. If a joined request
-    fails, or `sample_of` raises, the sample is fetched again by itself with `aget`, whose error
-    names it. A subclass that defines `aget` is read only with that.
+    Subclasses define `ranges`, `read_range`, `sample_of` and `__len__`. `aget` is derived. If a
+    subclass defines `aget`, loaders use only `aget`.
+
+    A loader takes the ranges of all planned batches, reads neighbouring ranges with a single
+    request, and passes the bytes of each sample to `sample_of`. If a joined request fails, or
+    `sample_of` raises, the sample is fetched again alone with `aget`. The error of `aget` then
+    names the sample.
 
     Example:
         >>> class Letters(RangedDataset[str]):
@@ -117,7 +124,9 @@ class RangedDataset(AsyncDataset[T_co]):
     """
 
     def ranges(self, indices: Sequence[Any]) -> Ranges:
-        """The byte ranges of the samples at `indices`; the dataset chooses the numbers of its objects.
+        """Return the byte ranges of the samples at `indices`.
+
+        The dataset chooses the numbers of objects.
 
         Raises:
             IndexError: an index is out of range.
@@ -125,20 +134,29 @@ class RangedDataset(AsyncDataset[T_co]):
         raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
 
     def range(self, index: Any) -> tuple[int, int, int]:
-        """Object, start and stop of the bytes of the sample at `index`; raises `IndexError` if there is none."""
+        """Return object, start and stop of the sample at `index`.
+
+        Raises `IndexError` if there is no sample.
+        """
         number, start, stop = (int(column[0]) for column in self.ranges([index]))
         return number, start, stop
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read the bytes from `start` up to `stop` of an object; `index` is given if they are for one sample only."""
+        """Read the bytes of an object from `start` up to `stop`.
+
+        `index` is given if the bytes are for a single sample.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define `async def read_range(self, number, start, stop)`"
         )
 
     def sample_of(self, index: Any, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; copy what is kept, since `data` may be part of a larger buffer."""
+        """Make the sample at `index` from bytes.
+
+        `data` may be part of a larger buffer, so copy anything to keep.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define `def sample_of(self, index, data)`"
         )
@@ -146,14 +164,20 @@ class RangedDataset(AsyncDataset[T_co]):
     def samples_of(
         self, indices: Sequence[Any], data: Sequence[memoryview]
     ) -> Sequence[T_co] | torch.Tensor:
-        """Make the samples of a batch, if that is faster than one by one: a sequence of them, or one new tensor."""
+        """Make the samples of a batch: a sequence, or a new tensor.
+
+        Override this method if a batch is faster to make than sample by sample.
+        """
         return list(map(self.sample_of, indices, data))
 
     def _capabilities(self) -> Capabilities:
         return capabilities_by_methods(self)._replace(ranges=type(self).aget is RangedDataset.aget)
 
     async def aget(self, index: Any) -> T_co:
-        """Fetch the sample at `index`; read it again once if `sample_of` raises `ShardError`."""
+        """Fetch the sample at `index`.
+
+        If `sample_of` raises `ShardError`, the bytes are read again once.
+        """
         try:
             return self.sample_of(index, await self.read_bytes(index))
         except ShardError:
@@ -169,7 +193,10 @@ class RangedDataset(AsyncDataset[T_co]):
         )
 
     async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
-        """Fetch the samples at `indices`, in order; those near each other by one request."""
+        """Fetch the samples at `indices`, in order.
+
+        Neighbouring samples are read with a single request.
+        """
         if not capabilities(self).ranges:
             return list(await asyncio.gather(*map(self.aget, indices)))
         views = await read_ranges(self.ranges(indices), self.read_range)
@@ -177,7 +204,10 @@ class RangedDataset(AsyncDataset[T_co]):
 
 
 def positions(indices: Sequence[Any], length: int) -> IntArray:
-    """Indices as an array of positions from 0; negative ones count from the end, and errors are those of a list."""
+    """Return indices as an array of positions from 0.
+
+    Negative indices count from the end. Errors are as for a list.
+    """
     found = index_array(indices)
     if found.dtype.kind not in "iu":
         if len(found):
@@ -199,7 +229,10 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
         return f"{dataset_repr(self.dataset)}.map({function_name(self.fn)})"
 
     async def aget(self, index: object) -> T_co:
-        """Fetch a sample, and apply the function in place; loaders call `aget` of the inner source, see `plan`."""
+        """Fetch a sample, and apply the function in place.
+
+        Loaders call `aget` of the inner source instead, see `plan`.
+        """
         sample: T_co = self.fn(await self.dataset.aget(index))
         return sample
 
@@ -208,17 +241,18 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
 
 
 class IndexedParts(ConcatComposition, AsyncDataset[Any]):
-    """Samples of one dataset or several, one after the other; made by `headrace.concat`.
+    """Samples of datasets in succession; made by `headrace.concat`.
 
-    Reads batches with `agets` if all parts can, and byte ranges if all parts can. Objects of byte
-    ranges are numbered in turn: the first of each part, then the second of each.
+    Batches are read with `agets` if all parts have `agets`, and byte ranges if all parts have byte
+    ranges. The objects of byte ranges are numbered in turn: the first object of each part, then the
+    second of each part.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = tuple(sources)
         refuse_mixes(self.sources)
         self._ends = list(itertools.accumulate(map(len, self.sources)))
-        # A mapped dataset has no classes: its function may have changed the labels.
+        # A mapped dataset has no classes: the function may have changed the labels.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}
         if len(known) > 1:
             what = "the same label means different classes; give folders the same classes="
@@ -230,7 +264,7 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     @functools.cached_property
     def blocks(self) -> Blocks | None:
-        """The smallest blocks of the parts, if all have some."""
+        """The smallest blocks of the parts, if all parts have blocks."""
         found = [blocks for source in self.sources if (blocks := blocks_of(source)) is not None]
         if len(found) < len(self.sources):
             return None
@@ -249,7 +283,10 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         )
 
     def locate(self, index: Any) -> tuple[int, Any]:
-        """The number of a part, and the index in it; raises if `index` is out of range."""
+        """Return the number of a part, and the index within the part.
+
+        Raises `IndexError` if `index` is out of range.
+        """
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
@@ -266,7 +303,12 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         )
 
     def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
-        """For each part that has any of the samples: its number, their slots in `indices`, their indices in it."""
+        """Group `indices` by part.
+
+        Returns:
+            For each part with samples: the number of the part, the slots of the samples in
+            `indices`, and the indices within the part.
+        """
         parts: dict[int, tuple[int, list[int], list[object]]] = {}
         for slot, index in enumerate(indices):
             part, inner = self.locate(index)
@@ -330,13 +372,16 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
 
 class MixedParts(IndexedParts):
-    """A mix of map-style datasets: their concatenation, with an order for loaders.
+    """A mix of map-style datasets.
+
+    The mix is the concatenation of the datasets, with an order for loaders.
 
     Attributes:
-        names: of the datasets.
-        schedule: numbers of samples of the mix, ascending from 0, and weights from there on.
-        seed: of the order; None for the seed of the loader.
-        stop: whether an epoch ends with the first dataset that has ended, or with the last.
+        names: names of the datasets.
+        schedule: pairs of a number of samples of the mix, ascending from 0, and the weights from
+            this number on.
+        seed: seed of the order; None for the seed of the loader.
+        stop: whether an epoch ends with the first dataset to end, or with the last.
     """
 
     def __init__(
@@ -360,7 +405,7 @@ class MixedParts(IndexedParts):
 
 
 def refuse_mixes(sources: Sequence[Any]) -> None:
-    """Raise `TypeError` if a part of some datasets is a mix."""
+    """Raise `TypeError` if some datasets contain a mix."""
     for part in itertools.chain.from_iterable(map(walk_datasets, sources)):
         if isinstance(part, MixedParts):
             raise TypeError(

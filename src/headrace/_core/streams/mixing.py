@@ -1,4 +1,4 @@
-"""The mix of several streams: weights, schedules, and how many samples of each were drawn."""
+"""The mix of several streams by weights and schedules."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from headrace._core.streams.resumable import (
     start_stream,
 )
 
-_BLOCK = 1024  # random numbers of a mix
+_BLOCK = 1024  # random numbers drawn at once
 Stop = Literal["first", "all", "once"]
 
 
 class Mix(StreamOperation[object]):
     """Samples drawn from several streams by weight.
 
-    The weights are ascending pairs of the number of draws from which they hold, and a list. A
-    dataset that occurs in several streams has another order in each. Each rank draws for itself, so
-    that a step of many ranks has samples of all streams.
+    `weights` is a schedule of ascending pairs: a number of draws, and the list of weights from this
+    number on. A dataset in several streams has another order in each stream. Each rank draws
+    separately, so a step of many ranks has samples of all streams.
     """
 
     operation = "mix"
@@ -59,26 +59,22 @@ class Mix(StreamOperation[object]):
         self._weights = weights
         self._stop = stop
         self._order = order
-        self._rank = ranks.shard().in_worker().index  # 0 if the mix is read whole, and divided then
-        self._drawn = 0  # numbers
+        self._rank = ranks.shard().in_worker().index  # 0 if the mix is divided after reading
+        self._drawn = 0  # random numbers used so far
         self._over = False
-        self._gave = [False] * count  # whether the current pass of each has given a sample
-        self._left_out = [False] * count  # streams from which nothing is drawn any more
-        self._passes = [0] * count  # completed passes of each
+        self._gave = [False] * count  # for each stream: the current pass has given a sample
+        self._left_out = [False] * count  # for each stream: no longer drawn from
+        self._passes = [0] * count  # for each stream: completed passes
         self._key = spawn_key()
         self._occurrences = [*_occurrences(datasets)]
         self._inner = [self._start(number) for number in range(count)]
         self._states: list[State | None] = [None] * count
-        self._touched = {*range(count)}  # streams whose states are out of date
-        self._block, self._numbers = (
-            -1,
-            list[float](),
-        )  # random numbers, and the number of their block
-        self._ends, self._last = (
-            list[float](),
-            0,
-        )  # of the streams' ranges among the numbers; the last range
-        self._weighed_until: float = 0  # draws
+        self._touched = {*range(count)}  # streams with outdated entries in `_states`
+        # Number of the current block of random numbers, and the random numbers.
+        self._block, self._numbers = -1, list[float]()
+        # Ends of the streams' ranges among the random numbers, and the last non-empty range.
+        self._ends, self._last = list[float](), 0
+        self._weighed_until: float = 0  # `_drawn` at the next change of weights
 
     def _start(self, number: int) -> ResumableIterator[Any]:
         passes, dataset = self._passes[number], self._datasets[number]
@@ -96,11 +92,11 @@ class Mix(StreamOperation[object]):
         return self._numbers[offset]
 
     def _weigh(self) -> None:
-        """Set the ranges of the streams as of now."""
+        """Set the ranges of the streams by the current weights."""
         (_, weights), *later = self._weights[self._entry() :]
         self._weighed_until = later[0][0] if later else math.inf
         kept = [0.0 if out else weight for weight, out in zip(weights, self._left_out, strict=True)]
-        largest = max(kept) or 1.0  # sums of shares of it neither overflow nor vanish
+        largest = max(kept) or 1.0  # sums of weight / largest neither overflow nor vanish
         self._ends = list(itertools.accumulate(weight / largest for weight in kept))
         self._last = bisect.bisect_left(self._ends, self._ends[-1])
 
@@ -108,7 +104,7 @@ class Mix(StreamOperation[object]):
         while not (self._over or self._closed):
             if self._drawn >= self._weighed_until:
                 self._weigh()
-            if not self._ends[-1]:  # all that have a weight have ended
+            if not self._ends[-1]:  # all streams with a weight have ended
                 await self._end()
                 break
             chosen = bisect.bisect_right(self._ends, self._draw() * self._ends[-1], hi=self._last)
@@ -117,7 +113,7 @@ class Mix(StreamOperation[object]):
                 sample = await anext(self._inner[chosen])
             except StopAsyncIteration:
                 await self._on_end(chosen)
-            except Exception:  # of this sample; the next call draws anew
+            except Exception:  # the error of a sample; the next call draws again
                 self._drawn += 1
                 raise
             else:
@@ -127,9 +123,8 @@ class Mix(StreamOperation[object]):
         raise StopAsyncIteration
 
     async def _on_end(self, chosen: int) -> None:
-        again = (
-            self._gave[chosen] and self._stop != "once"
-        )  # one without a sample would be started again for ever
+        # A stream without a sample would be started again without end.
+        again = self._gave[chosen] and self._stop != "once"
         if again:
             self._passes[chosen] += 1
         else:
@@ -146,13 +141,16 @@ class Mix(StreamOperation[object]):
         await close_all(ended)
 
     def _is_awaited(self, number: int) -> bool:
-        """Whether a stream has not ended yet, and has a weight now or later."""
+        """Return whether the mix still waits for the end of a stream.
+
+        The stream has not ended yet, and has a weight now or later.
+        """
         if self._left_out[number] or self._passes[number]:
             return False
         return any(weights[number] for _, weights in self._weights[self._entry() :])
 
     def _entry(self) -> int:
-        """The number of the entry of the schedule that holds now."""
+        """Return the position of the current entry of the schedule."""
         return bisect.bisect_right(self._weights, self._drawn, key=operator.itemgetter(0)) - 1
 
     async def _end(self) -> None:
@@ -167,7 +165,7 @@ class Mix(StreamOperation[object]):
 
     def _restore_inner(self, state: State) -> None:
         for stream, saved in zip(self._inner, state["inner"], strict=True):
-            if saved is not None:  # otherwise nothing was read of it
+            if saved is not None:  # otherwise the stream was never read
                 stream.load_state_dict(saved)
 
     async def aclose(self) -> None:
@@ -183,7 +181,11 @@ class Mix(StreamOperation[object]):
 
 
 def _occurrences(datasets: Sequence[object]) -> Iterator[int]:
-    """For each dataset, how many times one of its parts occurs in those before it."""
+    """Yield for each dataset the number of earlier occurrences.
+
+    For each part of the dataset, the earlier datasets with the same part are counted. The largest
+    count is the number of occurrences.
+    """
     seen = Counter[int]()
     for dataset in datasets:
         parts = {id(part) for part in walk_datasets(dataset)}

@@ -1,4 +1,4 @@
-"""The operations on streams: take, concat, repeat; split and shuffle, which hold samples."""
+"""Operations on streams: take, concat, repeat, split and shuffle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Take(StreamOperation[T]):
 
     async def __anext__(self) -> T:
         if self._left <= 0:
-            await self.aclose()  # stops its read-ahead
+            await self.aclose()  # stops reading ahead
             raise StopAsyncIteration
         sample: T = await anext(self._inner)
         self._left -= 1
@@ -49,7 +49,10 @@ class Take(StreamOperation[T]):
 
 
 class Concat(StreamOperation[Any]):
-    """Streams one after the other; `numbered` samples are pairs of the stream's number and its sample."""
+    """Streams in succession.
+
+    `numbered` samples are pairs: the number of the stream, and the sample.
+    """
 
     operation = "concat"
     options = ("parts",)
@@ -60,8 +63,8 @@ class Concat(StreamOperation[Any]):
         self._datasets = datasets
         self._parts = len(datasets)
         self._numbered = numbered
-        self._begun = 0  # streams
-        self._gave = True  # whether the current one has given a sample
+        self._begun = 0  # number of started streams
+        self._gave = True  # whether the current stream has given a sample
         self._key = spawn_key()
 
     async def __anext__(self) -> Any:
@@ -86,13 +89,16 @@ class Concat(StreamOperation[Any]):
         return self._begun >= self._parts
 
     def _open(self) -> ResumableIterator[object]:
-        """Start the stream with the number `_begun`, from 1."""
+        """Start stream number `_begun`, counted from 1."""
         with child_seeds(self._key, self._begun - 1):
             return start_stream(self._datasets[self._begun - 1])
 
 
 class Repeat(Concat):
-    """A stream several times; with ``times=None`` until a repetition without a sample."""
+    """A stream repeated several times.
+
+    With ``times=None``, the stream ends after a repetition without samples.
+    """
 
     operation = "repeat"
     options = ("times",)
@@ -101,7 +107,7 @@ class Repeat(Concat):
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__([dataset])
         self._times = times
-        self._repetition = current_repetition.get()  # of this iterator itself, if it is repeated
+        self._repetition = current_repetition.get()  # of this iterator, in an outer `Repeat`
 
     def _is_over(self) -> bool:
         return not self._gave if self._times is None else self._begun == self._times
@@ -117,20 +123,20 @@ class Repeat(Concat):
 
 
 class Split(ReplayOperation[T]):
-    """Every n-th sample of a stream that is the same in all shards; every shard gets the same number.
+    """Every n-th sample of a stream, the same number for all shards.
 
-    A group is one sample for each shard. Samples are returned when their group is complete, so that
-    no shard is ahead of another by more than the time to read a group. An incomplete last group is
-    dropped. Between groups the states of all shards are equal.
+    The source must give all shards the same samples. A group has a sample for each shard. A sample
+    is returned when the group is complete, so no shard is ahead of another by more than the time to
+    read a group. An incomplete last group is dropped. Between groups the states of all shards are
+    equal.
     """
 
     operation = "split"
     options = ("world_size",)
 
     def __init__(self, source: AsyncIterable[T], shard: ShardOptions) -> None:
-        with child_seeds(
-            spawn_key(), 0
-        ):  # all samples, even of a stream that splits itself by rank
+        # Read all samples, even of a stream that splits by rank.
+        with child_seeds(spawn_key(), 0):
             super().__init__(
                 InContext(bound(undivided, True), source) if shard.count > 1 else source
             )
@@ -154,12 +160,12 @@ class Split(ReplayOperation[T]):
 
 
 class ShuffleBuffer(ReplayOperation[T]):
-    """Another order: each window of `buffer_size` samples is permuted.
+    """A shuffled stream: each window of `buffer_size` samples is permuted.
 
-    In TensorFlow's `Dataset.shuffle`, each sample that enters the buffer replaces one drawn at
-    random, so that the samples in the buffer can be from anywhere in the stream: its state would be
-    the samples themselves. Here it is the position before the window, from which the window is read
-    again, and the number of samples given of it.
+    In TensorFlow's `Dataset.shuffle`, each sample that enters the buffer replaces a random sample.
+    The buffered samples may then come from anywhere in the stream, and the state would be the
+    samples themselves. Here the state is the position before the window, and the number of samples
+    already given from the window. After a restore the window is read again.
     """
 
     operation = "shuffle"
@@ -171,14 +177,14 @@ class ShuffleBuffer(ReplayOperation[T]):
         super().__init__(source)
         self._size = buffer_size
         self._order = order
-        self._window = 0  # number of the window that is read
-        self._ahead: list[T] = []  # its samples
-        self._errors_before = 0  # errors given before them
-        self._ahead_position: State | None = (
-            None  # before it; None before the first: that of the mark
-        )
-        self._read_before = 0  # samples and errors that were read before them
-        self._samples: list[T] = []  # left of the window that is given, the next one last
+        self._window = 0  # number of the window being read
+        self._ahead: list[T] = []  # samples of the window being read
+        self._errors_before = 0  # errors given before the window being read
+        # Position before the window being read. None for the first window: the position of the
+        # mark.
+        self._ahead_position: State | None = None
+        self._read_before = 0  # samples and errors read before the window being read
+        self._samples: list[T] = []  # rest of the window being given, the next sample last
 
     def _put(self, sample: T) -> Any:
         self._ahead.append(sample)
@@ -213,7 +219,11 @@ class ShuffleBuffer(ReplayOperation[T]):
         self._ahead_position = self._exact_state()
 
     def _latest_mark(self) -> Mark:
-        """The position before the current window; where that ends, that before the next, with the errors in it."""
+        """Return the mark before the current window.
+
+        At the end of a window, return the mark before the next window. Errors already given from
+        the next window then count as given after the mark.
+        """
         mark = self._mark or self._new_mark()
         if self._samples:
             return mark

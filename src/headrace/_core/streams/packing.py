@@ -1,4 +1,4 @@
-"""Documents of tokens packed into sequences of one length."""
+"""Documents of tokens packed into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from headrace.errors import StateError
 
 PackStrategy = Literal["concat", "first_fit", "best_fit"]
 PackLabels = Literal["next", "same"]
-_LONGEST_WAIT = 4  # windows of sequences, which an open one waits at most for more documents
-_IGNORED = -100  # the label that torch's cross entropy leaves out
+_LONGEST_WAIT = 4  # windows of sequences; an open sequence waits at most so long for documents
+_IGNORED = -100  # label ignored by torch's cross entropy
 
 
-_Piece = tuple[
-    Sequence[AnyArray], int, int
-]  # the columns of a document, one for each field; start, stop
+# The columns of a document, one for each field; start, stop.
+_Piece = tuple[Sequence[AnyArray], int, int]
 
 
 class _Sequence(NamedTuple):
-    first: int  # number of the read that gave its first piece
-    pieces: list[_Piece] | None  # None: of before a restored position
+    first: int  # number of the read that gave the first piece
+    pieces: list[_Piece] | None  # None if the pieces were read before a restored position
 
 
 class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     """Sequences of pieces of documents.
 
-    A mark has the numbers of tokens in the open sequences, by which later documents are placed as
-    before. What is in them is unknown after a restore: they are among those that are dropped.
+    A mark has the numbers of tokens in the open sequences. With the same numbers, later documents
+    are placed as before. After a restore the contents of the sequences are unknown, and the
+    sequences are among the samples that are read again and dropped.
     """
 
     operation = "pack"
@@ -56,20 +56,19 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         self._window = 1 if strategy == "concat" else window
         self._names = names
         self._labels = labels
-        self._filled = 0  # sequences
-        self._queued = 0  # of those, in `_ready`
-        # The open sequences, the oldest first, with their numbers of tokens, and of sequences
-        # filled before:
+        self._filled = 0  # filled sequences
+        self._queued = 0  # filled sequences in `_ready`
+        # The open sequences, the oldest first.
         self._open_ones: list[_Sequence] = []
-        self._used: list[int] = []
-        self._opened: list[int] = []
+        self._used: list[int] = []  # tokens in each open sequence
+        self._opened: list[int] = []  # `_filled` when each open sequence was opened
 
     async def __anext__(self) -> dict[str, torch.Tensor]:
         sequence: Any = await super().__anext__()
         if sequence.pieces is None:
             raise StateError(
-                "a sequence has documents of before the position that was restored: the stream has other documents "
-                "now, or the state is damaged"
+                "a sequence has documents of before the position that was restored: the stream has "
+                "other documents now, or the state is damaged"
             )
         return self._tensors(sequence.pieces)
 
@@ -104,7 +103,10 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         return self._ready.popleft() if self._ready else NOTHING
 
     def _place(self, most: int) -> int | None:
-        """The open sequence for a piece: with at most so many tokens."""
+        """Return the first or fullest open sequence of at most `most` tokens.
+
+        None if all open sequences have more tokens. The strategy decides between first and fullest.
+        """
         used = self._used
         if self._strategy != "best_fit":
             return next((place for place, tokens in enumerate(used) if tokens <= most), None)
@@ -136,13 +138,13 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
                 for name, column in zip(names, columns, strict=False)
             ]
             raise ValueError(
-                f"a document needs {list(names)} of one length, the first of integers, but has {', '.join(found)}: "
-                f"tokenise before pack(), and set its fields="
+                f"a document needs {list(names)} of one length, the first of integers, but has "
+                f"{', '.join(found)}: tokenise before pack(), and set its fields="
             )
         if isinstance(sample, Mapping) and len(sample) > len(names):
             raise ValueError(
-                f"pack() would leave out {[name for name in sample if name not in names]} of a document: "
-                f"add keys with a value for each token to fields=, "
+                f"pack() would leave out {[name for name in sample if name not in names]} of a "
+                f"document: add keys with a value for each token to fields=, "
                 f"and remove other keys by map() before pack()"
             )
         return columns
@@ -151,9 +153,8 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         size, names = self._seq_len, self._names
         rows = {}
         for number, name in enumerate(names):
-            padding, least = (
-                (_IGNORED, np.int64) if name == "labels" else (0, np.bool)
-            )  # unsigned labels are widened
+            # Unsigned labels are widened.
+            padding, least = (_IGNORED, np.int64) if name == "labels" else (0, np.bool)
             kind = (
                 np.result_type(least, *{columns[number].dtype for columns, _, _ in pieces})
                 if number
@@ -169,9 +170,8 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
                 rows[name][at:end] = column[start:stop]
             segments[at:end] = segment
             positions[at:end] = count[: end - at]
-            if (
-                self._labels == "next"
-            ):  # also after the last token of a piece, if the document goes on
+            # Also after the last token of a piece, if the document continues.
+            if self._labels == "next":
                 following = columns[0][start + 1 : stop + 1]
                 labels[at : at + len(following)] = following
             elif self._labels == "same":

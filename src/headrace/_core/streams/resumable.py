@@ -1,4 +1,4 @@
-"""The position of a stream's iterator as a state that can be saved, and iterators that continue from one."""
+"""Stream iterators with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from headrace._core.text import dataset_repr, error_message, warn_user
 from headrace.errors import StateError
 
 T = TypeVar("T")
-NOTHING: Any = type("NOTHING", (), {})  # the same one in other processes
+NOTHING: Any = type("NOTHING", (), {})  # a class, so identical in other processes
 ORIGINS = 1024
 _MOST_MARKS = 64
 
 State = dict[str, Any]
-"""JSON values, where no user's object adds others."""
+"""JSON values, unless the state of a user's object adds other values."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A user's dataset, iterator or sampler with a state of its own, as for torchdata's `StatefulDataLoader`."""
+    """A user's dataset, iterator or sampler with a state.
+
+    The methods are as for torchdata's `StatefulDataLoader`.
+    """
 
     def state_dict(self) -> State: ...
 
@@ -37,14 +40,19 @@ class Stateful(Protocol):
 
 
 def is_stateful(part: object) -> TypeGuard[Stateful]:
-    """As `isinstance` with `Stateful`, which takes 2 µs; False for a `state_dict` with arguments, as litdata's."""
+    """Return whether a part has both methods of `Stateful`.
+
+    `isinstance` with `Stateful` would take 2 µs. A `state_dict` with required arguments, as in
+    litdata, does not count.
+    """
     named = has_method(part, "state_dict") and has_method(part, "load_state_dict")
-    return named and _has_state_without_arguments(type(part))  # type: ignore[arg-type]  # mypy takes its __hash__
+    # mypy checks the `__hash__` of instances, not of the type.
+    return named and _has_state_without_arguments(type(part))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
 def _has_state_without_arguments(kind: type) -> bool:
-    with contextlib.suppress(AttributeError, ValueError):  # an attribute of the instance, a builtin
+    with contextlib.suppress(AttributeError, ValueError):  # an instance attribute, a builtin
         try:
             signature_of(kind.state_dict).bind(None)  # type: ignore[attr-defined]
         except TypeError:
@@ -53,22 +61,33 @@ def _has_state_without_arguments(kind: type) -> bool:
 
 
 class ResumableIterator(AsyncIterator[T_co]):
-    """An async iterator whose position can be saved: after the last sample, or error, that `anext` gave.
+    """An async iterator with a position that can be saved.
 
-    Samples read ahead are read again. It can be saved after the end, after `aclose`, and after a
-    cancelled `anext` too.
+    The position is after the last sample or error from `anext`. Samples read ahead are read again
+    after a restore. The position can also be saved after the end, after `aclose`, and after a
+    cancelled `anext`.
     """
 
     @abstractmethod
     def state_dict(self) -> State:
-        """The position; its size grows with the shards that are open, not with those read."""
+        """Return the position.
+
+        The size of the state grows with the number of open shards, not with the number of shards
+        read.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: State) -> None:
-        """Continue after the position of `state`; called at most once, before the first `anext`."""
+        """Continue after the position of `state`.
+
+        Called at most once, before the first `anext`.
+        """
 
     def origin(self, number: int) -> Any:
-        """The file and the line, or the like, of an outcome, by its number since the start; called after an error."""
+        """Return the file and the line, or similar, of an outcome.
+
+        Called after an error. `number` counts outcomes since the start.
+        """
         return None
 
     async def aclose(self) -> None:
@@ -76,11 +95,11 @@ class ResumableIterator(AsyncIterator[T_co]):
 
 
 def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
-    """Start to read a stream, in place of `aiter`: the iterator's position can be saved and restored.
+    """Start to read a stream, in place of `aiter`.
 
-    An iterator of the user's is wrapped. Its state, and its dataset's, are asked for where they are
-    `Stateful`; without one, samples are counted, and a restored stream is read again from its
-    start.
+    The position of the returned iterator can be saved and restored. A user's iterator is wrapped.
+    The states of the iterator and of the dataset are saved if both, or either, are `Stateful`.
+    Without a state, samples are counted, and a restored stream is read again from the start.
     """
     if isinstance(dataset, ResumableIterator):
         return dataset
@@ -95,7 +114,10 @@ def start_stream(dataset: AsyncIterable[T]) -> ResumableIterator[T]:
 
 
 def passes_of(stream: Any) -> int:
-    """Completed passes of a stream that repeats without end, or of each in a list; else 0."""
+    """Return the completed passes of a stream repeated without end.
+
+    For a list of streams the smallest number counts. Returns 0 for other streams.
+    """
     if type(stream) is list:
         return min(map(passes_of, stream), default=0)
     inner = getattr(stream, "_inner", None)
@@ -103,7 +125,10 @@ def passes_of(stream: Any) -> int:
 
 
 async def close_all(*iterators: object) -> None:
-    """Close each, the last one first, even if the close of one fails or is cancelled."""
+    """Close all iterators, the last iterator first.
+
+    All are closed, even if a close fails or is cancelled.
+    """
     async with contextlib.AsyncExitStack() as stack:
         for iterator in iterators:
             if (close := getattr(iterator, "aclose", None)) is not None:
@@ -111,10 +136,13 @@ async def close_all(*iterators: object) -> None:
 
 
 def user_state(dataset: object, iterator: object, read: int) -> State:
-    """The state of a user's dataset and of its iterator, sync or async, after `read` samples."""
+    """Return the state of a user's dataset and iterator after `read` samples.
+
+    The iterator may be sync or async.
+    """
     state: State = {"read": read}
     for name, part in (("dataset", dataset), ("iterator", iterator)):
-        # A dataset that is its own iterator may have a state only from `iter()` on.
+        # A dataset may be the iterator itself, and may have a state only from `iter()` on.
         if is_stateful(part) and (name == "iterator" or part is not iterator):
             state[name] = copy.deepcopy(part.state_dict())
     if len(state) == 1 and read:
@@ -123,15 +151,17 @@ def user_state(dataset: object, iterator: object, read: int) -> State:
 
 
 def restore_user(dataset: object, state: State, start: Callable[[], T]) -> tuple[T, int]:
-    """An iterator made by `start` from such a state, and the number of samples to read again and drop."""
+    """Make an iterator with `start`, and restore the state of `user_state`.
+
+    Returns:
+        The iterator, and the number of samples to read again and drop.
+    """
     check_operation(state, None, name_of(dataset))
     restore_dataset(dataset, state)
-    if (
-        "iterator" in state and "dataset" not in state and is_stateful(dataset)
-    ):  # the dataset was its own iterator
-        with contextlib.suppress(
-            Exception
-        ):  # `__iter__` may need the state, and the state may need `__iter__`
+    # If the dataset was its own iterator, the dataset gets the iterator's state.
+    if "iterator" in state and "dataset" not in state and is_stateful(dataset):
+        # `__iter__` may need the state, and the state may need `__iter__`.
+        with contextlib.suppress(Exception):
             load_copy(dataset, state["iterator"], name_of(dataset))
     iterator = start()
     if "iterator" in state and not (
@@ -146,12 +176,12 @@ def _has_state(part: object, state: object) -> bool:
         return is_stateful(part) and pickle.dumps(copy.deepcopy(part.state_dict())) == pickle.dumps(
             state
         )
-    except Exception:  # of a class that pickle does not know
+    except Exception:  # for example, of a class unknown to pickle
         return False
 
 
 def restore_dataset(dataset: object, state: State) -> None:
-    """Restore a user's dataset alone, if the state has one of it."""
+    """Restore only a user's dataset, if the state has a dataset."""
     if "dataset" in state:
         load_copy(dataset, state["dataset"], name_of(dataset))
 
@@ -163,7 +193,10 @@ def load_copy(part: object, state: Any, whose: str) -> None:
 
 
 def state_of_dataset(state: Mapping[str, Any]) -> State | None:
-    """The state for the epoch after that of `state`, if the dataset has one that outlives its iterator."""
+    """Return the state for the epoch after the epoch of `state`.
+
+    Returns None unless the dataset has a state that outlives the iterator.
+    """
     stream = state.get("stream", state)
     if "dataset" not in stream:
         return None
@@ -172,16 +205,19 @@ def state_of_dataset(state: Mapping[str, Any]) -> State | None:
 
 
 def name_of(dataset: object) -> str:
-    """The class of a user's dataset; the expression that made one of ours."""
+    """Return the name of a dataset for messages.
+
+    A user's dataset is named by the class, headrace's datasets by the expression.
+    """
     ours = type(dataset).__module__.startswith("headrace.")
     return dataset_repr(dataset) if ours else type(dataset).__name__
 
 
 class Reread:
-    """The samples and errors that are read again after a restore, and dropped.
+    """Count of samples and errors to read again after a restore, and drop.
 
-    There are `count` of them, `errors` of which were errors; others would be new ones. The reader
-    counts samples down.
+    `count` is the number of samples and errors, and `errors` the number of errors among `count`.
+    Any further error is new. The reader counts samples down.
     """
 
     def __init__(self, count: int = 0, errors: int = 0) -> None:
@@ -190,25 +226,31 @@ class Reread:
         self._failed: StateError | None = None
 
     def error(self, error: Exception, stream: str) -> None:
-        """Count an error; raises `StateError` if there was a sample in its place, or if it is the end of the stream."""
+        """Count an error that was read again.
+
+        Raises:
+            StateError: the stream ended, or the error is new: before, a sample came instead.
+        """
         if isinstance(error, StateError):
             raise error
         if isinstance(error, StopIteration | StopAsyncIteration):
             self._failed = StateError(
-                f"{stream} ended after {self.count - self.left} samples, but {self.count} had been read when the "
-                f"state was saved: it is not the same stream, or not in the same order"
+                f"{stream} ended after {self.count - self.left} samples, but {self.count} had been "
+                f"read when the state was saved: it is not the same stream, or not in the same "
+                f"order"
             )
         elif not self._errors:
             self._failed = StateError(
-                f"a sample that was read before the state was saved cannot be read again, so the samples after it are "
-                f"unknown: {type(error).__name__}: {error_message(error)}. Restore the state once more"
+                f"a sample that was read before the state was saved cannot be read again, so the "
+                f"samples after it are unknown: {type(error).__name__}: {error_message(error)}. "
+                f"Restore the state once more"
             )
         self.check()
         self._errors -= 1
         self.left -= 1
 
     def check(self) -> None:
-        """Raise the `StateError` that was raised before: the samples that follow are unknown."""
+        """Raise an earlier `StateError` again: the following samples are unknown."""
         if self._failed is not None:
             raise self._failed
 
@@ -221,12 +263,12 @@ class _UserIterator(ResumableIterator[T]):
         self._iterator = iterator
         self._key, self._seeds = key, seeds
         self._read = 0
-        self._errors = 0  # of those read
+        self._errors = 0  # errors among `_read`
         self._reread = Reread()
 
     async def __anext__(self) -> T:
-        # A generator starts inner streams here. Not reset, which takes as long as reading a sample:
-        # streams of ours are started with seeds of their own.
+        # A generator starts inner streams here. The context variable is not reset, because a reset
+        # takes as long as reading a sample, and headrace's streams are started with other seeds.
         if stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
         if self._reread.left:
@@ -267,10 +309,10 @@ class _UserIterator(ResumableIterator[T]):
 
 
 def warn_of_rereading(state: object) -> None:
-    """Warn of each stream without a state of its own that will be read again from its start.
+    """Warn of streams without a state, to be read again from the start.
 
-    Called in the consumer's process, since warnings of other processes do not get there, with a
-    state, or several in dicts and lists.
+    Call this function in the consumer's process, because warnings of other processes do not get
+    there. `state` is a state, or several states in dicts and lists.
     """
     name = None
     if isinstance(state, Mapping):
@@ -278,27 +320,31 @@ def warn_of_rereading(state: object) -> None:
         state = [] if state.get("ended") is True else [*state.values()]
     if isinstance(name, str):
         warn_user(
-            f"{name} has no state_dict: to continue after {read} samples, it is read again from its start, and "
-            f"those samples are dropped; they must be the same, in the same order. Give {name}, or the iterator that "
-            f"it returns, state_dict() and load_state_dict(state)."
+            f"{name} has no state_dict: to continue after {read} samples, it is read again from "
+            f"its start, and those samples are dropped; they must be the same, in the same order. "
+            f"Give {name}, or the iterator that it returns, state_dict() and "
+            f"load_state_dict(state)."
         )
     elif isinstance(state, list):
         for part in state:
             warn_of_rereading(part)
 
 
-# Checks of whether a state is that of the stream, which raise `StateError`. The checksum of a
+# Checks whether a state belongs to a stream. The checks raise `StateError`. The checksum of a
 # loader's state excludes any other difference.
 
 
 def check_operation(state: State, expected: str | None, stream: str | None = None) -> None:
-    """Check that a state was saved of an operation; for None, of a `stream` without operations."""
+    """Check that a state was saved from the operation `expected`.
+
+    If `expected` is None, the state must be from a `stream` without operations.
+    """
     found = state.get("operation")
     if found != expected:
         saved = "a stream without operations" if found is None else repr(found)
         raise StateError(
-            f"the state was saved of {saved}, but the stream is {stream or repr(expected)} now: restore it with the "
-            f"same operations in the same order"
+            f"the state was saved of {saved}, but the stream is {stream or repr(expected)} now: "
+            f"restore it with the same operations in the same order"
         )
 
 
@@ -314,24 +360,24 @@ def expect_same(state: State, name: str, now: object) -> None:
 
 
 class StreamOperation(ResumableIterator[T]):
-    """An operation on one stream or several, which it owns and closes.
+    """An operation that owns and closes a stream, or several streams.
 
-    A class names its `operation`, the `options` that must be the same where a state is loaded, and
-    the `fields` that change while it reads; they are attributes of the same name after an
-    underscore. `_inner` is the stream that it reads, None if none is read now. Saving, restoring
-    and checking are written here, once.
+    A class names the `operation`, the `options` that must be equal when a state is loaded, and the
+    `fields` that change during reading. Options and fields are attributes of the same name after an
+    underscore. `_inner` is the stream being read, or None. The base class saves, restores and
+    checks states.
 
-    Operations are classes, not generators: an error of one sample is raised by `anext`, and the
-    next call continues after it. A generator would have ended, and with it the rest of the epoch.
+    Operations are classes, not generators. If a sample fails, `anext` raises the error, and the
+    next call continues after the error. A generator would have ended, and with the generator the
+    rest of the epoch.
     """
 
-    operation: ClassVar[str]  # its name in states
+    operation: ClassVar[str]  # name in states
     options: ClassVar[tuple[str, ...]] = ()
-    fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of them, `Order`s
-    works_on_parts: ClassVar[bool] = (
-        False  # whether each worker may apply it to its own part of the shards
-    )
-    ranks_differ: ClassVar[bool] = False  # whether equal numbers of samples may become unequal
+    fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of both, `Order`s
+    # Each worker may apply the operation to a part of the shards.
+    works_on_parts: ClassVar[bool] = False
+    ranks_differ: ClassVar[bool] = False  # equal numbers of samples on ranks may become unequal
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -342,14 +388,14 @@ class StreamOperation(ResumableIterator[T]):
         return sample
 
     def _open(self) -> ResumableIterator[Any]:
-        """Start the stream that a state is in the midst of; the fields are restored already."""
-        raise NotImplementedError  # not called where the stream is started with the operation
+        """Start the current stream of a state. The fields are restored before."""
+        raise NotImplementedError  # not called if the stream starts with the operation
 
     def _restored(self) -> None:
-        """Derive other attributes from the restored fields, before streams are restored."""
+        """Derive other attributes from restored fields, before restoring streams."""
 
     def _options(self) -> State:
-        """What must be the same where a state is loaded."""
+        """Return the values that must be equal when a state is loaded."""
         return {name: getattr(self, f"_{name}") for name in self.options}
 
     def state_dict(self) -> State:
@@ -388,48 +434,52 @@ class StreamOperation(ResumableIterator[T]):
 
 
 class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
-    """From which of an iterator's outcomes on a function gives their origins; the last ones."""
+    """Origins of an iterator's latest outcomes.
+
+    An entry has the number of the first outcome, and a function from the offset of an outcome to
+    the origin. The function is None if the origin is unknown.
+    """
 
     def of(self, number: int) -> Any:
-        for first, origin in reversed(list(self)):  # a copy, which another thread cannot change
+        for first, origin in reversed(list(self)):  # a copy: another thread may append
             if first <= number:
-                with contextlib.suppress(LookupError):  # an error came before it was read again
+                with contextlib.suppress(LookupError):  # the outcome is not read again yet
                     return origin and origin(number - first)
                 break
         return None
 
 
 class Mark(NamedTuple):
-    """A position that can be saved; with the numbers of samples and errors, and of errors, given before it."""
+    """A position that can be saved."""
 
-    given: int
-    errors: int
+    given: int  # samples and errors given before the position
+    errors: int  # errors given before the position
     position: State
 
 
 class ReplayOperation(StreamOperation[T]):
-    """An operation whose samples depend on some that it holds: not every position of it can be saved as such.
+    """An operation with held samples: not every position can be saved.
 
-    The state is then an earlier position, a mark, and how many samples and errors have been given
-    since. They are read again, and dropped.
+    The state is an earlier position, the mark, and the number of samples and errors given since the
+    mark. After a restore, samples and errors given since the mark are read again and dropped.
 
-    Each sample of the stream is passed to `_put`; after the end, `_rest` gives those that are held.
-    Samples in `_ready` are given before the stream is read on.
+    Each sample of the stream is passed to `_put`. After the end of the stream, `_rest` gives the
+    held samples. Samples in `_ready` are given before the stream is read further.
     """
 
-    # Dropped samples in a row, from which on the passes of a repeated stream are counted.
-    # A random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
+    # Number of samples dropped in a row after which passes of a repeated stream are counted. A
+    # random function that keeps 1 of 1,000 samples drops 10,000 in a row once in 20,000 times.
     most_dropped: ClassVar[int] = 10_000
 
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
         self._ended = False
         self._ready: deque[Any] = deque()
-        self._read = 0  # samples and errors of the stream
-        self._given = 0  # samples and errors, since the start or the restored position
-        self._errors = 0  # of those
-        self._dropped = 0  # samples in a row that were read for nothing
-        self._passes = 0  # of a repeated stream, when they became too many
+        self._read = 0  # samples and errors read from the stream
+        self._given = 0  # samples and errors given since the start or the restored position
+        self._errors = 0  # errors among `_given`
+        self._dropped = 0  # samples dropped in a row
+        self._passes = 0  # passes of a repeated stream when `_dropped` reached `most_dropped`
         self._mark: Mark | None = None
         self._reread = Reread()
         self._saved: State = {}  # the state while samples are read again
@@ -456,7 +506,7 @@ class ReplayOperation(StreamOperation[T]):
                     except StopAsyncIteration:
                         self._ended = True
                         continue
-                    except Exception:  # of user code; in place of a sample
+                    except Exception:  # of user code, in place of a sample
                         self._read += 1
                         self._origins.append((self._given, None))
                         raise
@@ -465,7 +515,7 @@ class ReplayOperation(StreamOperation[T]):
                     if sample is NOTHING:
                         continue
             except Exception as error:
-                if type(error) is not StopAsyncIteration:  # it stands in place of a sample
+                if type(error) is not StopAsyncIteration:  # in place of a sample
                     self._given += 1
                     self._errors += 1
                 if not reread.left:
@@ -480,7 +530,11 @@ class ReplayOperation(StreamOperation[T]):
                 reread.left -= 1
 
     def _drop(self, count: int) -> None:
-        """Count dropped samples; raise if nothing is left of a stream that repeats without end."""
+        """Count dropped samples.
+
+        Raises:
+            ValueError: nothing is left of a stream repeated without end.
+        """
         self._dropped += count
         if self._dropped < self.most_dropped:
             return
@@ -514,36 +568,48 @@ class ReplayOperation(StreamOperation[T]):
         return Mark(self._given, self._errors, self._exact_state())
 
     def _exact_state(self) -> State:
-        """The state at the current position, without what is held."""
+        """Return the state at the current position, without held samples."""
         return super().state_dict()
 
     def _latest_mark(self) -> Mark:
-        """The latest position from which what is held now can be read again; at the start, the start."""
-        raise NotImplementedError  # each operation has its own
+        """Return the latest mark before all held samples.
+
+        From this mark the held samples can be read again. Before the first sample, the mark is the
+        start.
+        """
+        raise NotImplementedError
 
     def _put(self, sample: Any) -> Any:
-        """Take the stream's next sample; returns the one to give, or `NOTHING`."""
-        raise NotImplementedError  # not called where `_rest` reads the stream
+        """Take the next sample of the stream.
+
+        Returns the sample to give, or `NOTHING`.
+        """
+        raise NotImplementedError  # not called if `_rest` reads the stream
 
     async def _rest(self) -> T:
-        """The next sample after the end of the stream."""
+        """Return the next sample after the end of the stream."""
         raise StopAsyncIteration
 
 
 class MarkingOperation(ReplayOperation[T]):
-    """An operation that holds samples for different times: its mark is the latest before the oldest of them.
+    """An operation that holds samples for different lengths of time.
 
-    Marks are the positions that were asked for. A sample that is held for long makes more to be
-    read again.
+    A mark is made whenever a state is requested. The mark of a state is the latest mark before the
+    oldest held sample. The longer a sample is held, the more samples are read again after a
+    restore.
     """
 
     def __init__(self, source: AsyncIterable[Any]) -> None:
         super().__init__(source)
-        self._marks: deque[tuple[int, Mark]] = deque()  # with the number read before them
+        # Marks, each with the number of samples and errors read before.
+        self._marks: deque[tuple[int, Mark]] = deque()
 
     def _oldest(self) -> int:
-        """The number of the read that gave the oldest sample that is held, `_read` if there is none."""
-        raise NotImplementedError  # each operation has its own
+        """Return the number of the read with the oldest held sample.
+
+        Returns `_read` if no sample is held.
+        """
+        raise NotImplementedError
 
     def _latest_mark(self) -> Mark:
         marks = self._marks
@@ -553,13 +619,16 @@ class MarkingOperation(ReplayOperation[T]):
         oldest = self._oldest()
         while len(marks) > 1 and marks[1][0] <= oldest:
             marks.popleft()
-        if len(marks) > _MOST_MARKS:  # then every second is dropped
+        if len(marks) > _MOST_MARKS:  # drop every second mark
             self._marks = deque((*itertools.islice(marks, 0, _MOST_MARKS, 2), marks[-1]))
         return self._marks[0][1]
 
 
 class InContext(ResumableIterator[T]):
-    """A stream that is started, read and restored within a context, since a generator starts its inner streams late."""
+    """A stream started, read and restored within a context.
+
+    A generator starts inner streams late, so the context must also be set during reading.
+    """
 
     def __init__(self, context: bound, dataset: AsyncIterable[T]) -> None:
         self._context = context
@@ -567,9 +636,8 @@ class InContext(ResumableIterator[T]):
             self._inner = start_stream(dataset)
 
     async def __anext__(self) -> T:
-        token = self._context.variable.set(
-            self._context.value
-        )  # for each sample: a third of the time of `with`
+        # Setting the variable takes a third of the time of `with`.
+        token = self._context.variable.set(self._context.value)
         try:
             return await anext(self._inner)
         finally:

@@ -1,7 +1,8 @@
-"""Functions of `map` and predicates of `filter` that are applied before samples are batched.
+"""`map` and `filter` functions applied before samples are batched.
 
-With a loader they run in its workers, by chunks of samples, and in order; so `pipe` and
-`batch_by_tokens` after them get finished samples. Without one they run in place.
+In a loader the functions run in the workers, by chunks of samples, and in order. Later operations,
+for example `pack` and `batch_by_tokens`, get finished samples. Without a loader the functions run
+in place.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from headrace._core.failure import as_exception, key_in
 from headrace._core.streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
 from headrace._core.text import add_note, function_name
 
-# Most samples in one request to a worker. A request takes some 150 µs besides the functions, and a
-# few ms on a busy machine, where 64 take a third of the time of 16.
+# Most samples in a request to a worker. A request takes some 150 µs besides the functions, and a
+# few ms on a busy machine: there, chunks of 64 take a third of the time of chunks of 16.
 CHUNK = 64
 
 
@@ -37,13 +38,21 @@ class Raised(NamedTuple):
 
 
 RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
-"""Applies steps to samples, of which the first is at a position of the stream; returns the outcome of each."""
+"""Applies steps to samples.
+
+Called with the samples, and the position of the first sample in the stream. Returns the outcome of
+each sample.
+"""
 
 Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, Callable[[], int]]]
-"""Makes a function that applies steps off the session's event loop; and one of how many requests keep that busy."""
+"""Makes, from steps, two functions for work off the session's event loop.
+
+The first function applies the steps. The second function returns the number of requests that keep
+the workers busy.
+"""
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
-"""That of the session that reads; None without a loader."""
+"""`Compute` of the session that reads; None without a loader."""
 
 
 def apply_steps(
@@ -51,7 +60,11 @@ def apply_steps(
     sample: Any,
     catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Any:
-    """The sample after all steps; `NOTHING` if it is not kept, `Raised` if a function raised one of `catch`."""
+    """Return a sample after all steps.
+
+    Returns `NOTHING` if a filter drops the sample, and `Raised` if a function raises one of
+    `catch`.
+    """
     step, read = steps[0], sample
     try:
         for step in steps:
@@ -74,50 +87,48 @@ def apply_steps(
 
 @dataclass
 class _Chunk:
-    """Samples in one request; an error of the stream is the last of them."""
+    """Samples of a request. Only the last can be an error of the stream."""
 
     first: int  # number of the first sample
-    position: State | None  # before it, if it is known
+    position: State | None  # position before the first sample, if known
     samples: list[object] = field(default_factory=list)
 
 
 class Steps(ReplayOperation[Any]):
     """A stream with steps applied.
 
-    In a loader one task reads ahead, and sends chunks of the samples that arrived while earlier
-    chunks were in progress. The position that is saved is that before a chunk; the outcomes given
-    of it are computed again after a restore, with the same seeds, and dropped.
+    In a loader a task reads ahead. The task sends samples in chunks: samples that arrive during
+    earlier requests form the next chunk. The saved position is the position before a chunk. After a
+    restore, outcomes already given from the chunk are computed again with the same seeds, and
+    dropped.
     """
 
     operation = "map, filter"
     fields = ("read",)
     works_on_parts = True
-    ranks_differ = True  # a filter
+    ranks_differ = True  # because of filters
 
     def __init__(self, source: Any, steps: tuple[Step, ...]) -> None:
-        while (
-            getattr(source, "_operator", None) is Steps
-        ):  # adjacent functions are applied in one request
+        # Adjacent functions are applied in the same request.
+        while getattr(source, "_operator", None) is Steps:
             source, steps = source.dataset, (*source._options["steps"], *steps)
         super().__init__(source)
         self._steps = steps
         prepare = compute.get()
         self._run: RunSteps | None
         self._parallel: Callable[[], int]
-        self._run, self._parallel = (
-            (None, int) if prepare is None else prepare(steps)
-        )  # chunks that keep it busy
-        self._held = 0  # samples read whose outcomes are not received
+        # `_parallel` returns the number of chunks that keep the workers busy.
+        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)
+        self._held = 0  # samples read, without a received outcome
         self._unsent: _Chunk | None = None
-        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = (
-            deque()
-        )  # in order, with their outcomes
+        # Sent chunks in order, with tasks for the outcomes.
+        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()
         self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._read_all = False
-        self._ended = self._run is not None  # a task reads the stream
+        self._ended = self._run is not None  # True: a task reads the stream, not `__anext__`
 
     def _put(self, sample: object) -> object:
         outcome = apply_steps(self._steps, sample)
@@ -137,7 +148,7 @@ class Steps(ReplayOperation[Any]):
             ):
                 raise StopAsyncIteration
             if self._sent:
-                await asyncio.wait((self._sent[0][1],))  # loses nothing when it is cancelled
+                await asyncio.wait((self._sent[0][1],))  # cancelling the wait loses nothing
                 if not self._closed:
                     self._mark = self._latest_mark()
                     chunk, task = self._sent.popleft()
@@ -189,7 +200,10 @@ class Steps(ReplayOperation[Any]):
             await close_all(self._inner)
 
     def _is_full(self, chunk: _Chunk | None) -> bool:
-        """Whether the next sample belongs to another chunk, before which the position is saved."""
+        """Return whether the next sample must start a new chunk.
+
+        The position is saved before a new chunk.
+        """
         if chunk is None:
             return False
         return (
@@ -199,7 +213,7 @@ class Steps(ReplayOperation[Any]):
         )
 
     def _send(self, *_done: object) -> None:
-        """Send the samples that have arrived, unless there are enough requests."""
+        """Send the unsent samples, unless enough requests are in flight."""
         chunk = self._unsent
         if chunk is None or len(self._in_flight) > self._parallel() or self._closed:
             return
@@ -225,7 +239,7 @@ class Steps(ReplayOperation[Any]):
         except BaseException as error:  # the worker died, or the request cannot be pickled
             if len(samples) == 1:
                 return [Raised(as_exception(error))]
-            # One by one, so that no other sample is lost.
+            # Send each sample alone, so no other sample is lost.
             return [
                 each
                 for at, one in enumerate(samples, first)

@@ -1,13 +1,13 @@
-"""Torch's compositions of async datasets as compositions of our own, and our datasets for torch's loader.
+"""Adapters between torch's dataset classes and async datasets.
 
-Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`, which blocks for an async
-dataset. Here indices are translated, and `aget` of the parts is awaited; functions of `map` on a
-part run in the workers, as for `headrace.concat`.
+Torch's classes (`Subset`, `ConcatDataset`, …) call `__getitem__`. For an async dataset,
+`__getitem__` blocks. The compositions in this module translate indices and await `aget` of the
+parts instead. Functions of `map` on a part run in the workers, as for `headrace.concat`.
 
-Lightning, Ray Train and accelerate ask `isinstance(loader.dataset, IterableDataset)`, and some
-build a plain torch loader of it. `loader.dataset` is an adapter for a dataset that torch's own
-loader cannot read: it has the class that they ask for, and yields every sample once in such a
-loader.
+Lightning, Ray Train and accelerate check `isinstance(loader.dataset, IterableDataset)`, and some
+build a plain torch loader from the dataset. If torch's loader cannot read the dataset,
+`loader.dataset` is an adapter. The adapter has the class of the dataset, and yields every sample
+once in a torch loader.
 """
 
 from __future__ import annotations
@@ -43,22 +43,25 @@ from headrace._core.streams.map_style import AsyncDataset, IndexedParts, refuse_
 
 
 def unwrap(dataset: object) -> tuple[object, Functions]:
-    """The source that a loader fetches from, and the functions of `map` that it applies to each sample."""
+    """Return the source to fetch from, and the functions of `map`.
+
+    A loader applies the functions to each sample.
+    """
     return plan(as_async(dataset))
 
 
 def as_async(dataset: Any) -> Any:
-    """An async dataset with the samples of a torch composition of async datasets; any other dataset itself.
+    """Return a torch composition of async datasets as an async dataset.
 
-    Only torch's own classes are replaced: a subclass may do more in `__getitem__`.
+    Other datasets are returned unchanged. Only torch's own classes are replaced: a subclass may do
+    more in `__getitem__`.
     """
     kind = type(dataset)
     if kind not in (Subset, ConcatDataset, StackDataset, ChainDataset):
         return dataset
     parts = [dataset.dataset] if kind is Subset else dataset.datasets
-    if not parts or not isinstance(
-        parts, Sequence | dict
-    ):  # an iterator of a chain may be consumed by torch alone
+    # Only torch may consume the iterator of a chain.
+    if not parts or not isinstance(parts, Sequence | dict):
         return dataset
     sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
     if not all(
@@ -80,7 +83,12 @@ def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
 
 
 def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
-    """The async datasets to combine, all of one kind, and whether they are streams."""
+    """Return the async datasets to combine, and whether all are streams.
+
+    Raises:
+        ValueError: there is no dataset.
+        TypeError: a dataset is not async, or the datasets are of both kinds.
+    """
     if not datasets:
         raise ValueError("no dataset was given")
     found = list(map(as_async, datasets))
@@ -97,7 +105,10 @@ def require_async(datasets: Sequence[object]) -> tuple[list[object], bool]:
 
 
 class SubsetView(IndexedParts):
-    """`Subset`; its `indices` are read for each sample, since the user may change them."""
+    """`Subset` of an async dataset.
+
+    `indices` are read for each sample, because the user may change the indices.
+    """
 
     blocks = None  # the samples of a subset need not be neighbours
 
@@ -113,7 +124,7 @@ class SubsetView(IndexedParts):
 
 
 class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
-    """`StackDataset`: tuples of one sample of each part, fetched concurrently."""
+    """`StackDataset`: tuples of samples, one of each part, fetched concurrently."""
 
     def __init__(self, sources: Sequence[Any]) -> None:
         refuse_mixes(sources)
@@ -144,7 +155,10 @@ class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
 
 
 def torch_readable(dataset: object, kind: DatasetKind) -> Any:
-    """The dataset itself if a torch loader reads it correctly; else an adapter that a torch loader can read."""
+    """Return the dataset, or an adapter for torch loaders.
+
+    The adapter is returned if a torch loader would not read the dataset correctly.
+    """
     if kind.is_iterable:
         if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
             return dataset
@@ -158,7 +172,10 @@ def without_adapter(dataset: Any) -> Any:
 
 
 class _Adapter:
-    """A proxy with a dataset's attributes and its class; attributes are set on the dataset."""
+    """A proxy with the attributes and the class of a dataset.
+
+    Setting an attribute sets the attribute of the dataset.
+    """
 
     def __init__(self, dataset: object) -> None:
         object.__setattr__(self, "_adapted", dataset)
@@ -186,7 +203,10 @@ class _Adapter:
 
 
 class _MapAdapter(_Adapter, AsyncDataset[object]):
-    """A map-style dataset that has only `aget`, with `__getitem__` and `__getitems__` of `AsyncDataset`."""
+    """A map-style dataset with `__getitem__` added.
+
+    The dataset has only `aget`. `AsyncDataset` supplies `__getitem__` and `__getitems__`.
+    """
 
     async def aget(self, index: object) -> object:
         return await self._adapted.aget(index)
@@ -196,18 +216,18 @@ class _MapAdapter(_Adapter, AsyncDataset[object]):
 
 
 class _StreamAdapter(_Adapter, IterableDataset[object]):
-    """A stream that yields each sample once, for any number of workers of a torch loader.
+    """A stream that yields each sample once in a torch loader.
 
-    Streams of shards, and those made by `split`, divide themselves among the workers. Any other
-    async stream is read by the first worker only, as headrace's loader reads it once: a second
-    iterator need not yield the same samples.
+    The number of workers does not matter. Streams of shards, and streams made by `split`, divide
+    the shards or samples among the workers. Any other async stream is read only by the first
+    worker, as headrace's loader reads the stream once: a second iterator need not yield the same
+    samples.
     """
 
     def __init__(self, dataset: object, *, divided: bool = False) -> None:
         super().__init__(dataset)
-        object.__setattr__(
-            self, "_divided", divided
-        )  # in a spawned worker: whether the parent's reader divides it
+        # In a spawned worker: True if the parent's reader divides the stream.
+        object.__setattr__(self, "_divided", divided)
 
     def __reduce__(self) -> tuple[object, ...]:
         divided = get_spawning_popen() is not None and reader_divides()

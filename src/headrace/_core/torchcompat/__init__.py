@@ -1,1 +1,4 @@
-"""Everything that depends on details of torch, so that a new release of torch concerns this package only."""
+"""Code for internals of torch.
+
+A new release of torch concerns only this package.
+"""

@@ -1,8 +1,8 @@
-"""A collate function that carries the loader's transform, for libraries that rebuild a torch loader from ours.
+"""A collate function with the loader's transform.
 
-accelerate, Ray Train and others make a plain `torch.utils.data.DataLoader` out of the attributes of
-the loader that they are given. Of headrace's own arguments such a loader knows nothing;
-`loader.collate_fn` brings the transform along.
+accelerate, Ray Train and others build a plain `torch.utils.data.DataLoader` from the attributes of
+a loader. The plain loader ignores headrace's own arguments, but uses `loader.collate_fn`, so the
+transform is part of `loader.collate_fn`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headrace._core.ranks.rankinfo import bound
 
 Transform = Callable[[object], object]
 
-# Shared with processes that are forked from this one, so that a warning given by a worker is not
-# given again by the workers of the next epoch.
+# Shared with processes forked from this process: after a warning by a worker, the workers of the
+# next epoch do not warn again.
 _warned = mmap.mmap(-1, 1)
 
 
@@ -28,12 +28,12 @@ _applied: ContextVar[tuple[Transform, ...] | None] = ContextVar("headrace_applie
 
 
 def collating(applied: tuple[Transform, ...]) -> bound:
-    """While a collate function is called: `applied` are the transforms that its samples have been through."""
+    """Set the transforms already applied to samples, during a collate call."""
     return bound(_applied, applied)
 
 
 class _Parts(NamedTuple):
-    """What a `PortableCollate` is made of."""
+    """The parts of a `PortableCollate`."""
 
     collate: Callable[[Any], Any]
     transform: Transform | None
@@ -42,12 +42,12 @@ class _Parts(NamedTuple):
 
 
 class PortableCollate:
-    """The value of `loader.collate_fn` if a plain torch loader would need the transform too.
+    """The value of `loader.collate_fn` if a torch loader needs the transform.
 
-    In headrace's own workers samples have been transformed when it is called. Anywhere else it
-    transforms them first, and warns once that the loader was rebuilt, or calls `warn`. Attributes
-    are those of `collate`, to read, set and delete. Where not `batched`, `collate` is given a
-    sample in place of a list of samples.
+    In headrace's own workers the samples are already transformed. Anywhere else `PortableCollate`
+    transforms the samples first, and either warns once about the rebuilt loader or calls `warn`.
+    Attributes are read, set and deleted on `collate`. If not `batched`, `collate` gets a sample
+    instead of a list of samples.
     """
 
     portable_parts: _Parts
@@ -63,7 +63,7 @@ class PortableCollate:
         self.__dict__["portable_parts"] = _Parts(collate, transform, batched, warn)
 
     def __call__(self, samples: Any) -> Any:
-        """Transform the samples, unless that has been done, and collate them."""
+        """Transform the samples, unless already done, and collate them."""
         collate, transform, batched, warn = self.portable_parts
         applied = _applied.get()
         if applied is None:
@@ -77,7 +77,7 @@ class PortableCollate:
             return collate(transformed)
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or name == "portable_parts":  # not set while it is being unpickled
+        if name.startswith("__") or name == "portable_parts":  # not set during unpickling
             raise AttributeError(name)
         return getattr(self.portable_parts.collate, name)
 
@@ -93,14 +93,17 @@ class PortableCollate:
 
 
 def without_transform(collate_fn: Any) -> Any:
-    """The user's collate function, also of a `PortableCollate`."""
+    """Return the user's collate function, also of a `PortableCollate`."""
     return (
         collate_fn.portable_parts.collate if isinstance(collate_fn, PortableCollate) else collate_fn
     )
 
 
 def same() -> None:
-    """Do nothing: a torch loader loses no option. The loader's class still tells one that is made anew by it."""
+    """Do nothing: a rebuilt torch loader loses no option.
+
+    The class of the collate function still identifies a rebuilt loader.
+    """
 
 
 def _warn_once() -> None:
@@ -109,12 +112,14 @@ def _warn_once() -> None:
         return
     _warned[0] = 1
     warnings.warn(
-        "a torch DataLoader that was rebuilt from a headrace.DataLoader is being iterated (accelerate's prepare() and "
-        "skip_first_batches(), and Ray Train's prepare_data_loader(), rebuild loaders). Its samples and their order "
-        "are right, but headrace's engine does not run: concurrency=, retry=, hedge=, on_error=, device= and "
-        "memory_budget= have no effect, and fetching is slow. Let headrace prepare its loader: with accelerate by "
-        "loader = headrace.integrations.accelerate.prepare(accelerator, loader), in Ray Train by "
-        "headrace.integrations.ray.prepare_data_loader(loader). docs/trainers.md has the other trainers.",
+        "a torch DataLoader that was rebuilt from a headrace.DataLoader is being iterated "
+        "(accelerate's prepare() and skip_first_batches(), and Ray Train's prepare_data_loader(), "
+        "rebuild loaders). Its samples and their order are right, but headrace's engine does not "
+        "run: concurrency=, retry=, hedge=, on_error=, device= and memory_budget= have no effect, "
+        "and fetching is slow. Let headrace prepare its loader: with accelerate by loader = "
+        "headrace.integrations.accelerate.prepare(accelerator, loader), in Ray Train by "
+        "headrace.integrations.ray.prepare_data_loader(loader). docs/trainers.md has the other "
+        "trainers.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,7 +1,7 @@
-"""Every private name of torch that headrace uses, outside of `DataLoader`'s own attributes.
+"""Every private name of torch used by headrace, except attributes of `DataLoader`.
 
-tests/unit/torchcompat/test_private_names.py checks them and names the versions they were checked
-with.
+tests/unit/torchcompat/test_private_names.py checks the names, and lists the checked versions of
+torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
-from torch.autograd import (
-    profiler as profiler,
-)  # its `_is_profiler_enabled` takes 1 µs where the caches are cold
+from torch.autograd import profiler as profiler  # `_is_profiler_enabled`: 1 µs with cold caches
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -29,21 +27,21 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 
 def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:
-    """Set `torch.utils.data.get_worker_info()` of this process, as in a worker of torch's."""
+    """Set `torch.utils.data.get_worker_info()` as in a worker of torch."""
     _worker._worker_info = _worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset
     )
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
-    """The seed that torch's loader gives NumPy in a worker."""
+    """Return torch's NumPy seed for a worker."""
     seed: list[int] = _worker._generate_state(base_seed, worker)  # type: ignore[no-untyped-call]
     return seed
 
 
 @contextlib.contextmanager
 def outside_workers() -> Iterator[None]:
-    """Have `torch.utils.data.get_worker_info()` return None inside the block."""
+    """Make `torch.utils.data.get_worker_info()` return None inside the block."""
     info, _worker._worker_info = _worker._worker_info, None
     try:
         yield
@@ -52,24 +50,30 @@ def outside_workers() -> Iterator[None]:
 
 
 def set_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
-    """`torch.use_deterministic_algorithms` without importing the compiler, which takes seconds."""
+    """Set deterministic algorithms without importing the compiler.
+
+    `torch.use_deterministic_algorithms` imports the compiler, and the import takes seconds.
+    """
     torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """The memory of a `torch.TypedStorage`, without its deprecation warning."""
+    """Return the memory of a `torch.TypedStorage`, without a deprecation warning."""
     memory: torch.UntypedStorage = storage._untyped_storage
     return memory
 
 
 def share_by_file(storage: torch.UntypedStorage) -> tuple[bytes, bytes, int]:
-    """The arguments of `open_shared_file` for a storage that is shared by torch's ``"file_system"`` strategy."""
+    """Share a storage by torch's ``"file_system"`` strategy.
+
+    Returns the arguments of `open_shared_file`.
+    """
     manager, name, size = storage._share_filename_cpu_()
     return manager, name, size
 
 
 def open_shared_file(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
-    """The storage that another process shares by a file."""
+    """Return a storage shared through a file by another process."""
     return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
 
 

@@ -40,9 +40,8 @@ _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _JOINED = 16 * 1024  # bytes; a larger pickle is a piece of its own, and is not copied
 _IOV_MAX = 512  # pieces for one sendmsg; the kernel's limit is 1,024
-_BUFFER_SIZE = (
-    64 * 1024
-)  # bytes; more than a region that goes without a slab, so that most frames come in one read
+# bytes; more than a region that goes without a slab, so that most frames come in one read
+_BUFFER_SIZE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +109,8 @@ class _Channel:
         self._socket = connection.frames
         self._allocator = Allocator(connection.descriptors)
         self._mapper = Mapper(connection.descriptors)
-        self.arena = Arena(
-            self._allocator
-        )  # memory for the next message, so that sending it need not copy it
+        # memory for the next message, so that sending it need not copy it
+        self.arena = Arena(self._allocator)
         self._arrived: deque[object] = deque()  # objects, or the errors of unpickling them
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
@@ -187,9 +185,8 @@ class _Channel:
             if (header := self._header) is None:
                 self._header = _HEADER.unpack(part)
                 pickled, buffers, size, slab, returned, _, _ = self._header
-                self._region = (
-                    buffers * _EXTENT.size + returned * _NUMBER.size + pickled
-                )  # where it begins
+                # where it begins
+                self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
                 self._size = self._region + (0 if slab else size)
             else:
                 self._header, self._size = None, _HEADER.size
@@ -200,9 +197,8 @@ class _Channel:
                     region, shared = np.empty(len(region), dtype=np.uint8).data, region
                     region[:] = shared
                 self._load(header, part[: self._region], region)
-        if (
-            self._memory is self._shared
-        ):  # move an incomplete part to memory that has room for the rest of it
+        # move an incomplete part to memory that has room for the rest of it
+        if self._memory is self._shared:
             begun = self._memory[self._start : self._filled]
             if self._header is not None:
                 padding = -self._region % ALIGNMENT
@@ -233,9 +229,8 @@ class _Channel:
                 obj.handle()
             else:
                 self._arrived.append(obj)
-        except (
-            BaseException
-        ) as error:  # user code: __setstate__ of a user's class; or no memory for a slab
+        except BaseException as error:
+            # user code: __setstate__ of a user's class; or no memory for a slab
             self._arrived.append(error)
 
 
@@ -259,13 +254,11 @@ class BlockingChannel(_Channel):
             while pieces:
                 try:
                     self._write(pieces)
-                except (
-                    BlockingIOError
-                ):  # a wait on uvloop's loop has made the descriptor non-blocking
+                except BlockingIOError:
+                    # a wait on uvloop's loop has made the descriptor non-blocking
                     wait_writable(self._socket)
-        except (
-            BaseException
-        ):  # Ctrl-C, say: the other end must not take later messages for the rest of this one
+        except BaseException:
+            # Ctrl-C, say: the other end must not take later messages for the rest of this one
             with suppress(OSError):  # it has closed the connection
                 self._socket.shutdown(socket.SHUT_WR)
             raise

@@ -136,9 +136,8 @@ def _copied(obj: object) -> Any:
     try:
         found: list[pickle.PickleBuffer] = []
         return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
-    except (
-        BaseException
-    ):  # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
+    except BaseException:
+        # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return _LOST
 
 

@@ -75,9 +75,8 @@ def has_threads() -> bool:
     does, which comes with Arrow).
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 counts threads before the fork
+        # Python 3.12 counts threads before the fork
+        warnings.simplefilter("ignore", DeprecationWarning)
         if (pid := os.fork()) == 0:
             os._exit(0)
     os.waitpid(pid, 0)

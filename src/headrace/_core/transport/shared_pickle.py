@@ -51,9 +51,8 @@ class SharedPickle:
     descriptors: tuple[
         Descriptor, ...
     ]  # further ones that the pickle refers to: shared tensors, pipes
-    tracker: (
-        Descriptor | None
-    )  # of the resource tracker, which unlinks named shared memory at exit; if there is one
+    # of the resource tracker, which unlinks named shared memory at exit; if there is one
+    tracker: Descriptor | None
     modules: tuple[
         str, ...
     ]  # those that the pickle names and that should be imported beforehand, see `preload`

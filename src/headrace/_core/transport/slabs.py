@@ -93,9 +93,8 @@ class Slab:
         self.address: int = address
         self.number = number  # its name for both ends; from 1
         self.size = size
-        self.descriptor: int | None = (
-            None  # owned, if a received slab may be forwarded to a third process
-        )
+        # owned, if a received slab may be forwarded to a third process
+        self.descriptor: int | None = None
         self.last_use = 0  # the number of the last allocation that returned it
 
     def punch_hole(self) -> None:
@@ -115,12 +114,10 @@ class Allocator:
         self._last = 0
         self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
-        self.kept: dict[
-            int, list[memoryview]
-        ] = {}  # the forwarded buffers that may still be in use
-        self._gone: list[
-            int
-        ] = []  # forwarded and no longer mapped here; not yet reported to the mapper
+        # the forwarded buffers that may still be in use
+        self.kept: dict[int, list[memoryview]] = {}
+        # forwarded and no longer mapped here; not yet reported to the mapper
+        self._gone: list[int] = []
 
     def allocate(self, size: int) -> Slab | None:
         """A slab of at least `size` bytes to write to; None if there is none: `size` bytes go over the socket."""
@@ -209,9 +206,8 @@ class Allocator:
                 number = self._announce(
                     slab.size, self._gone.pop() if self._gone else 0, slab.descriptor
                 )
-            except (
-                OSError
-            ):  # no descriptors, or the mapper's process has ended: the bytes are copied
+            except OSError:
+                # no descriptors, or the mapper's process has ended: the bytes are copied
                 return None
             self._forwarded[slab] = number
             weakref.finalize(slab, self._gone.append, number).atexit = False
@@ -227,9 +223,8 @@ class Allocator:
         return first
 
 
-_received: weakref.WeakSet[Slab] = (
-    weakref.WeakSet()
-)  # of all mappers, for an allocator that forwards one
+# of all mappers, for an allocator that forwards one
+_received: weakref.WeakSet[Slab] = weakref.WeakSet()
 _forwards = False
 _reserve: Any = None  # one for the process, for its life
 

@@ -324,9 +324,9 @@ class RequestCounts:
         timed_out: number of requests without a byte within the time-out.
         hedges: number of fetches started a second time.
         hedges_won: number of hedges that finished first.
-        cache_hits: number of samples read from a disk cache.
-        cache_misses: number of samples fetched for a disk cache.
-        cache_damaged: number of damaged samples in a cache, fetched again.
+        cache_hits: number of objects, or blocks of shards, read from a disk cache.
+        cache_misses: number of objects, or blocks of shards, fetched for a disk cache.
+        cache_damaged: number of damaged objects or blocks in a cache, fetched again.
     """
 
     requests: int = 0

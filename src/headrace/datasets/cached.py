@@ -1,4 +1,4 @@
-"""Datasets whose samples are bytes of a store, and the same with these bytes cached on a local disk."""
+"""Datasets of bytes of a store, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.store.disk_cache import DiskCache
+from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -34,19 +35,23 @@ __all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShard
 
 
 NAME_SIZE = 16  # bytes
-NAME_FORMAT = "headrace 2"  # another one would invalidate all existing entries
+NAME_FORMAT = "headrace 2"  # another format would invalidate all existing entries
 _UNKNOWN = bytes(NAME_SIZE)
-_ASKED = 256  # samples whose bytes decide on the sizes of blocks
+# Bytes. At most `LARGEST_GAP`: two requests of one plan share no block.
+CACHE_BLOCK = 64 << 10
+_ASKED = 256  # samples from which the size of blocks is estimated
 
 
 class Extent(NamedTuple):
-    """The bytes that a sample is made of. Equal extents have equal bytes, on every machine.
+    """The place and version of a range of bytes.
+
+    Equal extents have equal bytes, on every machine.
 
     Attributes:
         store: identifier of the store, without secrets; None for a store in this process's memory.
         key: key of the object.
-        version: entity tag of the object, or the time of its last modification; None if unknown: a
-            change of the object is not noticed then.
+        version: entity tag of the object, or the time of the last modification. With None, a
+            change of the object is not noticed.
         start: offset of the first byte.
         length: number of bytes; None for all to the end.
         checksum: expected checksum; None if unknown.
@@ -61,9 +66,9 @@ class Extent(NamedTuple):
 
 
 class Cacheable(AsyncDataset[T_co]):
-    """A map-style dataset whose samples are made of bytes that can be cached.
+    """Base of map-style datasets with a cache on disk.
 
-    Define `__len__`, `extent`, `read_bytes` and `sample_of`; `aget` is derived from them.
+    Define `__len__`, `extent`, `read_bytes` and `sample_of`. The class derives `aget`.
     """
 
     @abstractmethod
@@ -71,7 +76,11 @@ class Cacheable(AsyncDataset[T_co]):
 
     @abstractmethod
     def extent(self, index: int) -> Extent:
-        """The bytes that the sample at `index` is made of; raises `IndexError` if it is out of range."""
+        """Return the extent of the sample at `index`.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
 
     @abstractmethod
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
@@ -79,7 +88,7 @@ class Cacheable(AsyncDataset[T_co]):
 
     @abstractmethod
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` of its bytes; raises if they are damaged."""
+        """Make the sample at `index` from bytes; raise an error for damaged bytes."""
 
     async def aget(self, index: int) -> T_co:
         """Fetch the sample at `index`."""
@@ -92,29 +101,30 @@ class Cacheable(AsyncDataset[T_co]):
         *,
         version: str | int | None = None,
     ) -> CachedDataset[T_co]:
-        """This dataset with its bytes cached in a folder of the local disk.
+        """Return this dataset with a cache in a folder of the local disk.
 
-        All processes that use the folder read what any of them has fetched; two that want a sample
-        at the same time fetch it twice. Results of `map` and `transform` are not cached: apply them
-        after it, as ``dataset.cache(folder).map(fn)``. Several datasets may share a folder.
+        The cache keeps objects, or blocks of 64 KiB of shards. All processes with the same folder
+        share the cache. Two processes may fetch the same bytes at the same time. Several datasets
+        may share a folder. Results of `map` and `transform` are not cached: apply functions after
+        `cache`, as in ``dataset.cache(folder).map(fn)``.
 
-        An object that is overwritten is fetched again if the store reports entity tags and the
-        dataset has listed them. Otherwise give another `version`; also where credentials decide
-        which bytes come, since neither they nor headers such as `Authorization` or `Cookie`
+        An overwritten object is fetched again if the store reports entity tags and the dataset has
+        listed the tags. Otherwise give another `version`. Give a `version` too where credentials
+        decide on the bytes: credentials and headers such as `Authorization` or `Cookie` do not
         separate entries. Other `default_headers` do.
 
-        Problems with the folder lose no sample: what is damaged is fetched again, and a full or
-        read-only disk causes a warning and no caching.
+        A problem with the folder loses no sample. Damaged entries are fetched again. On a full or
+        read-only disk a warning is given, and nothing is cached.
 
         Args:
-            folder: path of the folder; created if it does not exist, for this user only.
-            max_bytes: size limit in bytes; what was written first is deleted first, a 64th at a
-                time. None for no limit.
-            version: distinguishes these bytes from earlier ones under the same keys.
+            folder: path of the folder; created if missing, for this user only.
+            max_bytes: size limit in bytes; the oldest entries are deleted first, a 64th of the
+                limit at a time. None for no limit.
+            version: distinguishes the bytes from earlier bytes under the same keys.
 
         Raises:
-            CacheFolderError: the folder belongs to another user, or others may write to it.
-            TypeError: a subclass defines `aget`, which would not be called.
+            CacheFolderError: the folder belongs to another user, or others may write there.
+            TypeError: a subclass defines `aget`, but a cache does not call `aget`.
             ValueError: the store is in this process's memory, or `max_bytes` is not positive.
             OSError: the folder cannot be created.
         """
@@ -127,17 +137,22 @@ class Cacheable(AsyncDataset[T_co]):
             lineage.index(first["extent"]), lineage.index(first["sample_of"])
         ):
             raise TypeError(
-                f"{first['aget'].__name__} defines aget, which a cache does not call: it keeps what read_bytes "
-                f"returns, and makes samples of it with sample_of. Define sample_of instead of aget."
+                f"{first['aget'].__name__} defines aget, but a cache calls read_bytes "
+                f"and sample_of. Define sample_of instead of aget."
             )
-        return CachedDataset(self, DiskCache(folder, max_bytes), version)
+        # Bytes from the `read_bytes` of a subclass may differ from the bytes of the ranges.
+        reads: Any = type(self).read_bytes
+        joined = capabilities(self).ranges and reads is RangedDataset.read_bytes
+        kind: Any = CachedShards if joined else CachedDataset
+        cached: CachedDataset[T_co] = kind(self, DiskCache(folder, max_bytes), version)
+        return cached
 
 
 class CachedDataset(AsyncDataset[T_co]):
-    """A dataset whose bytes are cached on disk; made by its `cache`. A loader reads missing ranges by joined requests.
+    """A dataset with a cache on disk, made by the method `cache`.
 
     Attributes:
-        dataset: the dataset that fetches bytes and makes samples of them.
+        dataset: the dataset without a cache; fetches bytes and makes samples.
 
     Example:
         >>> import pathlib, tempfile
@@ -154,26 +169,13 @@ class CachedDataset(AsyncDataset[T_co]):
     ) -> None:
         if len(dataset) and dataset.extent(0).store is None:
             raise ValueError(
-                f"{dataset!r} is in the memory of this process: a cache on disk would not make it faster"
+                f"{dataset!r} is in the memory of this process: a cache on disk would not be faster"
             )
-        self.dataset: RangedShards[T_co] = dataset  # type: ignore[assignment]  # or only `Cacheable`
-        # Joined reads return the bytes of ranges, which a `read_bytes` of a subclass may have
-        # changed.
-        reads: object = type(dataset).read_bytes
-        self._joined = capabilities(dataset).ranges and reads is RangedDataset.read_bytes
-        # the methods of a `RangedDataset`; `read_range` reads from the store, not from the cache
-        if self._joined:
-            self.ranges = self.dataset.ranges
-            self.read_range = self.dataset.read_range
-            self.sample_of = self.dataset.sample_of
-            self.samples_of = self.dataset.samples_of
+        self.dataset = dataset
         self._cache = cache
         self._version = version
         self._classes = getattr(dataset, "_classes", None)
         self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
-        # Of a sample in each epoch some 30 µs are taken, and by its name alone 5 to 40: each is
-        # computed once.
-        self._names = memoryview(np.zeros(NAME_SIZE * len(dataset), np.uint8))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dataset, self._cache, self._version)
@@ -185,76 +187,148 @@ class CachedDataset(AsyncDataset[T_co]):
         return f"{type(self).__name__}({self.dataset!r}, {self._cache!r})"
 
     async def aget(self, index: int) -> T_co:
-        """Read the sample at `index` from the cache, or fetch it; errors are those of the dataset."""
+        """Read the sample at `index` from the cache or the store.
+
+        Errors are errors of the dataset.
+        """
         dataset = self.dataset
         name = self._name(index)
         if not name:
             return dataset.sample_of(index, memoryview(b""))
         (data,) = await self._cache.read_many([name])
         if data is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # fresh bytes will show whether the cache was at fault
+            # Fresh bytes will show whether the cache was at fault.
+            with contextlib.suppress(Exception):
                 return dataset.sample_of(index, data)
-            self._cache.discard(name)
+            self._cache.discard([name])
         try:
             data = await dataset.read_bytes(index)
             sample = dataset.sample_of(index, data)
         except ShardError:  # perhaps damaged in transit: read once more
             data = await dataset.read_bytes(index)
             sample = dataset.sample_of(index, data)
-        await self.cache_reads([index], [data])
+        # Before the sample is given: the last sample of an epoch is cached too.
+        await self._cache.write([name], [data])
         return sample
 
+    @functools.cached_property
+    def _names(self) -> memoryview:
+        """Names of all entries, 0 for unknown names.
+
+        A name takes 5 to 40 µs, and reading a sample about 30 µs: each name is computed once.
+        """
+        return memoryview(np.zeros(NAME_SIZE * len(self), np.uint8))  # type: ignore[arg-type]
+
     def _name(self, index: int) -> bytes:
-        """The entry's name, empty if the sample has no bytes."""
+        """Return the name of a sample's entry, empty if the sample has no bytes."""
         offset = NAME_SIZE * index
         name = bytes(self._names[offset : offset + NAME_SIZE]) if index >= 0 else _UNKNOWN
         if name == _UNKNOWN or not name:
             extent = self.dataset.extent(index)
             if extent.length == 0:
                 return b""
-            digest = self._hash.copy()
-            digest.update(ascii(tuple(extent)).encode())
-            name = digest.digest()
+            name = self._name_of(extent)
             offset %= len(self._names)
             self._names[offset : offset + NAME_SIZE] = name
         return name
 
+    def _name_of(self, extent: Extent) -> bytes:
+        digest = self._hash.copy()
+        digest.update(ascii(tuple(extent)).encode())
+        return digest.digest()
+
     def sample_key(self, index: int) -> str | None:
-        """The dataset's name of the sample."""
+        """Return the name of the sample in the dataset."""
         return sample_key(self.dataset, index)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the dataset's epoch."""
+        """Set the epoch of the dataset."""
         self._cache.begin_epoch()
         propagate_epoch(self.dataset, epoch)
 
-    def _capabilities(self) -> Capabilities:
-        joined = self._joined
-        return Capabilities(aget=True, ranges=joined, cached_reads=joined)
-
     @property
     def blocks(self) -> Blocks | None:
-        """The dataset's blocks."""
+        """Blocks of the dataset for a random order."""
         return blocks_of(self.dataset)
 
-    async def cached_reads(self, indices: Sequence[int]) -> Sequence[memoryview | None]:
-        """Read from the disk."""
-        return await self._cache.read_many([*map(self._name, indices)])
 
-    async def cache_reads(self, indices: Sequence[int], views: Sequence[memoryview]) -> None:
-        """Cache samples, before they are given: an epoch that is left at its last sample is cached completely."""
-        self._cache.counts().cache_misses += len(indices)
-        await self._cache.write([*map(self._name, indices)], views)
+class CachedShards(CachedDataset[T_co]):
+    """Samples of shards, with a cache of blocks.
+
+    A block is the bytes of a shard between two multiples of `CACHE_BLOCK`. Datasets of the same
+    shards share blocks.
+    """
+
+    dataset: RangedShards[T_co]
+
+    def __init__(
+        self, dataset: RangedShards[T_co], cache: DiskCache, version: str | int | None = None
+    ) -> None:
+        super().__init__(dataset, cache, version)
+        self.ranges, self.sample_of = dataset.ranges, dataset.sample_of
+        self.samples_of = dataset.samples_of
+        self._shards: dict[int, bytes] = {}  # for each shard the common part of the names of blocks
+
+    def _capabilities(self) -> Capabilities:
+        return Capabilities(aget=True, ranges=True)
+
+    async def aget(self, index: int) -> T_co:
+        """Read the sample at `index` from blocks; fetch missing blocks."""
+        number, start, stop = self.dataset.range(index)
+        data = memoryview(b"")
+        if stop > start:
+            data = await self.read_range(number, start, stop, index=index)
+        try:
+            return self.sample_of(index, data)
+        except Exception:  # fresh bytes will show whether the cache was at fault
+            sample: T_co = await self.dataset.aget(index)
+        self._cache.discard(self._blocks(number, start, stop))
+        await self.read_range(number, start, stop)  # other processes will find fresh blocks
+        return sample
+
+    def _blocks(self, number: int, start: int, stop: int) -> list[bytes]:
+        """Return the names of the blocks of a byte range."""
+        if (shard := self._shards.get(number)) is None:
+            extent = self.dataset.extent_of(number, 0, self.dataset.shard_size(number))
+            shard = self._shards[number] = self._name_of(extent)[4:]
+        blocks = range(start // CACHE_BLOCK, -(-stop // CACHE_BLOCK))
+        return [block.to_bytes(4, "little") + shard for block in blocks]
+
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
+        """Read bytes of a shard from blocks; fetch missing blocks."""
+        if stop > (size := self.dataset.shard_size(number)):  # an error of the dataset
+            return await self.dataset.read_range(number, start, stop, index=index)
+        names = self._blocks(number, start, stop)
+        views: Any = await self._cache.read_many(names)
+        missing = [place for place, view in enumerate(views) if view is None]
+        begin = start % CACHE_BLOCK
+        if not missing:
+            data = views[0].obj
+        else:
+            starts = np.array(missing) * CACHE_BLOCK + (start - begin)
+            stops = np.minimum(starts + CACHE_BLOCK, size)
+            wanted = Ranges(np.full_like(starts, number), starts, stops)
+            read = functools.partial(self.dataset.read_range, index=index)
+            fetched = await read_ranges(wanted, read, largest=1 << 40)
+            if [*map(len, fetched)] != (stops - starts).tolist():
+                raise ValueError("read_range gave another number of bytes than were asked for")
+            for place, view in zip(missing, fetched, strict=True):
+                views[place] = view
+            data = b"".join(views)
+            await self._cache.write([names[place] for place in missing], fetched)
+        return memoryview(data)[begin : begin + stop - start].toreadonly()
 
 
 class IndexedShards(AsyncDataset[T_co]):
-    """Map-style dataset of the samples of shards, one shard after the other: define `sample_key` and `blocks`.
+    """Base of map-style datasets of shards.
+
+    The samples are in the order of the shards. Define `sample_key` and `blocks`.
 
     Args:
-        shards: the shards, or parts of them, with size and version.
-        counts: number of samples in each of these.
+        shards: the shards, or parts of shards, with size and version.
+        counts: number of samples in each shard.
     """
 
     blocks: Any
@@ -269,7 +343,7 @@ class IndexedShards(AsyncDataset[T_co]):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of samples in each shard."""
+        """Number of samples in each shard."""
         return tuple(np.diff(self._ends, prepend=0).tolist())
 
     def stream(
@@ -280,17 +354,20 @@ class IndexedShards(AsyncDataset[T_co]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> IndexStream[T_co]:
-        """The same samples as a stream, for operations of streams. All ranks get the same number of samples.
+        """Return the same samples as a stream, for operations of streams.
+
+        All ranks get the same number of samples.
 
         Args:
-            shuffle: whether the order is random, in blocks as that of a loader of this dataset.
-            seed: seed of the order, combined with the epoch; None for that of the loader, else 0.
-            rank: the part to read; by default the rank of `headrace.get_rank_info` when reading
-                starts.
+            shuffle: whether the order is random, in blocks, like the order in a loader.
+            seed: seed of the order, combined with the epoch; None for the seed of the loader, or 0
+                without a loader.
+            rank: rank of the reader; by default the rank of `headrace.get_rank_info` at the start
+                of reading.
             world_size: number of ranks.
 
         Raises:
-            TypeError: a subclass defines `aget`, which would not be called.
+            TypeError: a subclass defines `aget`, but a stream does not call `aget`.
 
         Example:
             >>> dataset = TokenDataset("s3://bucket/tokens", 2048)  # doctest: +SKIP
@@ -304,7 +381,11 @@ class IndexedShards(AsyncDataset[T_co]):
         return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The number of the shard of a sample, and its row there; raises `IndexError` if there is none."""
+        """Return the number of a sample's shard, and the row in the shard.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
         length = len(self)
         if not -length <= index < length:
             raise IndexError(f"index {index} is out of range for {self!r}")
@@ -312,9 +393,10 @@ class IndexedShards(AsyncDataset[T_co]):
         return number, index % length - int(self._firsts[number])
 
     def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
-        """For each sample the number of its shard, its row there, and its position in the dataset.
+        """Return shard numbers, rows in shards, and positions in the dataset.
 
-        Raises `IndexError` if there is no such sample.
+        Raises:
+            IndexError: an index is out of range.
         """
         places = positions(indices, len(self))
         shards = np.searchsorted(self._ends, places, side="right")
@@ -322,19 +404,22 @@ class IndexedShards(AsyncDataset[T_co]):
 
 
 class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
-    """Map-style dataset whose samples are byte ranges of shards: define `ranges` and `sample_of`."""
+    """Base of map-style datasets of byte ranges of shards.
+
+    Define `ranges` and `sample_of`.
+    """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} samples)"
 
     def sample_key(self, index: int) -> str:
-        """The shard and the byte range of the sample at `index`."""
+        """Return key and byte range of the sample at `index`."""
         number, start, stop = self.range(index)
         return f"{self._shards[number].key}[{start}:{stop}]"
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """The sizes of blocks for a random order, by the bytes of some samples."""
+        """Sizes of blocks for a random order, estimated from some samples."""
         some = range(0, len(self), -(-len(self) // _ASKED) or 1)
         ranges = self.ranges(some)
         return Blocks.within(
@@ -342,14 +427,29 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
         )
 
     def extent(self, index: int) -> Extent:
-        """The bytes of the sample at `index`, for a cache; raises `IndexError` if there is none."""
-        number, start, stop = self.range(index)
+        """Return the extent of the sample at `index`.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
+        return self.extent_of(*self.range(index))
+
+    def extent_of(self, number: int, start: int, stop: int) -> Extent:
+        """Return the extent of a range of a shard."""
         shard = self._shards[number]
         version = None if shard.head is None else shard.head.version
         return Extent(shard.store.store_id, shard.key, version, start, stop - start)
 
+    def shard_size(self, number: int) -> int:
+        """Return the number of readable bytes of a shard."""
+        return self._shards[number].size
+
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read bytes of the shard with that number; raises `StoreError`, as if it has changed since it was opened."""
+        """Read bytes of a shard.
+
+        Raises:
+            StoreError: a request failed, or the shard has changed since it was opened.
+        """
         return await self._shards[number].read(start, stop, index=index)

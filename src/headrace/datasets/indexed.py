@@ -87,6 +87,11 @@ class IndexedDataset(RangedShards[T_co]):
         size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
         return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
 
+    def shard_size(self, number: int) -> int:
+        """Return the number of bytes of a shard, unpacked if the shard is compressed."""
+        index, place = self._index, self._numbers[number]
+        return int(index.ends[place]) if index.pieces[place] else super().shard_size(number)
+
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:

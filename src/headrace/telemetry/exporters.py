@@ -55,8 +55,8 @@ COUNTERS = (
     ("timed_out_requests", "Without a byte in time.", "requests.timed_out"),
     ("hedges", "Fetches started a second time.", "requests.hedges"),
     ("hedges_won", "Hedges that finished first.", "requests.hedges_won"),
-    ("cache_hits", "Samples read from a cache.", "requests.cache_hits"),
-    ("cache_misses", "Samples fetched for a cache.", "requests.cache_misses"),
+    ("cache_hits", "Objects, or blocks of shards, read from a cache.", "requests.cache_hits"),
+    ("cache_misses", "Objects, or blocks of shards, fetched for a cache.", "requests.cache_misses"),
     ("cache_damaged", "Damaged in a cache.", "requests.cache_damaged"),
 )
 # All gauges describe the last batch.

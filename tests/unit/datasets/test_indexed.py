@@ -166,6 +166,28 @@ def test_indexed_samples_are_those_of_the_stream(tmp_path, kind, files, options)
         ]
 
 
+@pytest.mark.parametrize("kind", [hr.TarDataset, hr.LinesDataset])
+def test_cached_samples_of_compressed_and_plain_shards_are_those_of_the_store(
+    tmp_path, kind, monkeypatch
+):
+    monkeypatch.setattr("headrace.datasets.cached.CACHE_BLOCK", 700)  # borders within samples
+    tar = {"a.tar": tars.shard(range(9)), "b.tar.gz": gzip.compress(tars.shard("cde"))}
+    files = {**tar, **in_parts()}
+    written(tmp_path, {name: data for name, data in files.items() if name.endswith(kind.suffixes)})
+    dataset = kind.index(tmp_path, save=True)
+    expected = dataset.__getitems__(range(len(dataset)))
+    cached = dataset.cache(tmp_path / "cache")
+    order = random.Random(0).sample(range(len(dataset)), len(dataset))
+    for epoch, sampler in enumerate((order, range(len(dataset)))):
+        with hr.DataLoader(cached, 7, sampler=sampler, collate_fn=list) as loader:
+            found = [sample for batch in loader for sample in batch]
+            counts = loader.stats().requests
+        assert found == [expected[index] for index in sampler]
+        assert counts.cache_damaged == 0
+        assert (counts.cache_misses > 0) == (epoch == 0)
+    assert [cached[index] for index in order[:50]] == [expected[index] for index in order[:50]]
+
+
 def test_indexed_dataset_is_map_style(folder):
     dataset = hr.TarDataset.index(folder / "*.tar")
     assert len(dataset) == 60

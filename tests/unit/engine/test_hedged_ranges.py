@@ -123,4 +123,4 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
             OBJECTS < counts.requests <= 1.05 * 1.5 * OBJECTS
         )  # the look-ahead may divide a shard once
         assert counts.hedges <= 0.05 * counts.requests
-        assert counts.cache_misses == (10 * OBJECTS if is_cached else 0)
+        assert (counts.cache_misses >= OBJECTS) == is_cached

@@ -51,8 +51,8 @@ class DeviceStage:
     def take(self) -> HostBatch | None:
         """Enqueue copies of arrived batches, and return the oldest batch.
 
-        The batch stays here until `release`. At most `depth` copied batches remain. Returns None if no batch has arrived, or the stage is
-        closed.
+        The batch stays here until `release`. At most `depth` copied batches remain. Returns None if
+        no batch has arrived, or the stage is closed.
 
         Raises:
             CudaGraphError: a CUDA graph is being captured. No batch is taken.

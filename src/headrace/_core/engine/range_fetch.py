@@ -17,12 +17,10 @@ import torch
 
 from headrace._core.array_types import IntArray
 from headrace._core.batches import BatchPlan, Rows
-from headrace._core.engine.fetch import FetchContext, PartialBatch, SampleFetch
+from headrace._core.engine.fetch import PartialBatch, SampleFetch
 from headrace._core.store.ranges import Ranges, Span, plan_spans
-from headrace._core.streams.kinds import capabilities
 
 _EMPTY = memoryview(b"")
-CACHE_SLICE = 256  # number of samples to look up before other tasks get a turn
 
 
 @dataclass(slots=True, eq=False)
@@ -57,17 +55,15 @@ class ReadPlan:
         self._pieces = np.full(len(self._owners), -1)
         self._offsets = np.zeros(len(self._owners), np.int64)
 
-    def plan(self, positions: IntArray) -> tuple[list[Span], list[RangedBatch]]:
-        """Plan the requests for the ranges at `positions`.
+    def plan(self) -> tuple[list[Span], list[RangedBatch]]:
+        """Plan the requests.
 
         Returns:
-            The requests, with positions as members, beginning with the request for the first batch;
-            and the complete batches, which need no request.
+            The requests, in the order of their first positions; and the batches without a request.
         """
-        wanted = self.ranges.at(positions)
-        spans = [span._replace(members=positions[span.members]) for span in plan_spans(wanted)]
+        spans = plan_spans(self.ranges)
         spans.sort(key=lambda span: int(span.members.min()))
-        return spans, self._complete(positions[wanted.stops == wanted.starts])
+        return spans, self._complete(np.flatnonzero(self.ranges.stops == self.ranges.starts))
 
     def put(self, span: Span, data: memoryview) -> list[RangedBatch]:
         """Keep the bytes of a request, and return the completed batches."""
@@ -76,23 +72,10 @@ class ReadPlan:
         self._offsets[span.members] = self.ranges.starts[span.members] - span.start
         return self._complete(span.members, number, data)
 
-    def put_single(
-        self, positions: Sequence[int], views: Iterable[memoryview]
-    ) -> list[RangedBatch]:
-        """Keep the bytes of single ranges, and return the completed batches."""
-        members = np.array(positions, np.int64)
-        self._pieces[members] = members
-        for (batch, _), position, view in zip(self.locate(members), positions, views, strict=True):
-            batch.pieces[position] = view
-        return self._complete(members)
-
     def _complete(
         self, positions: IntArray, number: int = -1, data: memoryview = _EMPTY
     ) -> list[RangedBatch]:
-        """Note the arrival of ranges, and return the completed batches.
-
-        The ranges are in the piece `number` with the bytes `data`, or in pieces already kept.
-        """
+        """Note that a piece with the bytes of some ranges has arrived."""
         counts = np.bincount(self._owners[positions])
         complete = []
         for owner in np.flatnonzero(counts).tolist():
@@ -108,19 +91,6 @@ class ReadPlan:
         owners = self._owners[positions]
         pairs = zip(owners.tolist(), (positions - self._borders[owners]).tolist(), strict=True)
         return ((self._batches[owner], slot) for owner, slot in pairs)
-
-    def indices(self, positions: IntArray) -> list[Any]:
-        return [batch.plan.indices[slot] for batch, slot in self.locate(positions)]
-
-    def cut(self, span: Span, data: memoryview) -> list[memoryview]:
-        """Return the bytes of each range of a request."""
-        starts, stops = (
-            self.ranges.starts[span.members] - span.start,
-            self.ranges.stops[span.members] - span.start,
-        )
-        return [
-            data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-        ]
 
     def first(self, span: Span) -> RangedBatch:
         return self._batches[int(self._owners[span.members].min())]
@@ -142,14 +112,9 @@ class ReadPlan:
 class RangeFetch(SampleFetch):
     """Fetches by requests for several samples.
 
-    The layers are the store, hedging around the store, and a cache around both. `concurrency` is
-    the number of requests. When a fetcher is free, all waiting batches are planned together. The
+    `concurrency` is the number of requests. When a fetcher is free, all waiting batches are planned together. The
     first request is the request for the oldest batch.
     """
-
-    def __init__(self, context: FetchContext, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(context, dataset, *args, **kwargs)
-        self._cached = capabilities(dataset).cached_reads
 
     def admit(self, plan: BatchPlan) -> None:
         batch = self._partial[plan.number] = RangedBatch(plan)
@@ -185,30 +150,9 @@ class RangeFetch(SampleFetch):
         for number, batch in enumerate(batches):
             batch.read_plan = plan, number
             batch.began = began
-        positions = np.arange(len(indices))
-        if self._cached:
-            positions = await self._read_cached(plan, positions)
-        spans, complete = plan.plan(positions)
+        spans, complete = plan.plan()
         self._submit((None, 0, self._read, (plan, span)) for span in spans)
         await self._make_all(complete)
-
-    async def _read_cached(self, plan: ReadPlan, positions: IntArray) -> IntArray:
-        """Take the cached ranges, and return the positions of other ranges."""
-        missing: list[int] = []
-        for first in range(0, len(positions), CACHE_SLICE):
-            some = positions[first : first + CACHE_SLICE]
-            try:
-                views = await self._dataset.cached_reads(plan.indices(some))
-                read = dict(zip(some.tolist(), views, strict=True))
-            except BaseException:  # user code, or a folder that must not be read
-                if self.context.stopping:
-                    raise
-                self._fetch_singly(plan.locate(some))
-                continue
-            missing += [position for position, view in read.items() if view is None]
-            found = {position: view for position, view in read.items() if view is not None}
-            await self._make_all(plan.put_single(list(found), found.values()))
-        return np.array(missing, np.int64)
 
     async def _read(self, planned: tuple[ReadPlan, Span]) -> None:
         plan, span = planned
@@ -216,8 +160,6 @@ class RangeFetch(SampleFetch):
         try:
             data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
             seconds = time.perf_counter() - began
-            if self._cached:
-                await self._dataset.cache_reads(plan.indices(span.members), plan.cut(span, data))
         except BaseException:  # user code; `aget` of each member then names the error and sample
             if not self.context.stopping:
                 self._fetch_singly(plan.locate(span.members))
@@ -230,10 +172,7 @@ class RangeFetch(SampleFetch):
     async def _read_range(
         self, batch: RangedBatch, number: int, start: int, stop: int
     ) -> memoryview:
-        """Read from the store, hedged if configured.
-
-        `batch` is the oldest waiting batch.
-        """
+        """Read bytes, hedged if configured. `batch` is the oldest waiting batch."""
         read = functools.partial(self._dataset.read_range, number, start, stop)
         began = time.perf_counter()
         data: memoryview = await (

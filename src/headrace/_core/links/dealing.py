@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
-from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.failure import Stage
 from headrace._core.failure import Stage
 
 _ANY = 1 << 20  # plans that an engine can be given at once

@@ -1,13 +1,12 @@
-"""A cache of bytes in a folder: each process appends what it fetched to segments of its own.
+"""A cache of bytes in a folder, shared by processes.
 
-A segment is two files. ``.data`` has the bytes of its entries, one after the other; ``.index`` has
-a header, and after the bytes of an entry are written a record of it.
-docs/design/0011-the-disk-cache.md gives the reasons.
+Each process appends fetched bytes to own segments. A segment is two files: ``.data`` has the bytes
+of all entries, ``.index`` has a header and a record for each entry. The record is written after the
+bytes. docs/design/0011-the-disk-cache.md gives the reasons.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import re
@@ -21,7 +20,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +28,9 @@ from headrace._core.eventloop.blocking import run_blocking
 from headrace._core.store.request_stats import RequestStats, session_stats
 from headrace.errors import CacheFolderError
 
-# Of an entry: two halves of its name, its place in the data, the CRC-32 of all these and its bytes,
-# so that a record that is damaged or leads elsewhere is a wrong checksum; and the segment's number,
-# which means something in memory.
+# The record of an entry: two halves of the name, the place in the data, a checksum, and the number
+# of the segment. The number has a meaning only in memory. The checksum is the CRC-32 of name, place
+# and bytes: a damaged record, or a record with a wrong place, is a wrong checksum.
 RECORD = np.dtype(
     [(each, "<u8") for each in ("low", "high", "start", "length")]
     + [("crc", "<u4"), ("segment", "<u4")]
@@ -40,50 +38,69 @@ RECORD = np.dtype(
 _RECORD = struct.Struct("<16sQQII")
 _HALVES = struct.Struct("<QQ")
 _PLACE = struct.Struct("<16sQQ")
-HEADER = b"headrace cache 2".ljust(
-    RECORD.itemsize, b"\0"
-)  # of another version the index is ignored
+# An index with the header of another version is ignored.
+HEADER = b"headrace cache 2".ljust(RECORD.itemsize, b"\0")
 _STEM = re.compile(r"[0-9a-f]{16}-[0-9a-f]+-[0-9a-f]{8}")  # time in ns, process, random number
 
 Records = np.ndarray[Any, np.dtype[np.void]]
 
-GROUP = 8  # entries read by one call in a thread: a call costs 10 µs, a read of 56 KB 20 µs
-RECENT = (
-    1 << 16
-)  # entries in a dictionary, at 300 bytes, before they are merged into the table, at 50
-PER_CACHE = 64  # segments of a full cache: the oldest is evicted whole
-SLACK = 8  # this part of `max_bytes` is left for what other processes append meanwhile
+# Most new entries in a dictionary, before a merge into the table. An entry takes 300 bytes in the
+# dictionary, and 50 in the table.
+RECENT = 1 << 16
+PER_CACHE = 64  # segments of a full cache: the oldest segment is evicted whole
+SLACK = 8  # this part of `max_bytes` is left for other processes
 REFRESH_SHARE = 20  # looking for entries of other processes takes at most this part of the time
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO must not block
 _VALID, _DEAD, _GONE = range(1, 4)
-"""States of an entry: its checksum was verified in this process, or was wrong; it could not be read. 0 is unknown."""
+"""States of an entry.
+
+Valid: this process has verified the checksum. Dead: the checksum was wrong. Gone: an error of the
+disk. 0: unknown.
+"""
 
 
 class _Segment:
-    """A segment, whose files are opened for each read: 1 µs, and an evicted segment takes no room."""
+    """A segment, as readers see the files.
+
+    A file is opened for each read, in 1 µs. So an evicted segment takes no room on the disk.
+    """
 
     def __init__(self, path: str, *, own: bool = False) -> None:
-        self.stem = os.path.basename(path)  # the name of its files
+        self.stem = os.path.basename(path)  # the name of both files
         self.path = path
         self.own = own  # whether this process writes it
         self._consumed = 0  # bytes of the index that were read
 
     def new_records(self, number: int) -> Records:
-        """The records that were appended since the last call; a torn one at the end is left for the next."""
-        with _opened(f"{self.path}.index") as descriptor:
-            data = _read(descriptor, self._consumed, os.fstat(descriptor).st_size - self._consumed)
+        """Return the records appended since the last call.
+
+        A torn record at the end is left for the next call.
+        """
+        opened = _opened(f"{self.path}.index")
+        with opened as descriptor, open(descriptor, "rb", closefd=False) as file:
+            file.seek(self._consumed)
+            data = file.read()
         if not self._consumed and data[: len(HEADER)] == HEADER:
             data, self._consumed = data[len(HEADER) :], len(HEADER)
         count = len(data) // RECORD.itemsize if self._consumed else 0
         self._consumed += count * RECORD.itemsize
         records = np.frombuffer(data, RECORD, count).copy()
         records["segment"] = number
+        size = os.lstat(f"{self.path}.data").st_size
+        starts, lengths = records["start"], records["length"]
+        # A damaged length may be more than the memory. Without bytes the checksum is wrong.
+        lengths[(starts > size) | (lengths > size - starts)] = 0
         return records
 
-    def read(self, start: int, length: int) -> bytes:
+    def read_into(self, start: int, view: memoryview) -> bool:
+        """Read data to fill a view; returns False if the file is too short."""
+        done = -1
         with _opened(f"{self.path}.data") as descriptor:
-            return _read(descriptor, start, length)
+            while view and done:
+                done = os.preadv(descriptor, [view], start)  # at most 2 GiB
+                start, view = start + done, view[done:]
+        return not view
 
 
 @contextmanager
@@ -95,20 +112,8 @@ def _opened(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Read bytes; none if the file, of any kind, does not have them."""
-    if length < 0 or start + length > os.fstat(descriptor).st_size:  # a damaged record
-        return b""
-    data = os.pread(descriptor, length, start)
-    while len(data) < length and (
-        more := os.pread(descriptor, length - len(data), start + len(data))
-    ):
-        data += more  # one call reads at most 2 GiB
-    return data
-
-
 class _Entry(NamedTuple):
-    """`states` has its state at `slot`."""
+    """An entry; the state is ``states[slot]``."""
 
     name: bytes
     segment: _Segment
@@ -120,7 +125,10 @@ class _Entry(NamedTuple):
 
 
 class _Table:
-    """Entries sorted by name, in 50 bytes each; of those with one name, the last is the newest."""
+    """Entries sorted by name, in 50 bytes each.
+
+    The last entry with a name is the newest.
+    """
 
     def __init__(self, records: Records, states: bytearray) -> None:
         order = np.argsort(records["low"], kind="stable")
@@ -130,11 +138,11 @@ class _Table:
 
 
 class DiskCache:
-    """Bytes by name in a folder, which all processes of a machine may use. None waits for another.
+    """Bytes by name in a folder, for all processes of a machine.
 
-    May be used from several event loops and threads, and pickled. An error of the folder never
-    costs a sample: its bytes are fetched and not cached, with one warning in each process. Errors
-    of the constructor are those of `Cacheable.cache`.
+    No process waits for another process. A cache may be used from several event loops and threads,
+    and pickled. An error of the folder costs no sample: the bytes are fetched and not cached, with
+    one warning in each process. `Cacheable.cache` lists the errors of the constructor.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -147,11 +155,11 @@ class DiskCache:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # of all that follows, but for lookups
+        self._lock = threading.Lock()  # for changes of the attributes below; lookups need no lock
         self._segments: list[_Segment | None] = []
         self._numbers: dict[str, int] = {}
         self._table = _Table(np.empty(0, RECORD), bytearray())
-        self._recent: dict[bytes, _Entry] = {}  # written by this process, and not in the table yet
+        self._recent: dict[bytes, _Entry] = {}  # own entries that are not in the table yet
         self._own: _Writer | None = None
         self._next_refresh = 0.0
         self._writable = True
@@ -177,7 +185,11 @@ class DiskCache:
         self._next_refresh, self._writable = 0.0, True
 
     async def read_many(self, names: Sequence[bytes]) -> list[memoryview | None]:
-        """The bytes of those entries that are cached, None for the others and for empty names."""
+        """Read entries into one buffer.
+
+        Returns:
+            A view of each entry; None for a missing entry, and for an empty name.
+        """
         if self._pid != os.getpid():  # after a fork
             self._reset()
         entries = [self._find(name) for name in names]
@@ -185,27 +197,22 @@ class DiskCache:
             await run_blocking(self._refresh)
             entries = [self._find(name) for name in names]
         there = [entry for entry in entries if entry is not None]
-        groups = [there[first : first + GROUP] for first in range(0, len(there), GROUP)]
-        reads = [run_blocking(list, map(_read_entry, group)) for group in groups]
-        views = chain.from_iterable(
-            [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
-        )
+        views = iter(await run_blocking(_read_entries, there) if there else ())
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
         counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
         return found
 
-    def discard(self, name: bytes) -> None:
-        """Forget an entry whose bytes, as `read_many` gave them, make no sample."""
-        entry, counts = self._find(name), self.counts()
-        if entry is not None:
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Forget entries with bytes that make no sample."""
+        for entry in filter(None, map(self._find, names)):
             entry.states[entry.slot] = _DEAD
-        counts.cache_hits -= 1
-        counts.cache_damaged += 1
+            self.counts().cache_damaged += 1
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
-        """Append entries, unless the disk was found full or read-only in this epoch."""
+        """Append entries, unless an append has failed in this epoch."""
+        self.counts().cache_misses += len(names)
         if not self._writable:
             return
         try:
@@ -214,13 +221,13 @@ class DiskCache:
             self._writable = False
             if not self._warned:
                 self._warned = True
-                what = f"the disk cache in {self._folder} cannot be written, so samples that it lacks are fetched and"
+                what = f"the disk cache in {self._folder} cannot be written; nothing is cached"
                 with suppress(Warning):  # a warnings filter "error" must not cost the sample
-                    warnings.warn(f"{what} not cached: {error}", RuntimeWarning, stacklevel=2)
+                    warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=2)
 
     def _find(self, name: bytes) -> _Entry | None:
-        # The newest first. A merge replaces the table before it empties `_recent`, so that no entry
-        # is missed.
+        # The newest entry first. A merge replaces the table and then empties `_recent`: no entry is
+        # missed.
         recent = self._recent.get(name)
         if recent is not None:
             return recent if recent.states[0] < _DEAD else None
@@ -237,22 +244,25 @@ class DiskCache:
             slot -= 1
         return None
 
-    # The rest blocks, and runs in threads.
+    # The methods below block, and run in threads.
 
     def _refresh(self) -> None:
-        """Take note of what other processes have appended and evicted."""
+        """Read what other processes have appended and evicted."""
         with self._lock:
             began = time.monotonic()
-            with suppress(FileNotFoundError, NotADirectoryError):  # the first write will warn
-                secure_folder(
-                    self._folder
-                )  # its owner may have changed since another process created the cache
+            # The owner may have changed since another process created the cache. The first write
+            # will warn of a missing folder.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                secure_folder(self._folder)
             self._read_indices()
-            # A share of the time, however large the cache and often the misses.
+            # A share of the time, for a cache of any size and any number of misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
     def _read_indices(self, *, own: bool = False) -> None:
-        """Sort the new records of segments into the table, those of this process's too if `own`."""
+        """Sort new records of segments into the table.
+
+        With `own`, the segments of this process are read too.
+        """
         stems = sorted(self._files())  # the oldest first
         gone = self._numbers.keys() - stems
         for stem in gone:  # evicted
@@ -286,7 +296,7 @@ class DiskCache:
         self._segments.append(segment)
 
     def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
-        """Append the entries that are not there."""
+        """Append the entries that are missing."""
         with self._lock:
             new: dict[bytes, memoryview] = {}
             room = math.inf if self._limit is None else self._limit // 2
@@ -314,9 +324,8 @@ class DiskCache:
                 self._add(own.segment)
             try:
                 entries = own.append(new)
-            except (
-                BaseException
-            ):  # a new segment is begun the next time: this one's index may be torn
+            except BaseException:
+                # The index may be torn: the next append begins a new segment.
                 self._own = None
                 own.abandon()
                 raise
@@ -325,7 +334,7 @@ class DiskCache:
                 self._read_indices(own=True)
 
     def _make_room(self, nbytes: int) -> None:
-        """Evict the oldest segments so that `nbytes` fit, and a segment."""
+        """Evict the oldest segments until `nbytes`, and a segment, fit."""
         if self._limit is None:
             return
         files = self._files()
@@ -334,12 +343,12 @@ class DiskCache:
             if usage <= self._limit - self._limit // SLACK:
                 break
             for ending in (".index", ".data"):
-                with suppress(OSError):  # another process was faster, or it cannot be removed
+                with suppress(OSError):  # another process was faster, or the file cannot be removed
                     os.unlink(os.path.join(self._folder, stem + ending))
             usage -= sum(sizes)
 
     def _files(self) -> dict[str, list[int]]:
-        """The sizes of the files of each segment."""
+        """Return the sizes of the files of each segment."""
         found: dict[str, list[int]] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as files:
             for file in files:
@@ -350,19 +359,29 @@ class DiskCache:
         return found
 
 
-def _read_entry(entry: _Entry) -> memoryview | None:
-    """An entry's bytes, verified at the first read; None if they are damaged, or cannot be read."""
-    name, segment, start, length, crc, states, slot = entry
-    try:
-        data = segment.read(start, length)
-    except OSError:  # evicted, or an I/O error of the disk: fetch from the store instead
-        states[slot] = _GONE
-        return None
-    if len(data) != length or (states[slot] != _VALID and _checksum(name, start, data) != crc):
-        states[slot] = _DEAD
-        return None
-    states[slot] = _VALID
-    return memoryview(data)
+def _read_entries(entries: Sequence[_Entry]) -> list[memoryview | None]:
+    """Read entries into one buffer, in order.
+
+    Checksums are verified at the first read.
+
+    Returns:
+        A view of each entry; None if the entry is damaged or cannot be read.
+    """
+    buffer = np.empty(sum(entry.length for entry in entries), np.uint8).data
+    views: list[memoryview | None] = []
+    end = 0
+    for name, segment, start, length, crc, states, slot in entries:
+        data = buffer[end : end + length]
+        end += length
+        try:
+            complete = segment.read_into(start, data)
+        except OSError:  # evicted, or an I/O error of the disk
+            states[slot] = _GONE
+        else:
+            valid = states[slot] == _VALID or _checksum(name, start, data) == crc
+            states[slot] = _VALID if complete and valid else _DEAD
+        views.append(data.toreadonly() if states[slot] == _VALID else None)
+    return views
 
 
 def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
@@ -370,10 +389,10 @@ def _checksum(name: bytes, start: int, data: bytes | memoryview) -> int:
 
 
 class _Writer:
-    """The files of the segment that this process appends to, open until this is collected.
+    """The files of the segment to which this process appends.
 
-    Nothing is flushed to disk: what a power failure takes is detected by its checksum, and fetched
-    again.
+    The files are open until the writer is collected. Nothing is flushed to disk: bytes lost in a
+    power failure are found by the checksum, and fetched again.
     """
 
     def __init__(self, folder: str) -> None:
@@ -392,7 +411,7 @@ class _Writer:
             raise
 
     def is_unlinked(self) -> bool:
-        """Whether it was evicted, or the folder deleted."""
+        """Return whether the segment was evicted, or the folder deleted."""
         return os.fstat(self._data).st_nlink == 0
 
     def append(self, new: Mapping[bytes, memoryview]) -> list[_Entry]:
@@ -419,10 +438,9 @@ class _Writer:
         return entries
 
     def abandon(self) -> None:
-        """Give the room of what was half written back to the disk."""
-        with suppress(
-            OSError
-        ):  # the error that led here is raised; half an entry is ignored by readers
+        """Free the room of entries that are half written."""
+        # The caller raises the error of the write. Readers ignore half an entry.
+        with suppress(OSError):
             os.ftruncate(self._data, self.end)
             if not self.end:
                 os.unlink(f"{self.segment.path}.data")
@@ -435,9 +453,13 @@ def _write_all(descriptor: int, views: Iterable[bytes | memoryview]) -> None:
 
 
 def secure_folder(folder: str) -> None:
-    """Create a folder for the files of a cache, or raise `CacheFolderError` if others may write to the existing one.
+    """Create a folder for the files of a cache, or check an existing folder.
 
-    New folders, parents included, get mode 0700, whatever the umask.
+    New folders, parents included, get mode 0700 with any umask.
+
+    Raises:
+        CacheFolderError: the folder belongs to another user, or others may write there.
+        OSError: the folder cannot be created.
     """
     try:
         link = os.lstat(folder)

@@ -47,7 +47,6 @@ class Capabilities(NamedTuple):
     aget: bool = False
     agets: bool = False
     ranges: bool = False  # samples are byte ranges, read together; see `RangedDataset`
-    cached_reads: bool = False  # byte ranges may be on a local disk; see `CachedDataset`
     aiter: bool = False
 
 

@@ -296,12 +296,10 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
 
     def _capabilities(self) -> Capabilities:
         parts = [capabilities(source) for source in self.sources]
-        ranges = all(part.ranges for part in parts)
         return Capabilities(
             aget=True,
             agets=all(part.agets for part in parts),
-            ranges=ranges,
-            cached_reads=ranges and any(part.cached_reads for part in parts),
+            ranges=all(part.ranges for part in parts),
         )
 
     def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
@@ -371,21 +369,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         if len(self.sources) > 1:
             return list(map(self.sample_of, indices, data))
         return self.sources[0].samples_of([self.locate(index)[1] for index in indices], data)
-
-    async def cached_reads(self, indices: Sequence[object]) -> Sequence[memoryview | None]:
-        views: list[memoryview | None] = [None] * len(indices)
-        for part, slots, inner in self._by_part(indices):
-            if capabilities(self.sources[part]).cached_reads:
-                for slot, view in zip(
-                    slots, await self.sources[part].cached_reads(inner), strict=True
-                ):
-                    views[slot] = view
-        return views
-
-    async def cache_reads(self, indices: Sequence[object], views: Sequence[memoryview]) -> None:
-        for part, slots, inner in self._by_part(indices):
-            if capabilities(self.sources[part]).cached_reads:
-                await self.sources[part].cache_reads(inner, [views[slot] for slot in slots])
 
 
 class MixedParts(IndexedParts):

@@ -15,6 +15,7 @@ import select
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,14 @@ def workers() -> list[int]:
     pid = launch._zygote.process.pid
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return sorted(map(int, file.read().split()))
+
+
+@contextlib.contextmanager
+def ignored_deaths() -> Iterator[None]:
+    """Show no warning of a replaced engine."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(the engine|engine . of)", RuntimeWarning)
+        yield
 
 
 def sidecar(loader: hr.DataLoader) -> int:

@@ -246,18 +246,14 @@ async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_of_the_original_writers_are_read_by_document_and_by_window(name):
+def test_files_of_the_original_writers_are_read_by_window_and_documents_have_lengths(name):
     tokens = [*chain(*DOCUMENTS[name])]
     windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
-    assert [windows[i].tolist() for i in range(len(windows))] == [
-        tokens[i : i + 11] for i in range(0, 90, 3)
-    ]
+    assert windows.lengths.tolist() == [11] * 30
+    assert [window.tolist() for window in windows] == [tokens[i : i + 11] for i in range(0, 90, 3)]
     documents = hr.TokenDataset(FIXTURES / name, seq_len=None)
-    assert [each.tolist() for each in documents] == DOCUMENTS[name]
-    every = hr.TokenDataset([FIXTURES / each for each in DOCUMENTS], seq_len=None)
-    assert every.lengths.tolist() == [*map(len, chain(*DOCUMENTS.values()))]
+    assert documents.lengths.tolist() == [*map(len, DOCUMENTS[name])]
     assert repr(documents) == "TokenDataset(1 shards, 7 documents)"
-    assert documents[0].dtype == torch.int64
 
 
 @pytest.mark.counts
@@ -439,20 +435,3 @@ def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):
     assert len(hr.TokenDataset(tmp_path, seq_len=1)) == 100
     with pytest.raises(ValueError, match="none of 2 shards has a document"):
         hr.TokenDataset([tmp_path / "a.ds", tmp_path / "b.bin"], seq_len=None)
-
-
-@pytest.mark.parametrize("name", ["sentences.bin", "2.ds"])
-def test_documents_are_read_in_batches_of_about_the_same_number_of_tokens_and_blended(name):
-    dataset, other = (
-        hr.TokenDataset(FIXTURES / each, seq_len=None) for each in (name, "int64.bin")
-    )
-    assert dataset.lengths.tolist() == [*map(len, DOCUMENTS[name])]
-    assert hr.TokenDataset(FIXTURES / name, seq_len=11).lengths.tolist() == [11] * 9
-    batches = hr.BalancedBatchSampler(dataset.lengths, max_tokens=70)
-    with hr.DataLoader(dataset, batch_sampler=batches, collate_fn=torch.cat) as loader:
-        given = [batch.tolist() for batch in loader]
-    assert sorted(chain(*given)) == sorted(chain(*DOCUMENTS[name]))
-    assert all(len(batch) <= 70 for batch in given)
-    blend = hr.mix([dataset.stream(), other.stream()], [0.7, 0.3], seed=0, stop="all")
-    found = [each.tolist() for each in blend]
-    assert all(document in found for document in DOCUMENTS[name] + DOCUMENTS["int64.bin"])

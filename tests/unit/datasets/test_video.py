@@ -244,15 +244,6 @@ def test_times_that_are_only_stated_make_no_millions_of_clips():
         opened(with_numbers(b"stts", 16, 1 << 29), clip_seconds=1)
 
 
-def test_broken_files_are_left_out_with_a_warning():
-    store = in_memory({"a.mp4": PLAIN, "b.mp4": PLAIN[:900], "c.mp4": PLAIN})
-    with pytest.raises(ShardError, match=r"b\.mp4"):
-        hr.VideoDataset(store, frames=30)
-    with pytest.warns(UserWarning, match=r"1 of 3 files cannot be opened.*b\.mp4"):
-        clips = hr.VideoDataset(store, frames=30, on_error="skip")
-    assert [clip.key for clip in clips] == ["a.mp4", "a.mp4", "c.mp4", "c.mp4"]
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [

@@ -8,23 +8,12 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ShardError, TruncatedShardError
-from headrace.testing import StreamContract
 from object_server import ObjectServer
 from tests.unit.shards import tars
 
 ROWS = [{"row": i, "text": "zeile ü " * (i % 40)} for i in range(300)]
 BOM = codecs.BOM_UTF8
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
-
-
-class TestLines(StreamContract):
-    @pytest.fixture(autouse=True)
-    def _files(self, tmp_path):
-        (tmp_path / "a.jsonl").write_bytes(TEXT)
-        self.folder = tmp_path
-
-    def make_dataset(self):
-        return hr.LinesDataset(self.folder, chunk_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -86,22 +75,6 @@ def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
         assert loader.stats().skipped_samples == lines
     with pytest.raises(ShardError, match=what):
         list(hr.LinesDataset(tmp_path))
-
-
-def test_stream_without_versions_of_its_shards_continues_after_a_restore(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{number}\n" for number in range(1000)))
-    store = hr.Store(tmp_path, if_match=False)
-
-    def loader():
-        return hr.DataLoader(hr.LinesDataset("a.txt", store=store, chunk_bytes=100), 10)
-
-    first = loader()
-    batches = iter(first)
-    for _ in range(50):
-        next(batches)
-    restored = loader()
-    restored.load_state_dict(first.state_dict())
-    assert list(restored) == list(batches)
 
 
 def test_lines_that_look_like_a_document_or_a_page_are_samples(tmp_path):

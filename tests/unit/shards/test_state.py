@@ -117,20 +117,6 @@ def test_lines_continue_at_every_position(packing, format, ending):
     assert len(found) == 30 if format == "json" else len(found) > 30
 
 
-@pytest.mark.parametrize(("split", "buffer_size"), [(True, 0), (True, 5), (False, 0), (False, 5)])
-def test_each_rank_continues_at_every_position(split, buffer_size):
-    counts = (4, 1, 6, 3, 5)
-    objects = {f"{n}.tar": tar_bytes(n, count) for n, count in enumerate(counts)}
-    store = in_memory(objects)
-
-    def make(**part):
-        return small(store, objects, shuffle=True, buffer_size=buffer_size, **part)
-
-    for rank in range(2):
-        part = {"rank": rank, "world_size": 2}
-        resumes_at_every_position(lambda: make().split(**part) if split else make(**part))  # noqa: B023
-
-
 # Errors
 
 

@@ -1,7 +1,4 @@
-"""`headrace verify`: from files of saved states, by the real command."""
-
-import subprocess
-import sys
+"""`headrace verify`: from files of saved states."""
 
 import torch
 
@@ -17,7 +14,7 @@ def loader():
 """
 
 
-def test_samples_delivered_twice_or_never_are_named_by_shard(tmp_path, capsys):
+def test_samples_delivered_twice_or_never_are_named_by_shard(tmp_path, capsys, monkeypatch):
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "shards").mkdir()
     for name, data in numbered(2, 10).items():
@@ -32,11 +29,14 @@ def test_samples_delivered_twice_or_never_are_named_by_shard(tmp_path, capsys):
         torch.save(saved, tmp_path / f"{number}.pt")
     indices = {sample["__key__"]: index for index, sample in enumerate(dataset)}
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # is undone, as what the command adds
+
     def verified(*states):
-        command = [sys.executable, "-m", "headrace", "verify", "--loader", "job:loader", *states]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.stderr == ""
-        return done.returncode, done.stdout.splitlines()
+        status = main(["verify", "--loader", "job:loader", *states])
+        said = capsys.readouterr()
+        assert said.err == ""
+        return status, said.out.splitlines()
 
     def lines(kind, batch):
         found = sorted(indices[key] for key in batch)

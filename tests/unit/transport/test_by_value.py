@@ -49,8 +49,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (None, "[{}]"),
-        (None, "[{'placement': 'thread'}]"),
+        (None, "[{}, {'placement': 'thread'}]"),
         ("spawn", "[{}, {'placement': 'thread'}, {'engines': 2, 'num_workers': 2}]"),
         ("forkserver", "[{}, {'placement': 'thread'}]"),
     ],

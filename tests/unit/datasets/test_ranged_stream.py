@@ -6,6 +6,7 @@ import pytest
 import headrace as hr
 from headrace.errors import ShardError, StoreError
 from object_server import Fault
+from tests.unit.shards.resuming import samples_and_errors
 
 OBJECTS = {f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes() for n in range(3)}
 
@@ -16,14 +17,11 @@ def opened(server, kind=hr.TokenDataset):
 
 
 def outcomes(stream):
-    iterator, found = iter(stream), []
-    while True:
-        try:
-            found.append(int(next(iterator)[0]))
-        except StopIteration:
-            return found
-        except (ShardError, StoreError) as error:
-            found.append(error)
+    """The first token of each window, with errors in their places."""
+    return [
+        found if isinstance(found, Exception) else int(found[0])
+        for found in samples_and_errors(stream)
+    ]
 
 
 @pytest.mark.counts

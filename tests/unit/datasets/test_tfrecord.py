@@ -8,7 +8,7 @@ import pytest
 import headrace as hr
 from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
 from tests.unit.datasets.formats import files_in
-from tests.unit.shards.resuming import in_memory
+from tests.unit.shards.resuming import in_memory, samples_and_errors
 
 FILES = files_in("tfrecord")
 
@@ -27,14 +27,7 @@ def framed(*records):
 
 def read(data, name="x.tfrecord", **options):
     """Samples and errors of a file."""
-    stream, found = iter(hr.TFRecordDataset(in_memory({name: data}), **options)), []
-    while True:
-        try:
-            found.append(next(stream))
-        except StopIteration:
-            return found
-        except ShardError as error:
-            found.append(error)
+    return samples_and_errors(hr.TFRecordDataset(in_memory({name: data}), **options))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 13, 1000])

@@ -115,14 +115,13 @@ def test_labels_come_from_a_function_a_mapping_or_a_row(server):
 
 
 def test_labels_that_do_not_fit_are_refused(server):
-    for labels, why in (([1, 2], "2 labels for 5 keys"), ({"a.jpg": 1}, "'b.jpg'")):
-        with pytest.raises(ValueError, match=why):
-            opened(server, labels=labels)
-    for labels, why in (
-        ("abcde", "not str"),
-        (pandas.DataFrame(index=range(5)), "labels= must be"),
+    for labels, error, why in (
+        ([1, 2], ValueError, "2 labels for 5 keys"),
+        ({"a.jpg": 1}, ValueError, "'b.jpg'"),
+        ("abcde", TypeError, "not str"),
+        (pandas.DataFrame(index=range(5)), TypeError, "labels= must be"),
     ):
-        with pytest.raises(TypeError, match=why):
+        with pytest.raises(error, match=why):
             opened(server, labels=labels)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import struct
-import sys
 
 import cramjam
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 import headrace as hr
 from headrace._core.shards.unpacked import UnpackedShards
-from headrace.errors import MissingExtraError, ShardError
+from headrace.errors import ShardError
 from object_server import Fault
 from tests.fixtures.litdata import make as litdata
 from tests.fixtures.mds import make as mds
@@ -192,15 +191,10 @@ def test_chunk_with_a_damaged_arrow_table_is_an_error(old, new, message):
         dataset[1]
 
 
-def test_arrow_tables_are_found_by_a_server_that_ignores_ranges_and_need_pyarrow(
-    server, monkeypatch
-):
+def test_arrow_tables_are_found_by_a_server_that_ignores_ranges(server):
     server.misbehave(Fault("whole", key="*.bin", times=4))
     dataset = hr.LitDataset(hr.Store(f"{server.url}/arrow", options=server.store_options))
     assert [*dataset] == [*map(litdata.row, range(18))]
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingExtraError, match=r"headrace\[parquet\]"):
-        hr.LitDataset(in_memory(files_in("litdata/arrow")))
 
 
 def test_compressed_chunks_are_those_that_are_not():

@@ -3,7 +3,6 @@
 import io
 import itertools
 import pickle
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -121,12 +120,6 @@ def test_files_with_different_columns_need_columns_argument(server):
     with pytest.raises(ShardError, match=r"b/1\.parquet"):
         opened(server, "b")
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
-
-
-def test_missing_pyarrow_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(hr.errors.MissingExtraError, match=r"headrace\[parquet\]"):
-        hr.ParquetDataset("x.parquet")
 
 
 def test_invalid_arguments_are_errors(server):

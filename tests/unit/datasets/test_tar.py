@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import random
-import sys
 
 import pytest
 
@@ -239,14 +238,6 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
         # three that are parsed: a block of samples that is given out, and the next, of two ranges
         # where a sample reaches into both.
         assert server.requests()["GET"] <= 3 * (2 + 3)
-
-
-def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.tar.zst").write_bytes(b"")
-    for name in ("backports", "backports.zstd", "compression", "compression.zstd"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(hr.errors.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
-        list(hr.TarDataset(tmp_path / "a.tar.zst"))
 
 
 def fail_on_the_second(sample):

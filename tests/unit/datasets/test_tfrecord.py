@@ -6,7 +6,7 @@ import google_crc32c
 import pytest
 
 import headrace as hr
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace.errors import ShardError, TruncatedShardError
 from tests.unit.datasets.formats import files_in
 from tests.unit.shards.resuming import in_memory, samples_and_errors
 
@@ -68,9 +68,3 @@ def test_what_is_no_record_ends_its_file(data, name, error, what):
     assert last.shard.endswith(name)
     with pytest.raises(error, match=what):
         raise last
-
-
-def test_without_the_checksums_package_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "google_crc32c", None)
-    with pytest.raises(MissingExtraError, match=r"google-crc32c.*headrace\[tfrecord\]"):
-        hr.TFRecordDataset("x.tfrecord")

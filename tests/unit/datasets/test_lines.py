@@ -77,22 +77,6 @@ def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
         list(hr.LinesDataset(tmp_path))
 
 
-def test_stream_without_versions_of_its_shards_continues_after_a_restore(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"{number}\n" for number in range(1000)))
-    store = hr.Store(tmp_path, if_match=False)
-
-    def loader():
-        return hr.DataLoader(hr.LinesDataset("a.txt", store=store, chunk_bytes=100), 10)
-
-    first = loader()
-    batches = iter(first)
-    for _ in range(50):
-        next(batches)
-    restored = loader()
-    restored.load_state_dict(first.state_dict())
-    assert list(restored) == list(batches)
-
-
 def test_lines_that_look_like_a_document_or_a_page_are_samples(tmp_path):
     (tmp_path / "a.json").write_bytes(b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n')
     (tmp_path / "b.json").write_bytes(b'{"boxes": [[0, 1]], "label": 2}')

@@ -97,7 +97,8 @@ def test_tar_stream_continues_at_every_position(packing, in_parallel, archive):
         ("zstd", "json", "\r\n"),
     ],
 )
-def test_lines_continue_at_every_position(packing, format, ending):
+@pytest.mark.parametrize("if_match", [True, False])
+def test_lines_continue_at_every_position(packing, format, ending, if_match):
     suffix, pack = PACKINGS[packing]
     draw = random.Random(0)
     texts = [
@@ -107,7 +108,7 @@ def test_lines_continue_at_every_position(packing, format, ending):
     texts[1] += ending
     texts[2] = ending + texts[2].replace(ending, ending * 2, 5) + ending * 2
     objects = {f"{n}.jsonl{suffix}": pack(text.encode()) for n, text in enumerate(texts)}
-    store = in_memory(objects)
+    store = in_memory(objects, if_match=if_match)
     found = resumes_at_every_position(
         lambda: hr.LinesDataset(
             list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2

@@ -1,7 +1,9 @@
-"""`loader.report()`: the times of a real loader's batches, in each placement."""
+"""`loader.report()` and `loader.stats()`: times and counts of a real loader's batches, in each placement."""
 
 import asyncio
+import copy
 import logging
+import pickle
 import threading
 import time
 
@@ -198,3 +200,21 @@ def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, 
     assert [message.partition(",")[0] for message in messages] == [
         f"epoch {epoch} begins with batch 0" for epoch in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
+def test_share_of_waiting_is_that_of_the_time_and_a_copy_begins_to_count_anew(through):
+    loader = hr.DataLoader(Numbers(64), 4)
+    assert loader.stats().wait_share == 0.0
+    with loader:
+        several = [iter(loader) for _ in range(3)]
+        for batches in several:
+            next(batches)
+        list(several[0])
+        copied = through(loader)
+    with copied:
+        assert (copied.stats().epochs, copied.stats().batches, copied.report().batches) == (0, 0, 0)
+        list(copied)
+    stats = loader.stats()
+    assert 0.0 < stats.wait_share <= 1.0
+    assert (stats.epochs, stats.batches, copied.stats().batches) == (3, 18, 16)

@@ -17,7 +17,7 @@ OBJECTS = {f"a/{n}.npy": npy(part) for n, part in enumerate(np.split(ROWS, [200,
 
 
 def opened(server):
-    return hr.ArrayDataset("a", store=hr.Store(server.url, options=server.store_options))
+    return hr.ArrayDataset("a", store=server.store())
 
 
 @pytest.mark.counts

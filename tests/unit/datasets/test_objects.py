@@ -31,7 +31,7 @@ KEYS = ("a.jpg", "b.jpg", "c.png", "d.txt", "empty.bin")
 
 
 def opened(server, folder="train", **options):
-    return ObjectDataset(Store(f"{server.url}/{folder}", options=server.store_options), **options)
+    return ObjectDataset(server.store(folder), **options)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_given_keys_keep_their_order_and_nothing_is_listed(server):
 
 
 def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_is_refused(server):
-    store = Store(server.url + "/train", options=server.store_options, retry=1)
+    store = server.store("train", retry=1)
     digests = {name: hashlib.new(name, b"a.jpg").hexdigest() for name in ("sha256", "sha1", "md5")}
     for name, digest in {**digests, "crc32": f"{zlib.crc32(b'a.jpg'):08x}"}.items():
         table = {"key": ["a.jpg", "b.jpg"], "sum": [f"{name}:{digest}"] * 2}
@@ -217,9 +217,7 @@ def test_a_key_that_no_object_can_have_is_named_with_its_index_and_not_read(serv
 
 def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, dataset):
     server.put("train/a.jpg", b"a")
-    blind = ObjectDataset(
-        Store(server.url + "/train", options=server.store_options, if_match=False)
-    )
+    blind = ObjectDataset(server.store("train", if_match=False))
     server.put("train/a.jpg", b"aaa")
     with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): overwritten since"):
         dataset[0]

@@ -54,7 +54,7 @@ def ids(rows):
 @pytest.mark.counts
 def test_footer_is_read_once_and_pickled_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
-    dataset = hr.ParquetDataset(names, store=hr.Store(server.url, options=server.store_options))
+    dataset = hr.ParquetDataset(names, store=server.store())
     assert len(server.seen()) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 300

@@ -12,8 +12,7 @@ OBJECTS = {f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes(
 
 
 def opened(server, kind=hr.TokenDataset):
-    store = hr.Store(server.url, options=server.store_options)
-    return kind("*.bin", store=store, seq_len=10)
+    return kind("*.bin", store=server.store(), seq_len=10)
 
 
 def outcomes(stream):

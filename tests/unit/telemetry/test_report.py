@@ -1,4 +1,4 @@
-"""`loader.report()` and `loader.stats()`: times and counts of a real loader's batches, in each placement."""
+"""`loader.report()` and `loader.stats()` of real loaders, in each placement."""
 
 import asyncio
 import copy

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from headrace import Store
 from object_server import Fault, ObjectServer
 
 
@@ -16,6 +18,11 @@ class _WatchedServer(ObjectServer):
     def __init__(self, objects: Mapping[str, bytes]) -> None:
         super().__init__(objects)
         self._told = False
+
+    def store(self, folder: str = "", **options: Any) -> Store:
+        """A folder of the bucket, or all of it, as a store."""
+        url = f"{self.url}/{folder}".rstrip("/")
+        return Store(url, options=self.store_options, **options)
 
     def is_as_new(self) -> bool:
         if self._told or self._process is None or self.latency:

@@ -83,14 +83,19 @@ def plain(sample: Any) -> Any:
     return bytes(sample) if isinstance(sample, memoryview | bytearray) else sample
 
 
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    """The file of `numpy.save`."""
+    stream = io.BytesIO()
+    np.save(stream, array, **options)
+    return stream.getvalue()
+
+
 def _tokens() -> Format:
     shards = [
         np.random.default_rng(n).integers(0, 60_000, size).astype("<u2")
         for n, size in enumerate((420, 5, 231, 100))
     ]
-    npy = io.BytesIO()
-    np.save(npy, shards[2])
-    files = {"2.npy": npy.getvalue(), **{f"{n}.bin": shards[n].tobytes() for n in (0, 1, 3)}}
+    files = {"2.npy": npy(shards[2]), **{f"{n}.bin": shards[n].tobytes() for n in (0, 1, 3)}}
     windows = [shard[at : at + 33] for shard in shards for at in range(0, len(shard) - 32, 20)]
     samples = [torch.from_numpy(window.astype(np.int64)) for window in windows]
     return Format(files, lambda store: hr.TokenDataset(store, seq_len=33, stride=20), samples)
@@ -224,11 +229,7 @@ def _zarr(**layout: Any) -> Format:
 
 def _arrays() -> Format:
     parts = np.split(np.arange(40 * 2 * 3, dtype=np.float16).reshape(40, 2, 3), [17, 17, 30])
-    files = {}
-    for number, part in enumerate(parts):
-        stream = io.BytesIO()
-        np.save(stream, part)
-        files[f"{number}.npy"] = stream.getvalue()
+    files = {f"{number}.npy": npy(part) for number, part in enumerate(parts)}
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
 

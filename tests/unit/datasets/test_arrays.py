@@ -1,7 +1,5 @@
 """`ArrayDataset` gives the rows of arrays that numpy.save has written, by ranged requests."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -9,22 +7,17 @@ import torch
 import headrace as hr
 from headrace.errors import ShardError
 from headrace.testing import same
+from tests.unit.datasets.formats import npy
 from tests.unit.shards.resuming import in_memory
 
 ROWS = np.random.default_rng(0).integers(0, 1 << 62, size=(500, 3, 5))
-
-
-def npy(array, **options):
-    stream = io.BytesIO()
-    np.save(stream, array, **options)
-    return stream.getvalue()
 
 
 OBJECTS = {f"a/{n}.npy": npy(part) for n, part in enumerate(np.split(ROWS, [200, 200, 201]))}
 
 
 def opened(server):
-    return hr.ArrayDataset("a", store=hr.Store(server.url, options=server.store_options))
+    return hr.ArrayDataset("a", store=server.store())
 
 
 @pytest.mark.counts
@@ -36,7 +29,6 @@ def test_rows_of_several_files_are_read_by_joined_requests(server):
     assert len(server.seen()) - before == 3  # files that have rows
     assert sorted(map(str, batch.numpy())) == sorted(map(str, ROWS))
     assert dataset.sample_key(200) == "a/2.npy[128:248]"
-    assert same(dataset[-1], torch.from_numpy(ROWS[-1]))
 
 
 TYPES = ("f2", "f4", "f8", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "b1", "c8", "c16")

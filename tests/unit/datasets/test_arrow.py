@@ -118,9 +118,9 @@ def test_dictionaries_that_grow_and_are_replaced():
 
 
 def test_record_batch_is_one_request():
-    table = pa.table({"id": range(40_000), "text": [f"{n}" * 4 for n in range(40_000)]})
+    table = pa.table({"id": range(400), "text": ["a" * 3000] * 400})
     with ObjectServer(
-        {"0.feather": written(*(table.slice(at, 10_000) for at in range(0, 40_000, 10_000)))}
+        {"0.feather": written(*(table.slice(at, 100) for at in range(0, 400, 100)))}
     ) as server:
         server.misbehave()
         dataset = hr.ArrowDataset(
@@ -128,7 +128,7 @@ def test_record_batch_is_one_request():
         )
         assert len(server.seen()) == 5, "the beginning, and the end of each record batch"
         server.misbehave()
-        assert sum(row["id"] for row in dataset) == sum(range(40_000))
+        assert [row["id"] for row in dataset] == [*range(400)]
         assert len(server.seen()) == 4
 
 
@@ -161,7 +161,7 @@ def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
     ) as writer:
         writer.write_table(table)
     data = (tmp_path / "a.arrow").read_bytes()
-    assert len(list(hr.ArrowDataset(tmp_path))) == 10_000
+    assert hr.ArrowDataset(tmp_path)[9_999] == {"x": 0, "d": "a"}
     assert data.count(struct.pack("<q", 80_000)) == 1
     (tmp_path / "a.arrow").write_bytes(
         data.replace(struct.pack("<q", 80_000), struct.pack("<q", 8 << 30))
@@ -169,4 +169,4 @@ def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
     with pytest.raises(
         ShardError, match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most"
     ):
-        list(hr.ArrowDataset(tmp_path))
+        hr.ArrowDataset(tmp_path)[0]

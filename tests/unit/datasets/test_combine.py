@@ -1,6 +1,7 @@
 """Combined datasets are lazy and reproducible, and give ranks equal numbers of samples."""
 
 import asyncio
+import functools
 import math
 
 import numpy as np
@@ -8,22 +9,8 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.testing import DatasetContract, StreamContract
 from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count, Inside, stream
-
-
-class TestConcatOfMaps(DatasetContract):
-    def make_dataset(self):
-        return hr.concat([SlowDataset(3, 0.0), SlowDataset(5, 0.0, make=str)])
-
-
-class TestOperations(StreamContract):
-    def make_dataset(self):
-        shuffled = stream(*range(30)).shuffle(7, seed=3).map(str)
-        return hr.batch_by_tokens(
-            hr.mix([stream("a", "bbb"), shuffled], [1, 2], stop="all"), 4, boundaries=[2]
-        )
 
 
 def test_concat_of_different_kinds_is_an_error():
@@ -51,40 +38,41 @@ def test_concat_of_different_kinds_is_an_error():
 
 
 def test_wrong_arguments_are_errors():
+    mix, pack = functools.partial(hr.mix, [stream()]), stream().pack
     for wrong in (
         lambda: stream().shuffle(0),
         lambda: stream().take(-1),
         lambda: stream().repeat(-1),
-        lambda: hr.mix([stream()], [0]),
-        lambda: hr.mix([stream()], [1, 1]),
-        lambda: hr.mix([stream()], [1], stop="odd"),
-        lambda: hr.mix([stream()], [1], temperature=0),
-        lambda: hr.mix([stream()], [1], temperature=math.nan),
+        lambda: mix([0]),
+        lambda: mix([1, 1]),
+        lambda: mix([1], stop="odd"),
+        lambda: mix([1], temperature=0),
+        lambda: mix([1], temperature=math.nan),
         lambda: hr.mix([stream()] * 2, [1, math.nan]),
-        lambda: hr.mix([stream()], [1], seed=-1),
+        lambda: mix([1], seed=-1),
         lambda: stream().shuffle(2, seed=2**64),
         lambda: stream().shuffle(2).set_epoch(-1),
         lambda: hr.mix({"a": stream()}, {"b": 1}),
-        lambda: hr.mix([stream()], [(1, [1])]),
-        lambda: hr.mix([stream()], [(0, [1]), (0, [2])]),
-        lambda: hr.mix([stream()], [(0, [0])]),
+        lambda: mix([(1, [1])]),
+        lambda: mix([(0, [1]), (0, [2])]),
+        lambda: mix([(0, [0])]),
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[2, 2]),
-        lambda: stream().pack(0),
-        lambda: stream().pack(4, "worst_fit"),
-        lambda: stream().pack(4, window=0),
-        lambda: stream().pack(4, labels="other"),
-        lambda: stream().pack(4, fields="tokens"),
-        lambda: stream().pack(4, fields=("tokens", "labels"), labels="next"),
+        lambda: pack(0),
+        lambda: pack(4, "worst_fit"),
+        lambda: pack(4, window=0),
+        lambda: pack(4, labels="other"),
+        lambda: pack(4, fields="tokens"),
+        lambda: pack(4, fields=("tokens", "labels"), labels="next"),
     ):
         with pytest.raises(ValueError):
             wrong()
     for wrong in (
         lambda: stream().repeat(1.5),
         lambda: stream().shuffle(True),
-        lambda: stream().pack(4, window=None),
+        lambda: pack(4, window=None),
         lambda: hr.batch_by_tokens(stream(), "4"),
         lambda: hr.batch_by_tokens(stream(), 4, boundaries=[1.5]),
-        lambda: hr.mix([stream()], [1], seed=np.float32(1)),
+        lambda: mix([1], seed=np.float32(1)),
     ):
         with pytest.raises(TypeError, match="must be an int, but got"):
             wrong()
@@ -93,21 +81,9 @@ def test_wrong_arguments_are_errors():
 # Order
 
 
-def test_shuffle_keeps_every_sample_and_depends_only_on_seed_and_epoch():
-    def order(epoch, seed=0, size=20):
-        shuffled = stream(*range(100)).shuffle(size, seed)
-        shuffled.set_epoch(epoch)
-        return list(shuffled)
-
-    assert order(0) == order(0)
-    assert len({tuple(order(*how)) for how in ((0,), (1,), (0, 1), (0, 0, 10))}) == 4
-    assert all(sorted(order(epoch)) == list(range(100)) for epoch in range(5))
-    assert sorted(order(0, size=1000)) == list(range(100))
-
-
 def test_shuffle_moves_no_sample_forward_beyond_its_buffer():
     position = {sample: place for place, sample in enumerate(stream(*range(200)).shuffle(10))}
-    assert all(place >= sample - 9 for sample, place in position.items())
+    assert -9 <= min(place - sample for sample, place in position.items()) < -5
 
 
 def test_mix_draws_otherwise_in_another_epoch():
@@ -142,17 +118,6 @@ class OnlyOnce(hr.AsyncIterableDataset):
 def test_stream_whose_second_pass_is_empty_is_left_out_of_a_mix():
     mixed = list(hr.mix([OnlyOnce(1), stream(*range(100, 140))], [1, 1], stop="all"))
     assert sorted(mixed) == [0, *range(100, 140)]
-
-
-# Ranks
-
-
-def test_ranks_get_the_same_number_of_batches_by_tokens():
-    words = stream(*("x" * (1 + i * 7 % 13) for i in range(200)))
-    batches = hr.batch_by_tokens(words, 30, boundaries=[4, 8])
-    ranks = [list(batches.split(rank=rank, world_size=3)) for rank in range(3)]
-    assert len(set(map(len, ranks))) == 1
-    assert {len(batch) for rank in ranks for batch in rank} > {2}
 
 
 # Batches

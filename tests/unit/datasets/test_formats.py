@@ -36,13 +36,17 @@ def read(loader, batches=None):
         return list(taken), json.loads(json.dumps(loader.state_dict()))
 
 
+def write(folder, files):
+    for key, data in files.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(data)
+
+
 @pytest.fixture
 def store(request, tmp_path):
     """A folder with the files of the format that the test is about."""
     folder = tmp_path / "files"
-    for key, data in FORMATS[request.node.callspec.params["name"]].files.items():
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(data)
+    write(folder, FORMATS[request.node.callspec.params["name"]].files)
     return hr.Store(folder.as_uri())
 
 
@@ -67,13 +71,21 @@ def test_every_sample_by_its_index(name, store):
             dataset[index]
 
 
-@pytest.mark.parametrize("name", MAP_STYLE)
-def test_loader_with_workers_shuffles_and_continues(name, store):
-    def loader(num_workers=0):
-        dataset = FORMATS[name].open(store)
-        return hr.DataLoader(dataset, shuffle=True, seed=3, num_workers=num_workers, **COLLATE)
+def test_workers_read_every_format(tmp_path):
+    datasets = []
+    for name in MAP_STYLE:
+        write(tmp_path / name, FORMATS[name].files)
+        datasets.append(FORMATS[name].open(hr.Store((tmp_path / name).as_uri())))
+    every, _ = read(hr.DataLoader(hr.concat(datasets), num_workers=1, **COLLATE))
+    assert every == [sample for name in MAP_STYLE for sample in wanted(name)]
 
-    every, _ = read(loader(num_workers=1))
+
+@pytest.mark.parametrize("name", MAP_STYLE)
+def test_loader_shuffles_and_continues(name, store):
+    def loader():
+        return hr.DataLoader(FORMATS[name].open(store), shuffle=True, seed=3, **COLLATE)
+
+    every, _ = read(loader())
     assert counted(every) == counted(wanted(name))
     assert every != wanted(name)
     first, state = read(loader(), 2)
@@ -156,35 +168,15 @@ def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("division", ["split", "shards"])
-def test_two_ranks_share_a_stream_which_ranks_continue(name, division, stream):
-    def part(rank, world_size, state=None, batches=None):
-        options, ranks = (
-            {"seed": 0, "shuffle": True, "shards_in_parallel": 1},
-            {"rank": rank, "world_size": world_size},
-        )
-        shared = (
-            stream(**options).split(**ranks) if division == "split" else stream(**options, **ranks)
-        )
-        loader = hr.DataLoader(shared, **COLLATE)
-        if state is not None:
-            loader.load_state_dict(state)
-        return read(loader, batches)
-
-    every, whole = counted(wanted(name)), [part(rank, 2)[0] for rank in range(2)]
-    left_out = (every - counted(whole[0] + whole[1])).total()
-    if division == "split" or FORMATS[name].stream is None:  # an index divides the samples evenly
-        assert len(whole[0]) == len(whole[1])
-        assert left_out < 2
+def test_two_ranks_share_the_samples_of_a_stream(name, stream):
+    ranks = [
+        list(stream(seed=0, shuffle=True, shards_in_parallel=1, rank=rank, world_size=2).map(plain))
+        for rank in range(2)
+    ]
+    left_out = counted(wanted(name)) - counted(ranks[0] + ranks[1])
+    if FORMATS[name].stream is None:  # an index divides the samples evenly
+        assert len(ranks[0]) == len(ranks[1])
+        assert left_out.total() < 2
     else:
         assert not left_out
-    halves = [part(rank, 2, batches=1) for rank in range(2)]
-    assert [first for first, _ in halves] == [
-        one[: len(first)] for one, (first, _) in zip(whole, halves, strict=True)
-    ]
-    merged = json.loads(json.dumps(hr.merge_states([state for _, state in halves])))
-    given = [sample for first, _ in halves for sample in first]
-    given += [sample for rank in range(2) for sample in part(rank, 2, merged)[0]]
-    lost, again = (every - counted(given)).total(), (counted(given) - every).total()
-    assert lost <= left_out
-    assert not again
+    assert not counted(ranks[0] + ranks[1]) - counted(wanted(name))

@@ -42,25 +42,10 @@ def test_rows_and_tables_are_those_that_were_written(path):
             dataset[index]
 
 
-def test_loader_shuffles_divides_and_continues(path):
-    def loader(rank=0, world_size=1):
-        dataset = hr.LanceDataset(path, columns=["id"])
-        order = hr.ElasticSampler(dataset, seed=1, rank=rank, world_size=world_size)
-        return hr.DataLoader(dataset, batch_size=4, sampler=order)
-
-    def ids(batches):
-        return [i for batch in batches for i in batch["id"].tolist()]
-
-    with loader() as whole, loader() as first, loader() as rest:
-        every, batches = ids(whole), iter(first)
-        start = ids([next(batches), next(batches)])
-        rest.load_state_dict(first.state_dict())
-        assert start + ids(rest) == every != sorted(every)
-    halves = []
-    for rank in range(2):
-        with loader(rank, 2) as half:
-            halves += ids(half)
-    assert sorted(halves) == sorted(every) == [*range(ROWS)]
+def test_loader_gives_each_row_once_and_whole_batches_as_tables(path):
+    with hr.DataLoader(hr.LanceDataset(path, columns=["id"]), 4, shuffle=True, seed=1) as loader:
+        ids = [number for batch in loader for number in batch["id"].tolist()]
+    assert ids != sorted(ids) == [*range(ROWS)]
     batches = torch.utils.data.BatchSampler(
         torch.utils.data.SequentialSampler(range(ROWS)), 16, drop_last=False
     )

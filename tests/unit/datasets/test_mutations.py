@@ -52,17 +52,15 @@ EVIL_TEXTS = (
 LENGTHS = ("cut", "empty")  # mutations that change no byte
 
 
+KINDS = ("cut", "longer", "empty", "flip", "number", "swap", "text", "other", "zeros")
+
+
 @st.composite
 def damaged(draw, files):
     """A mutation's name, the key of the file, and its bytes after it."""
     key = draw(st.sampled_from(sorted(files)))
-    data = files[key]
-    size = len(data)
-    kind = draw(
-        st.sampled_from(
-            ["cut", "longer", "empty", "flip", "number", "swap", "text", "other", "zeros"]
-        )
-    )
+    kind = draw(st.sampled_from(KINDS))
+    size = len(files[key])
     # Headers are at the beginning or the end, and lie more.
     at = draw(
         st.one_of(
@@ -71,45 +69,35 @@ def damaged(draw, files):
             st.integers(0, size),
         )
     )
+    return kind, key, changed(draw, kind, files, files[key], at)
+
+
+def changed(draw, kind, files, data, at):
+    """The bytes of a file after a mutation at a place."""
     if kind == "cut":
-        return kind, key, data[:at]
+        return data[:at]
     if kind == "longer":
-        return kind, key, data + data[at : at + draw(st.integers(1, 100))] + b"\0"
-    if kind == "flip" and at < size:
-        return (
-            kind,
-            key,
-            data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :],
-        )
+        return data + data[at : at + draw(st.integers(1, 100))] + b"\0"
+    if kind == "flip" and at < len(data):
+        return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
     if kind == "number":
         width = draw(st.sampled_from([1, 2, 4, 8]))
         value = draw(st.sampled_from(EVIL)) & ((1 << 8 * width) - 1)
-        return (
-            kind,
-            key,
-            (data[:at] + value.to_bytes(width, "little") + data[at + width :])[: max(size, at)],
-        )
+        written = data[:at] + value.to_bytes(width, "little") + data[at + width :]
+        return written[: max(len(data), at)]
     if kind == "swap":
         length = draw(st.integers(1, 32))
-        other = draw(st.integers(at, size))
+        other = draw(st.integers(at, len(data)))
         first, second = data[at : at + length], data[other : other + length]
-        return (
-            kind,
-            key,
-            data[:at] + second + data[at + length : other] + first + data[other + length :],
-        )
+        return data[:at] + second + data[at + length : other] + first + data[other + length :]
     if kind == "text" and (numbers := [*re.finditer(rb'-?\d+|"[^"]*"', data[:20_000])]):
         number = draw(st.sampled_from(numbers))
-        return (
-            kind,
-            key,
-            data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :],
-        )
+        return data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :]
     if kind == "other":
-        return kind, key, files[draw(st.sampled_from(sorted(files)))]
+        return files[draw(st.sampled_from(sorted(files)))]
     if kind == "zeros":
-        return kind, key, data[:at] + bytes(len(data[at:]))
-    return "empty", key, b""
+        return data[:at] + bytes(len(data[at:]))
+    return b""
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import pyarrow
 import pytest
 
 import headrace as hr
-from headrace._core.store.store import Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
 
@@ -22,7 +21,7 @@ TABLES = {
 
 @pytest.fixture
 def store(server):
-    return Store(server.url + "/train", options=server.store_options, retry=1)
+    return server.store("train", retry=1)
 
 
 def samples(dataset):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import struct
-import sys
 
 import cramjam
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 import headrace as hr
 from headrace._core.shards.unpacked import UnpackedShards
-from headrace.errors import MissingExtraError, ShardError
+from headrace.errors import ShardError
 from object_server import Fault
 from tests.fixtures.litdata import make as litdata
 from tests.fixtures.mds import make as mds
@@ -23,10 +22,6 @@ MDS = files_in("mds/zstd")
 ENCODINGS = json.loads(MDS["index.json"])["shards"][0]["column_encodings"]
 OBJECTS = {f"mds/{key}": data for key, data in MDS.items()}
 OBJECTS |= {f"arrow/{key}": data for key, data in files_in("litdata/arrow").items()}
-
-
-def served(server):
-    return hr.Store(f"{server.url}/mds", options=server.store_options)
 
 
 @pytest.mark.parametrize("compression", mds.COMPRESSIONS)
@@ -40,7 +35,7 @@ def test_every_compression_of_mosaic(compression):
 @pytest.mark.counts
 @pytest.mark.parametrize("read", ["blocks", "stream"])
 def test_compressed_shard_is_requested_once(server, read):
-    dataset = hr.MDSDataset(served(server), unpacked_bytes=1)
+    dataset = hr.MDSDataset(server.store("mds"), unpacked_bytes=1)
     before = server.requests()["GET"]
     if read == "blocks":
         sampler = hr.BlockShuffleSampler(dataset, block_size=18, blocks_at_once=1)
@@ -54,7 +49,7 @@ def test_compressed_shard_is_requested_once(server, read):
 @pytest.mark.counts
 def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
     server.misbehave(Fault("flip", key="*00001*", at=0))
-    dataset = hr.MDSDataset(served(server))
+    dataset = hr.MDSDataset(server.store("mds"))
     before = server.requests()["GET"]
     loader = hr.DataLoader(dataset, batch_size=6, on_error="skip", collate_fn=len)
     lost = dataset.counts[1]
@@ -192,15 +187,10 @@ def test_chunk_with_a_damaged_arrow_table_is_an_error(old, new, message):
         dataset[1]
 
 
-def test_arrow_tables_are_found_by_a_server_that_ignores_ranges_and_need_pyarrow(
-    server, monkeypatch
-):
+def test_arrow_tables_are_found_by_a_server_that_ignores_ranges(server):
     server.misbehave(Fault("whole", key="*.bin", times=4))
-    dataset = hr.LitDataset(hr.Store(f"{server.url}/arrow", options=server.store_options))
+    dataset = hr.LitDataset(server.store("arrow"))
     assert [*dataset] == [*map(litdata.row, range(18))]
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingExtraError, match=r"headrace\[parquet\]"):
-        hr.LitDataset(in_memory(files_in("litdata/arrow")))
 
 
 def test_compressed_chunks_are_those_that_are_not():

@@ -3,7 +3,6 @@
 import io
 import itertools
 import pickle
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,7 +54,7 @@ def ids(rows):
 @pytest.mark.counts
 def test_footer_is_read_once_and_pickled_with_the_dataset(server):
     names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
-    dataset = hr.ParquetDataset(names, store=hr.Store(server.url, options=server.store_options))
+    dataset = hr.ParquetDataset(names, store=server.store())
     assert len(server.seen()) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 300
@@ -123,12 +122,6 @@ def test_files_with_different_columns_need_columns_argument(server):
     assert ids(opened(server, "b", columns=["id", "text"])) == list(range(200))
 
 
-def test_missing_pyarrow_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(hr.errors.MissingExtraError, match=r"headrace\[parquet\]"):
-        hr.ParquetDataset("x.parquet")
-
-
 def test_invalid_arguments_are_errors(server):
     wrong = {"format": "torch", "unpacked_bytes": 0}
     for name, value in {**wrong, "columns": ["id", "id"]}.items():
@@ -187,27 +180,8 @@ def test_row_group_is_requested_once_in_an_epoch(server, shuffle):
     assert (batches == read(dataset)) is not shuffle
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_get_each_row_once_and_other_ranks_continue(server, as_rank, world_size):
-    dataset, given, state = opened(server), [], None
-    for rank in range(2):
-        as_rank(rank, 2)
-        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=ids) as loader:
-            for batch in itertools.islice(loader, 3):
-                given += batch
-            state = loader.state_dict()
-    for rank in range(world_size):
-        as_rank(rank, world_size)
-        with hr.DataLoader(dataset, 10, shuffle=True, seed=0, collate_fn=ids) as loader:
-            loader.load_state_dict(state)
-            given += [number for batch in loader for number in batch]
-    assert sorted(given) == [*range(300)]
-
-
-def test_batch_at_is_the_batch_and_other_row_groups_refuse_the_state(server):
+def test_state_of_other_row_groups_is_refused(server):
     with hr.DataLoader(opened(server), 16, shuffle=True, seed=0, collate_fn=ids) as loader:
-        batches = list(loader)
-        assert loader.batch_at(0, 7) == batches[7]
         next(iter(loader))
         state = loader.state_dict()
     for number in range(3):
@@ -250,26 +224,16 @@ def test_batches_in_order_are_slices_of_one_row_group_without_a_copy(server):
 
 
 @pytest.mark.parametrize("format", ["rows", "arrow"])
-def test_corrupt_row_group_and_changed_file_are_errors_of_their_rows_alone(server, format):
+def test_changed_file_is_an_error_of_its_rows_alone(server, format):
     dataset = opened(server, format=format)
     server.put("a/1.parquet", written(numbers(1000), row_group_size=GROUP))
     with pytest.raises(ObjectChangedError, match=r"a/1\.parquet"):
         dataset[150]
-    data = bytearray(
-        written(numbers(200), row_group_size=GROUP, write_page_checksum=True, compression="none")
-    )
-    data[data.index(b"row 245")] ^= 1
-    server.put("c.parquet", bytes(data))
-    damaged = opened(server, "c.parquet", format=format)
-    with pytest.raises(ShardError, match=r"cannot decode.*c\.parquet.*row group 1"):
-        damaged[45]
     collate = ids if format == "rows" else lambda table: table["id"].to_pylist()
-    for source, lost in ((dataset, range(100, 200)), (damaged, range(30, 60))):
-        with hr.DataLoader(source, 16, collate_fn=collate, on_error="skip") as loader:
-            given = [number for batch in loader for number in batch]
-            assert loader.stats().skipped_samples == len(lost)
-        assert given == [n for n in range(len(source)) if n not in lost] or source is damaged
-        assert len(given) == len(source) - len(lost)
+    with hr.DataLoader(dataset, 16, collate_fn=collate, on_error="skip") as loader:
+        given = [number for batch in loader for number in batch]
+        assert loader.stats().skipped_samples == 100
+    assert given == [*range(100), *range(200, 300)]
 
 
 def test_unconvertible_value_is_an_error_of_its_row(server):

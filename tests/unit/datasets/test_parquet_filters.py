@@ -160,18 +160,14 @@ def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(
             columns = {"x": pa.array([value], kind), "n": [number]}
             names = sorted(columns, reverse=bool(number))  # another order of columns
             pq.write_table(pa.table(columns).select(names), tmp_path / f"{number}.parquet")
-        assert list(hr.ParquetDataset(tmp_path)) == [
-            {"x": value, "n": number} for number in range(2)
-        ]
+        rows = [{"x": value, "n": number} for number in range(2)]
+        assert list(hr.ParquetDataset(tmp_path)) == rows
         for columns in (None, ["x", "n"]):
-            tables = hr.ParquetDataset(tmp_path, format="arrow", columns=columns).__getitems__(
-                [0, 1]
-            )
+            dataset = hr.ParquetDataset(tmp_path, format="arrow", columns=columns)
+            tables = dataset.__getitems__([0, 1])
             assert tables[0].schema.equals(tables[1].schema, check_metadata=True)
             assert unified in (None, tables[0].schema.field("x").type)
-            assert [row for table in tables for row in table.to_pylist()] == list(
-                hr.ParquetDataset(tmp_path)
-            )
+            assert [row for table in tables for row in table.to_pylist()] == rows
             assert sorted(tables[1].column_names) == ["n", "x"]
 
 

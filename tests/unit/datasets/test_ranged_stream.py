@@ -6,24 +6,21 @@ import pytest
 import headrace as hr
 from headrace.errors import ShardError, StoreError
 from object_server import Fault
+from tests.unit.shards.resuming import samples_and_errors
 
 OBJECTS = {f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes() for n in range(3)}
 
 
 def opened(server, kind=hr.TokenDataset):
-    store = hr.Store(server.url, options=server.store_options)
-    return kind("*.bin", store=store, seq_len=10)
+    return kind("*.bin", store=server.store(), seq_len=10)
 
 
 def outcomes(stream):
-    iterator, found = iter(stream), []
-    while True:
-        try:
-            found.append(int(next(iterator)[0]))
-        except StopIteration:
-            return found
-        except (ShardError, StoreError) as error:
-            found.append(error)
+    """The first token of each window, with errors in their places."""
+    return [
+        found if isinstance(found, Exception) else int(found[0])
+        for found in samples_and_errors(stream)
+    ]
 
 
 @pytest.mark.counts

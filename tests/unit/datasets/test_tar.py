@@ -3,13 +3,11 @@
 import asyncio
 import gzip
 import random
-import sys
 
 import pytest
 
 import headrace as hr
 from headrace.errors import EmptyListingError, ShardError
-from headrace.testing import StreamContract
 from object_server import ObjectServer
 from tests.unit.shards import tars
 
@@ -35,19 +33,6 @@ def folder(tmp_path):
 
 
 ALL = [f"{number:02}-{sample:03}" for number in range(6) for sample in range(10)]
-
-
-class OfFolder:
-    @pytest.fixture(autouse=True)
-    def _shards(self, folder):
-        self.folder = folder
-
-
-class TestTarStream(OfFolder, StreamContract):
-    def make_dataset(self):
-        return hr.TarDataset(
-            self.folder / "{0000..0005}.tar", shuffle=True, buffer_size=7, chunk_bytes=1000
-        )
 
 
 # Samples
@@ -253,28 +238,6 @@ def test_memory_is_bounded_by_read_ahead(tmp_path):
         # three that are parsed: a block of samples that is given out, and the next, of two ranges
         # where a sample reaches into both.
         assert server.requests()["GET"] <= 3 * (2 + 3)
-
-
-def test_missing_zstd_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.tar.zst").write_bytes(b"")
-    for name in ("backports", "backports.zstd", "compression", "compression.zstd"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(hr.errors.MissingExtraError, match=r"pip install 'headrace\[zstd\]'"):
-        list(hr.TarDataset(tmp_path / "a.tar.zst"))
-
-
-def test_sample_that_lacks_a_field_is_one_error_and_those_after_it_are_read(folder):
-    names = [f"{number:03}.{field}" for number in range(40) for field in ("txt", "cls")]
-    (folder / "gap.tar").write_bytes(
-        tars.members(*((name, b"x") for name in names if name != "010.cls"))
-    )
-    for options in ({}, {"fields": ["txt", "cls"]}):
-        dataset = hr.TarDataset(folder / "gap.tar", chunk_bytes=4096, **options)
-        with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
-            with pytest.warns(RuntimeWarning, match="sample '010' lacks 'cls'"):
-                keys = [sample["__key__"] for sample in loader]
-            assert keys == [f"{number:03}" for number in range(40) if number != 10]
-            assert loader.stats().skipped_samples == 1
 
 
 def fail_on_the_second(sample):

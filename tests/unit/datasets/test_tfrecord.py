@@ -6,9 +6,9 @@ import google_crc32c
 import pytest
 
 import headrace as hr
-from headrace.errors import MissingExtraError, ShardError, TruncatedShardError
+from headrace.errors import ShardError, TruncatedShardError
 from tests.unit.datasets.formats import files_in
-from tests.unit.shards.resuming import in_memory
+from tests.unit.shards.resuming import in_memory, samples_and_errors
 
 FILES = files_in("tfrecord")
 
@@ -27,27 +27,14 @@ def framed(*records):
 
 def read(data, name="x.tfrecord", **options):
     """Samples and errors of a file."""
-    stream, found = iter(hr.TFRecordDataset(in_memory({name: data}), **options)), []
-    while True:
-        try:
-            found.append(next(stream))
-        except StopIteration:
-            return found
-        except ShardError as error:
-            found.append(error)
-
-
-def test_the_framing_is_that_of_tensorflow():
-    records = read(FILES["a.tfrecord"])
-    assert framed(*records) == FILES["a.tfrecord"]
-    assert len(records) == 14
-    assert read(b"") == []
+    return samples_and_errors(hr.TFRecordDataset(in_memory({name: data}), **options))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 13, 1000])
 def test_records_are_found_in_pieces_of_any_size(chunk_bytes):
     records = [b"", b"a", bytes(200), b"", bytes(range(256)) * 9]
     assert read(framed(*records), chunk_bytes=chunk_bytes) == records
+    assert read(framed(), chunk_bytes=chunk_bytes) == []
 
 
 def test_a_damaged_record_is_an_error_and_the_next_follow():
@@ -81,9 +68,3 @@ def test_what_is_no_record_ends_its_file(data, name, error, what):
     assert last.shard.endswith(name)
     with pytest.raises(error, match=what):
         raise last
-
-
-def test_without_the_checksums_package_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "google_crc32c", None)
-    with pytest.raises(MissingExtraError, match=r"google-crc32c.*headrace\[tfrecord\]"):
-        hr.TFRecordDataset("x.tfrecord")

@@ -1,7 +1,5 @@
 """`TokenDataset` gives windows or documents of tokens, near ones of one call by one ranged request."""
 
-import asyncio
-import io
 import json
 import shutil
 import struct
@@ -13,15 +11,10 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.errors import ShardError, StoreError
+from headrace.errors import ShardError
 from object_server import ObjectServer
-
-
-def npy(array):
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
+from tests.unit.datasets.formats import npy
+from tests.unit.shards.resuming import in_memory
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, size=(3, 1000))
 OBJECTS = {
@@ -45,20 +38,17 @@ def opened(server, shards, **options):
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(10, 10), (33, 32), (5, 7), (777, 1), (1, 1)])
-def test_windows_do_not_cross_shards(server, seq_len, stride):
+def test_windows_do_not_cross_shards(seq_len, stride):
     wanted = [
-        tokens[at : at + seq_len]
+        tokens[at : at + seq_len].tolist()
         for tokens in (TOKENS[0], TOKENS[1][:777], TOKENS[2][:5])
         for at in range(0, len(tokens) - seq_len + 1, stride)
     ]
-    dataset = opened(server, "a", seq_len=seq_len, stride=stride)
-    assert len(dataset) == len(wanted)
-    for index in {0, 1, len(wanted) // 2, len(wanted) - 1} & set(range(len(wanted))):
-        assert dataset[index].tolist() == wanted[index].tolist()
-    assert dataset[-1].tolist() == wanted[-1].tolist()
+    dataset = hr.TokenDataset(in_memory(OBJECTS), seq_len=seq_len, stride=stride)
+    assert [window.tolist() for window in dataset] == wanted
 
 
-def test_each_shard_has_a_type_of_its_own(tmp_path):
+def test_each_shard_has_a_type_of_its_own():
     types = {"a.BIN": "<u2", "b.bin": "<u2", "D.NPY": "<u4", "e.npy": "<u2"}
     arrays = {
         name: np.arange(10 * at, 10 * at + 10, dtype=type)
@@ -68,16 +58,13 @@ def test_each_shard_has_a_type_of_its_own(tmp_path):
         f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes()
         for name, a in arrays.items()
     }
-    with ObjectServer(data) as server:
-        store = hr.Store(server.url, options=server.store_options)
-        for shards in ("d", "d/*", list(data)):
-            dataset = hr.TokenDataset(shards, store=store, seq_len=10)
-            read = dataset.cache(tmp_path / "cache")
-            given = {
-                dataset.sample_key(i).partition("[")[0]: read[i].tolist()
-                for i in range(len(dataset))
-            }
-            assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
+    for shards in ("d", "d/*", list(data)):
+        dataset = hr.TokenDataset(shards, store=in_memory(data), seq_len=10)
+        given = {
+            dataset.sample_key(index).partition("[")[0]: window.tolist()
+            for index, window in enumerate(dataset)
+        }
+        assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
 
 
 def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
@@ -131,10 +118,7 @@ def test_ending_that_names_no_type_is_refused(tmp_path, name, dtype, error, what
 
 @pytest.mark.counts
 def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index(server):
-    names = [f"{server.url}/a/{i}.bin" for i in range(3)]
-    dataset = hr.TokenDataset(
-        names, seq_len=10, store=hr.Store(server.url, options=server.store_options)
-    )
+    dataset = opened(server, "a/{0..2}.bin", seq_len=10)
     assert (server.requests()["HEAD"], server.requests()["GET"]) == (0, 6)
     dataset[5]
     assert server.requests()["GET"] == 7
@@ -235,29 +219,15 @@ async def test_window_does_not_keep_the_joined_read_alive(server):
     assert all(window.untyped_storage().nbytes() == 80 for window in windows)
 
 
-async def test_deleted_shard_raises_with_its_key_and_leaves_no_task(server):
-    dataset = opened(server, "a", seq_len=10)
-    server.delete("a/1.bin")
-    before = asyncio.all_tasks()
-    with pytest.raises(StoreError, match=r"a/1\.bin"):
-        await dataset.agets([0, 1, 101, 102])
-    assert asyncio.all_tasks() == before
-    assert [len(window) for window in await dataset.agets([0, 1])] == [10, 10]
-
-
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_of_the_original_writers_are_read_by_document_and_by_window(name):
+def test_files_of_the_original_writers_are_read_by_window_and_documents_have_lengths(name):
     tokens = [*chain(*DOCUMENTS[name])]
     windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
-    assert [windows[i].tolist() for i in range(len(windows))] == [
-        tokens[i : i + 11] for i in range(0, 90, 3)
-    ]
+    assert windows.lengths.tolist() == [11] * 30
+    assert [window.tolist() for window in windows] == [tokens[i : i + 11] for i in range(0, 90, 3)]
     documents = hr.TokenDataset(FIXTURES / name, seq_len=None)
-    assert [each.tolist() for each in documents] == DOCUMENTS[name]
-    every = hr.TokenDataset([FIXTURES / each for each in DOCUMENTS], seq_len=None)
-    assert every.lengths.tolist() == [*map(len, chain(*DOCUMENTS.values()))]
+    assert documents.lengths.tolist() == [*map(len, DOCUMENTS[name])]
     assert repr(documents) == "TokenDataset(1 shards, 7 documents)"
-    assert documents[0].dtype == torch.int64
 
 
 @pytest.mark.counts
@@ -266,9 +236,7 @@ def test_windows_read_only_the_ends_of_an_index():
     with ObjectServer({name: (FIXTURES / name).read_bytes() for name in names}) as server:
         server.misbehave()  # counts from here on
         for number, name in ((4, "int32.bin"), (7, "bare4.ds")):
-            hr.TokenDataset(
-                name, seq_len=1, store=hr.Store(server.url, options=server.store_options)
-            )
+            opened(server, name, seq_len=1)
             assert server.requests()["GET"] == number
 
 
@@ -278,115 +246,54 @@ def patch(at, format, *values):
     )
 
 
+CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error says
+    ("int32.bin", "int32.bin"): [
+        (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of int32 by .*int32.idx"),
+        (lambda data: data + data, None, "800 bytes, but 100 tokens.*another shard"),
+    ],
+    ("int32.bin", "int32.idx"): [
+        (lambda data: (FIXTURES / "uint16.idx").read_bytes(), 1, "400 bytes, but 100 tokens"),
+        (lambda data: data[:-1], 1, "181 bytes are not those of 7 sequences and 8 bounds"),
+        (lambda data: data[:20], 1, "20 bytes are not|not an index"),
+        (patch(0, "8s", b"TNTIDX"), 1, "not an index of Megatron's tokens.*TNTIDX"),
+        (patch(9, "Q", 2), 1, "version 2"),
+        (patch(17, "B", 7), 1, "type 7"),
+        (patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
+        (patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
+        (patch(34, "i", -1), None, "sequence 0 does not begin"),
+        (patch(62 + 8 * 6, "q", 288), 1, "400 bytes, but 101 tokens"),
+        (patch(62 + 8 * 6, "q", 285), 1, "a sequence of 29 tokens begins at byte 285"),
+        (patch(118, "q", 1), None, "its documents are not all of its 7 sequences"),
+        (patch(118 + 8, "q", 5), None, "its documents are not all"),
+        (patch(118 + 56, "q", 6), None, "its documents are not all"),
+        (None, None, "no index of its documents"),
+    ],
+    ("4.ds", "4.ds"): [
+        (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of uint32 by .*metadata"),
+    ],
+    ("4.ds", "4.ds.metadata"): [
+        (lambda data: b"gpt2|2\n100\n100 T", 1, "400 bytes, but 100 tokens of uint16"),
+        (lambda data: b"gpt2|8\n50\n100 T", 1, "tokens of 8 bytes"),
+        (lambda data: b"gpt2\n100", 1, "not the bytes of a token"),
+    ],
+    ("4.ds", "4.ds.index"): [
+        (lambda data: data[:-8], None, "ends at 71, but 100 tokens by .metadata"),
+        (lambda data: data[:-1], None, "55 bytes are not whole numbers"),
+        (patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
+        (None, None, "its .index or .metadata is missing"),
+    ],
+    ("bare4.ds", "bare4.ds"): [
+        (lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
+    ],
+    ("bare4.ds", "bare4.ds.index"): [
+        (lambda data: data[:-8], 1, "tokens of 5 bytes"),
+    ],
+}
+
+
 @pytest.mark.parametrize(
     ("shard", "file", "change", "seq_len", "what"),
-    [
-        (
-            "int32.bin",
-            "int32.bin",
-            lambda data: data[:-4],
-            1,
-            "396 bytes, but 100 tokens of int32 by .*int32.idx",
-        ),
-        (
-            "int32.bin",
-            "int32.bin",
-            lambda data: data + data,
-            None,
-            "800 bytes, but 100 tokens.*another shard",
-        ),
-        (
-            "int32.bin",
-            "int32.idx",
-            lambda data: (FIXTURES / "uint16.idx").read_bytes(),
-            1,
-            "400 bytes, but 100 tokens",
-        ),
-        (
-            "int32.bin",
-            "int32.idx",
-            lambda data: data[:-1],
-            1,
-            "181 bytes are not those of 7 sequences and 8 bounds",
-        ),
-        ("int32.bin", "int32.idx", lambda data: data[:20], 1, "20 bytes are not|not an index"),
-        (
-            "int32.bin",
-            "int32.idx",
-            patch(0, "8s", b"TNTIDX"),
-            1,
-            "not an index of Megatron's tokens.*TNTIDX",
-        ),
-        ("int32.bin", "int32.idx", patch(9, "Q", 2), 1, "version 2"),
-        ("int32.bin", "int32.idx", patch(17, "B", 7), 1, "type 7"),
-        (
-            "int32.bin",
-            "int32.idx",
-            patch(18, "Q", 2**63),
-            None,
-            "bytes are not those of 9223372036854775808",
-        ),
-        (
-            "int32.bin",
-            "int32.idx",
-            patch(34, "i", 8),
-            None,
-            "sequence 1 does not begin where .*offset 70",
-        ),
-        ("int32.bin", "int32.idx", patch(34, "i", -1), None, "sequence 0 does not begin"),
-        ("int32.bin", "int32.idx", patch(62 + 8 * 6, "q", 288), 1, "400 bytes, but 101 tokens"),
-        (
-            "int32.bin",
-            "int32.idx",
-            patch(62 + 8 * 6, "q", 285),
-            1,
-            "a sequence of 29 tokens begins at byte 285",
-        ),
-        (
-            "int32.bin",
-            "int32.idx",
-            patch(118, "q", 1),
-            None,
-            "its documents are not all of its 7 sequences",
-        ),
-        ("int32.bin", "int32.idx", patch(118 + 8, "q", 5), None, "its documents are not all"),
-        ("int32.bin", "int32.idx", patch(118 + 56, "q", 6), None, "its documents are not all"),
-        ("int32.bin", "int32.idx", None, None, "no index of its documents"),
-        (
-            "4.ds",
-            "4.ds",
-            lambda data: data[:-4],
-            1,
-            "396 bytes, but 100 tokens of uint32 by .*metadata",
-        ),
-        (
-            "4.ds",
-            "4.ds.metadata",
-            lambda data: b"gpt2|2\n100\n100 T",
-            1,
-            "400 bytes, but 100 tokens of uint16",
-        ),
-        ("4.ds", "4.ds.metadata", lambda data: b"gpt2|8\n50\n100 T", 1, "tokens of 8 bytes"),
-        ("4.ds", "4.ds.metadata", lambda data: b"gpt2\n100", 1, "not the bytes of a token"),
-        (
-            "4.ds",
-            "4.ds.index",
-            lambda data: data[:-8],
-            None,
-            "ends at 71, but 100 tokens by .metadata",
-        ),
-        ("4.ds", "4.ds.index", lambda data: data[:-1], None, "55 bytes are not whole numbers"),
-        (
-            "4.ds",
-            "4.ds.index",
-            patch(8, "Q", 6),
-            None,
-            "document 1 ends before it begins .*offset 8",
-        ),
-        ("4.ds", "4.ds.index", None, None, "its .index or .metadata is missing"),
-        ("bare4.ds", "bare4.ds", lambda data: data[:-4], 1, "tokens of 3 bytes|396 bytes, but 100"),
-        ("bare4.ds", "bare4.ds.index", lambda data: data[:-8], 1, "tokens of 5 bytes"),
-    ],
+    [(*names, *row) for names, rows in CONTRADICTIONS.items() for row in rows],
 )
 def test_index_that_contradicts_its_shard_is_refused(tmp_path, shard, file, change, seq_len, what):
     shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
@@ -439,20 +346,3 @@ def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):
     assert len(hr.TokenDataset(tmp_path, seq_len=1)) == 100
     with pytest.raises(ValueError, match="none of 2 shards has a document"):
         hr.TokenDataset([tmp_path / "a.ds", tmp_path / "b.bin"], seq_len=None)
-
-
-@pytest.mark.parametrize("name", ["sentences.bin", "2.ds"])
-def test_documents_are_read_in_batches_of_about_the_same_number_of_tokens_and_blended(name):
-    dataset, other = (
-        hr.TokenDataset(FIXTURES / each, seq_len=None) for each in (name, "int64.bin")
-    )
-    assert dataset.lengths.tolist() == [*map(len, DOCUMENTS[name])]
-    assert hr.TokenDataset(FIXTURES / name, seq_len=11).lengths.tolist() == [11] * 9
-    batches = hr.BalancedBatchSampler(dataset.lengths, max_tokens=70)
-    with hr.DataLoader(dataset, batch_sampler=batches, collate_fn=torch.cat) as loader:
-        given = [batch.tolist() for batch in loader]
-    assert sorted(chain(*given)) == sorted(chain(*DOCUMENTS[name]))
-    assert all(len(batch) <= 70 for batch in given)
-    blend = hr.mix([dataset.stream(), other.stream()], [0.7, 0.3], seed=0, stop="all")
-    found = [each.tolist() for each in blend]
-    assert all(document in found for document in DOCUMENTS[name] + DOCUMENTS["int64.bin"])

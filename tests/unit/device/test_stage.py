@@ -21,6 +21,11 @@ def values(streams, batch):
     return batch.unique().tolist()
 
 
+def pairs(count):
+    """The values of batches of two rows."""
+    return [[number, number + 1] for number in range(0, count, 2)]
+
+
 WAYS = [{}, {"num_workers": 2, "placement": "thread"}, {"num_workers": 1, "device_prefetch": 0}]
 
 
@@ -29,7 +34,7 @@ def test_batches_arrive_in_order_and_complete(streams, options):
     with hr.DataLoader(Rows(60), batch_size=2, device="there", **options) as loader:
         for _ in range(2):
             got = [values(streams, batch) for batch in loader]
-            assert got == [[number, number + 1] for number in range(0, 60, 2)]
+            assert got == pairs(60)
         assert len(streams.sides) == 1  # epochs copy on one stream
         first, second = iter(loader), iter(loader)
         next(first), next(second)
@@ -68,7 +73,7 @@ def test_unregistered_slabs_are_staged_after_one_warning(monkeypatch):
         pytest.warns(UserWarning, match="copied once more") as caught,
     ):
         got = [values(streams, batch) for batch in loader]
-    assert got == [[number, number + 1] for number in range(0, 24, 2)]
+    assert got == pairs(24)
     assert len(caught) == 1
     assert streams.pinned_count == 12
 
@@ -78,7 +83,7 @@ def test_async_loops_get_the_same_batches(streams, consumer_loop):
         async with hr.DataLoader(Rows(24), batch_size=2, num_workers=1, device="there") as loader:
             return [values(streams, batch) async for batch in loader]
 
-    assert consumer_loop(train) == [[number, number + 1] for number in range(0, 24, 2)]
+    assert consumer_loop(train) == pairs(24)
 
 
 def test_kept_batches_are_never_overwritten(streams):
@@ -92,9 +97,7 @@ def test_kept_batches_are_never_overwritten(streams):
         assert (
             streams.pinned_count > 0
         )  # what came when all slabs were in use, copied by way of pinned buffers
-        assert [batch.unique().tolist() for batch in got] == [
-            [2 * number, 2 * number + 1] for number in range(batches)
-        ]
+        assert [batch.unique().tolist() for batch in got] == pairs(2 * batches)
 
 
 def test_loaders_for_several_devices_copy_to_their_own(monkeypatch):
@@ -120,7 +123,7 @@ def test_no_batch_is_taken_or_lost_during_graph_capture(streams):
                 next(batches)
         streams.capturing = False
         got += [values(streams, batch) for batch in batches]
-    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert got == pairs(8)
 
 
 def test_failed_device_is_an_error_with_the_batchs_number_and_the_loader_closes(streams):
@@ -167,7 +170,7 @@ def test_error_of_a_copy_is_raised_at_its_batchs_turn_with_its_number(streams):
     streams.broken_at = 3
     with hr.DataLoader(Rows(24), batch_size=2, device="there") as loader:
         batches = iter(loader)
-        assert [values(streams, next(batches)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        assert [values(streams, next(batches)) for _ in range(3)] == pairs(6)
         with pytest.raises(RuntimeError, match="out of memory") as caught:
             next(batches)
         assert caught.value.__notes__ == ["headrace: stage copy, batch 3"]

@@ -6,6 +6,7 @@ import json
 from obstore.store import MemoryStore
 
 import headrace as hr
+from headrace.errors import ShardError, StoreError
 from tests.unit.streams.reading import outcomes
 
 
@@ -15,6 +16,18 @@ def in_memory(objects, **options):
     for key, data in objects.items():
         backend.put(key, data)
     return hr.Store("memory://", backend=backend, **options)
+
+
+def samples_and_errors(stream):
+    """All samples of a stream, with the errors of shards and stores in their places."""
+    samples, found = iter(stream), []
+    while True:
+        try:
+            found.append(next(samples))
+        except StopIteration:
+            return found
+        except (ShardError, StoreError) as error:
+            found.append(error)
 
 
 async def states(dataset):

@@ -101,16 +101,6 @@ def test_directory_of_shards_has_no_hidden_or_temporary_ones(tmp_path):
     assert list(LinesDataset(tmp_path / "_temporary" / "0")) == ["_temporary/0/f.txt"]
 
 
-def test_shards_of_a_store_are_all_that_is_in_it(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "0.txt").write_text("zero\n")
-    (tmp_path / "a" / "1.txt").write_text("one\n")
-    store = Store(tmp_path.as_uri())
-    assert (
-        list(LinesDataset(store)) == list(LinesDataset("a/*.txt", store=store)) == ["zero", "one"]
-    )
-
-
 def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "0.jsonl").write_text("0\n")

@@ -61,13 +61,23 @@ PACKINGS = {
 # The same samples in the same order
 
 
+LONG = {"name": "é" * 60 + "/" + "n" * 90 + "{number}-{sample}"}  # in a header of its own
+
+
 @pytest.mark.parametrize(
-    ("packing", "in_parallel"), [("plain", 1), *((name, 2) for name in PACKINGS)]
+    ("packing", "in_parallel", "archive"),
+    [
+        ("plain", 1, {}),
+        *((name, 2, {}) for name in PACKINGS),
+        ("plain", 2, {**LONG, "format": tarfile.PAX_FORMAT}),
+        ("plain", 2, {**LONG, "format": tarfile.GNU_FORMAT}),
+    ],
 )
-def test_tar_stream_continues_at_every_position(packing, in_parallel):
+def test_tar_stream_continues_at_every_position(packing, in_parallel, archive):
     suffix, pack = PACKINGS[packing]
     objects = {
-        f"{n}.tar{suffix}": pack(tar_bytes(n, samples)) for n, samples in enumerate((4, 1, 6, 3))
+        f"{n}.tar{suffix}": pack(tar_bytes(n, samples, **archive))
+        for n, samples in enumerate((4, 1, 6, 3))
     }
     store = in_memory(objects)
     found = resumes_at_every_position(
@@ -76,17 +86,6 @@ def test_tar_stream_continues_at_every_position(packing, in_parallel):
         )
     )
     assert len({sample["__key__"] for sample in found}) == len(found) == 14
-
-
-@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_tar_stream_continues_before_extended_headers(format):
-    name = "é" * 60 + "/" + "n" * 90 + "{number}-{sample}"
-    objects = {f"{n}.tar": tar_bytes(n, 4, format=format, name=name) for n in range(3)}
-    store = in_memory(objects)
-    found = resumes_at_every_position(
-        lambda: hr.TarDataset(list(objects), store=store, chunk_bytes=CHUNK)
-    )
-    assert len(found) == 12
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,8 @@ def test_tar_stream_continues_before_extended_headers(format):
         ("zstd", "json", "\r\n"),
     ],
 )
-def test_lines_continue_at_every_position(packing, format, ending):
+@pytest.mark.parametrize("if_match", [True, False])
+def test_lines_continue_at_every_position(packing, format, ending, if_match):
     suffix, pack = PACKINGS[packing]
     draw = random.Random(0)
     texts = [
@@ -108,27 +108,13 @@ def test_lines_continue_at_every_position(packing, format, ending):
     texts[1] += ending
     texts[2] = ending + texts[2].replace(ending, ending * 2, 5) + ending * 2
     objects = {f"{n}.jsonl{suffix}": pack(text.encode()) for n, text in enumerate(texts)}
-    store = in_memory(objects)
+    store = in_memory(objects, if_match=if_match)
     found = resumes_at_every_position(
         lambda: hr.LinesDataset(
             list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2
         )
     )
     assert len(found) == 30 if format == "json" else len(found) > 30
-
-
-@pytest.mark.parametrize(("split", "buffer_size"), [(True, 0), (True, 5), (False, 0), (False, 5)])
-def test_each_rank_continues_at_every_position(split, buffer_size):
-    counts = (4, 1, 6, 3, 5)
-    objects = {f"{n}.tar": tar_bytes(n, count) for n, count in enumerate(counts)}
-    store = in_memory(objects)
-
-    def make(**part):
-        return small(store, objects, shuffle=True, buffer_size=buffer_size, **part)
-
-    for rank in range(2):
-        part = {"rank": rank, "world_size": 2}
-        resumes_at_every_position(lambda: make().split(**part) if split else make(**part))  # noqa: B023
 
 
 # Errors

@@ -53,17 +53,6 @@ async def reader():
         assert not reader._thread.is_alive()
 
 
-async def test_small_bodies_are_read_in_the_thread_and_long_ones_on_the_loop(reader):
-    here = threading.current_thread().name
-    small, long = Result(b"small"), Result(b"long")
-    assert await asyncio.gather(reader.read(small, SMALL), reader.read(long, SMALL + 1)) == [
-        b"small",
-        b"long",
-    ]
-    assert small.threads == ["headrace-bodies"]
-    assert long.threads == [here]
-
-
 async def test_a_stalled_body_holds_up_no_other(reader):
     stalled = Result(arrived=False)
     waiting = asyncio.ensure_future(reader.read(stalled, 4))
@@ -84,6 +73,9 @@ async def test_a_stalled_body_holds_up_no_other(reader):
     async with asyncio.timeout(TIMEOUT):
         while "headrace-bodies" not in later.threads:  # the thread is free, and used again
             await reader.read(later, 4)
+    long = Result()
+    await reader.read(long, SMALL + 1)
+    assert long.threads == [threading.current_thread().name], "long bodies are read on the loop"
 
 
 async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():

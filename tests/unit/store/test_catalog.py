@@ -1,4 +1,4 @@
-"""A catalog of objects is sorted, distinct and compact, with unchanged values; its strings behave as a tuple."""
+"""The keys of a dataset behave as a tuple, and other processes map them."""
 
 import operator
 import pickle
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.listing import StringArray, catalog_of_page, join_pages
+from headrace._core.store.listing import StringArray
 from headrace._core.transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
@@ -50,16 +50,3 @@ def test_other_processes_map_it_and_a_mapped_one_behaves_as_the_tuple_too():
     assert mapped == strings
     assert (mapped[-1], mapped[:2]) == (strings[-1], strings[:2])
     assert SharedPickle.dumps(mapped).loads() == StringArray(strings)
-
-
-@given(st.lists(st.text("ab/", max_size=3), max_size=12))
-def test_objects_are_sorted_and_those_listed_twice_come_once(keys):
-    tags = {key: f'"{key}"' if len(key) % 2 else None for key in keys}
-    pages = [[{"path": key, "size": len(key), "e_tag": tags[key]}] for key in keys]
-    catalog = join_pages(map(catalog_of_page, pages))
-    assert catalog.keys == tuple(
-        sorted(tags.keys() - {""})
-    )  # an empty object: the marker of the folder
-    for position, key in enumerate(catalog.keys):
-        assert catalog.sizes[position] == len(key)
-        assert (catalog.etags[position] if catalog.etags else "") == (tags[key] or "")

@@ -105,15 +105,6 @@ def test_missing_objects_of_other_stores(tmp_path):
     check(error_of(MemoryStore()), Cause.NOT_FOUND)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda path: LocalStore(path), lambda path: MemoryStore()], ids=["local", "memory"]
-)
-def test_range_of_an_empty_object(tmp_path, make):
-    store = make(tmp_path)
-    obstore.put(store, "a", b"")
-    check(error_of(store), Cause.OTHER)
-
-
 def chunked(request):
     request.send_response(200)
     request.send_header("Transfer-Encoding", "chunked")

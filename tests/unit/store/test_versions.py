@@ -26,7 +26,36 @@ HEADERS = {
         {"ETag": 'W/"1"', "Last-Modified": TIMES[1]},
     ),
 }
-each_kind = pytest.mark.parametrize("headers", HEADERS.values(), ids=HEADERS)
+
+
+def table(value):
+    written = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
+    return written.getvalue()
+
+
+READS = {  # the object before and after it is overwritten, and how it is read
+    "object of unknown size": (
+        b"a" * (LARGE + 100),
+        b"b" * (LARGE + 100),
+        lambda store: hr.ObjectDataset(store, keys=["x"]),
+    ),
+    "lines": (
+        b"old\n" * 2000,
+        b"new\n" * 2000,
+        lambda store: hr.LinesDataset("x.txt", store=store, chunk_bytes=1000),
+    ),
+    "windows of tokens": (
+        bytes(128),
+        bytes([1]) * 128,
+        lambda store: hr.TokenDataset("x.npy", store=store, seq_len=8, dtype="uint16"),
+    ),
+    "footer and row groups": (
+        table(0),
+        table(1),
+        lambda store: hr.ParquetDataset("x.parquet", store=store),
+    ),
+}
 
 
 def overwritten(old, new, headers, *, after):
@@ -41,23 +70,15 @@ def overwritten(old, new, headers, *, after):
     return answer
 
 
-@each_kind
-def test_large_object_of_unknown_size_is_of_one_version(headers):
-    old, new = b"a" * (LARGE + 100), b"b" * (LARGE + 100)
+@pytest.mark.parametrize("headers", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("kind", READS)
+def test_all_requests_are_of_one_version(kind, headers):
+    old, new, opened = READS[kind]
     with (
         answering(overwritten(old, new, headers, after=1)) as url,
         pytest.raises(ObjectChangedError),
     ):
-        hr.ObjectDataset(hr.Store(url, retry=QUICK), keys=["x"])[0]
-
-
-@each_kind
-def test_streamed_shard_is_of_one_version(headers):
-    old, new = b"old\n" * 2000, b"new\n" * 2000
-    with answering(overwritten(old, new, headers, after=1)) as url:
-        lines = hr.LinesDataset("x.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=1000)
-        with pytest.raises(ObjectChangedError):
-            list(lines)
+        list(opened(hr.Store(url, retry=QUICK)))
 
 
 def test_store_without_tags_in_its_answers_is_asked_to_compare():
@@ -78,30 +99,6 @@ def test_store_without_tags_in_its_answers_is_asked_to_compare():
         with pytest.raises(ObjectChangedError):
             dataset[0]
     assert asked == [None, '"1"']
-
-
-def test_windows_of_tokens_are_of_one_version():
-    old, new = np.zeros(64, np.uint16).tobytes(), np.ones(64, np.uint16).tobytes()
-    with answering(overwritten(old, new, HEADERS["weak tag"], after=2)) as url:
-        windows = hr.TokenDataset(
-            "x.npy", store=hr.Store(url, retry=QUICK), seq_len=8, dtype="uint16"
-        )
-        assert windows[0].tolist() == [0] * 8
-        with pytest.raises(ObjectChangedError):
-            windows[1]
-
-
-def test_footer_and_row_groups_of_a_parquet_file_are_of_one_version():
-    files = []
-    for value in (0, 1):
-        written = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
-        files.append(written.getvalue())
-    with (
-        answering(overwritten(*files, HEADERS["time"], after=1)) as url,
-        pytest.raises(ObjectChangedError),
-    ):
-        list(hr.ParquetDataset("x.parquet", store=hr.Store(url, retry=QUICK)))
 
 
 @pytest.mark.parametrize(

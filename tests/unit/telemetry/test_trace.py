@@ -13,6 +13,7 @@ import torch
 import headrace as hr
 from tests.datasets import Numbers
 from tests.trace_processor import TraceProcessor, missing
+from tests.unit.streams.reading import Count
 
 LENGTH, BATCH = 64, 8
 
@@ -26,12 +27,6 @@ class Photos(Numbers):
 class Joined(Photos):
     async def agets(self, indices):
         return [torch.full((100,), index) for index in indices]
-
-
-class Numbers(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(LENGTH):
-            yield number
 
 
 class Squares(torch.utils.data.Dataset):
@@ -76,7 +71,7 @@ def all_loaders():
         "Joined": hr.DataLoader(
             Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options
         ),
-        "Numbers": hr.DataLoader(Numbers(), in_order=False, **options),
+        "Count": hr.DataLoader(Count(LENGTH), in_order=False, **options),
         "Squares": hr.DataLoader(Squares(), **options),
         "Halves": hr.DataLoader(Halves(), num_workers=2, **options),
     }

@@ -49,10 +49,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (None, "[{}]"),
-        (None, "[{'placement': 'thread'}]"),
+        (None, "[{}, {'placement': 'thread'}]"),
         ("spawn", "[{}, {'placement': 'thread'}, {'engines': 2, 'num_workers': 2}]"),
-        ("forkserver", "[{}, {'placement': 'thread'}]"),
+        ("forkserver", "[{}]"),
     ],
 )
 def test_classes_and_functions_of_a_script_reach_workers(method, options, forks, tmp_path):

@@ -7,8 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace._core.transport.pickling import (
     PickledPayload,
@@ -165,27 +163,6 @@ def test_memoryview_of_any_shape(view):
 
 def columns(count):
     return {f"column {number}": torch.full((4, 2), float(number)) for number in range(count)}
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([torch.int64, torch.bool, torch.float32]), st.integers(0, 5)),
-        max_size=30,
-    )
-)
-def test_tensors_arrive_in_their_places_among_other_values(kinds):
-    batch = [
-        [
-            torch.full((size,), number).to(dtype),
-            {"bytes": np.full(size, number), "tensor": torch.tensor(number)},
-        ]
-        for number, (dtype, size) in enumerate(kinds)
-    ]
-    for number, (tensor, others) in enumerate(as_a_batch(batch)):
-        assert torch.equal(tensor, batch[number][0])
-        assert tensor.dtype == batch[number][0].dtype
-        assert np.array_equal(others["bytes"], batch[number][1]["bytes"])
-        assert others["tensor"].item() == number
 
 
 @pytest.mark.parametrize("count", [5, 50])

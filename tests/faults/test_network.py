@@ -17,7 +17,7 @@ import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.answers import answering
 from tests.faults.ledger import QUICK, SAMPLES, SIZE, Ledger, body_of, checked_number, contents
-from tests.faults.watching import Numbers, drain, once_each
+from tests.faults.watching import Numbers, drain, ignored_deaths, once_each
 from tests.programs import run_by
 
 LARGE = bytes(range(256)) * 4 * 20_000  # 20 MB are more than one part
@@ -186,7 +186,8 @@ def test_claimed_length_of_an_error_body_ends_the_process_of_the_loader_only(rem
             dataset = hr.ObjectDataset(hr.Store(f"{url}/d", retry=QUICK), keys=["0000"])
             with (
                 ledger.loader(dataset) as loader,
-                pytest.raises(hr.errors.EngineDiedError, match="SIGABRT"),
+                ignored_deaths(),
+                pytest.raises(hr.errors.WorkerDiedError, match="SIGABRT"),
             ):
                 list(loader)
             assert len(list(ledger.loader(ledger.objects()))) == SAMPLES

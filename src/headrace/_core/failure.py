@@ -267,10 +267,10 @@ def key_in(sample: object) -> str | None:
     return None
 
 
-def interrupted(by: BaseException) -> RuntimeError:
+def interrupted(by: str) -> RuntimeError:
     """Return the error for an epoch that may lack batches, since Ctrl-C came at a bad moment."""
     return RuntimeError(
-        f"{by!r} came at a moment at which batches can get lost. To go on, "
+        f"{by} came at a moment at which batches can get lost. To go on, "
         f"call loader.load_state_dict(loader.state_dict()) and begin a new iteration"
     )
 

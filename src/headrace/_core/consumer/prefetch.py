@@ -108,7 +108,7 @@ class Prefetcher:
         except Exception as error:  # an index that cannot be pickled
             self._fail(error)
         except BaseException as error:
-            self._fail(interrupted(error))
+            self._fail(interrupted(repr(error)))
             raise
 
     def _fail(self, error: Exception) -> None:

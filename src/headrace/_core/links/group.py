@@ -78,7 +78,7 @@ class EngineGroup(Link):
         self._lost: dict[int, SessionEnd] = {}  # engines that have died, and how
         # Engines whose links Ctrl-C interrupted: messages may be missing.
         self._interrupted: set[int] = set()
-        self._interruption: BaseException | None = None
+        self._interruption: str | None = None
         self._ends: dict[int, str | None] = {}  # how the last process of each engine has ended
         # of the last batch of each link, also of a former one
         self._times: dict[Link, StageTimes] = {}
@@ -106,11 +106,11 @@ class EngineGroup(Link):
     def _on_interruption(self, error: BaseException) -> None:
         """Have all links replaced after Ctrl-C: a message may be missing."""
         if not isinstance(error, Exception):
-            self._interruption = error
+            self._interruption = repr(error)  # not the error, which holds this object by its frames
             self._later = ()
             self._interrupted.update(range(self._engines))
 
-    def _link_again(self, interruption: BaseException) -> None:
+    def _link_again(self, interruption: str) -> None:
         """Replace the links. Engines make again what has not arrived."""
         if self._is_stream:
             self._end(interrupted(interruption))
@@ -300,6 +300,7 @@ class EngineGroup(Link):
         if deaths >= DEATHS_ALONE:
             what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
             self._dealer.give_up(batch, WorkerDiedError(f"{what}: {ends}", batch=batch))
+            self._dealer.take_made(self.messages)
         results = {number: self._restart(number) for number in lost}
         if not self._links:
             whys = "; ".join(f"engine {number}: {why}" for number, why in results.items())

@@ -147,6 +147,7 @@ class ProcessLink(Link):
     ) -> None:
         self.source = connection.frames
         self._channel = BlockingChannel(connection)
+        self._channel.catch = Exception  # in this process, signals raise other errors
         self._channel.send(opening)
         self._process = process
         self._pid = os.getpid()
@@ -176,8 +177,6 @@ class ProcessLink(Link):
                 if type(obj) is tuple:
                     self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
                     continue
-                if isinstance(obj, KeyboardInterrupt | SystemExit):  # a signal, in this process
-                    raise obj
                 if isinstance(obj, BaseException):
                     # of unpickling: no batch may take the place of the missing one
                     obj = SessionEnd(obj)

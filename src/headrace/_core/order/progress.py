@@ -123,7 +123,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._number = begun.batches  # number of the next plan
         # Draw of the plan after the next plan, if the order is computed.
         self._drawn_ahead: list[Any] = []
-        self._interruption: BaseException | None = None  # of the last draw, as by Ctrl-C
+        self._interruption: str | None = None  # of the last draw, as by Ctrl-C
         self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
         # State of the sampler at the sampler's end. May differ from the state after the last plan.
         self._sampler_at_end: object = None
@@ -192,7 +192,7 @@ class EpochProgress(Iterator[BatchPlan]):
         except Exception:
             raise
         except BaseException as error:
-            self._interruption = error
+            self._interruption = repr(error)
             raise
         if self._interruption is not None:
             if len(ahead) == before:  # Ctrl-C ends a generator, as if nothing were left

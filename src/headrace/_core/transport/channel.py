@@ -108,7 +108,12 @@ class _Channel:
 
     Small frames are read together into a shared buffer. An incomplete frame gets separate memory: a
     large region is then read straight into the memory of the later views.
+
+    Attributes:
+        catch: errors of unpickling that are received in place of the object.
     """
+
+    catch: type[BaseException] = BaseException
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -256,7 +261,7 @@ class _Channel:
                 obj.handle()
             else:
                 self._arrived.append(obj)
-        except BaseException as error:
+        except self.catch as error:
             # user code: __setstate__ of a user's class; or there is no memory for a slab
             self._arrived.append(error)
 

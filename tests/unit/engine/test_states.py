@@ -221,7 +221,12 @@ def without_the_last(samples):
 @pytest.mark.filterwarnings("ignore:.*skip:RuntimeWarning")
 @pytest.mark.parametrize(
     ("make", "iterator", "workers"),
-    [(Count, StatefulCounter, 2), (TorchCount, Counter, 0), (TorchCount, StatefulCounter, 0)],
+    [
+        (Count, StatefulCounter, 2),
+        (TorchCount, Counter, 0),
+        (TorchCount, StatefulCounter, 0),
+        (TorchCount, StatefulCounter, 2),
+    ],
 )
 def test_stream_continues_around_lost_batches(make, iterator, workers):
     options = {

@@ -170,22 +170,6 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
 # Dropping
 
 
-class OnlyFails(hr.AsyncIterableDataset):
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        raise Mine
-
-
-def test_stream_that_always_fails_ends():
-    with (
-        hr.DataLoader(OnlyFails(), batch_size=None, on_error="skip") as loader,
-        pytest.raises(Mine),
-    ):
-        list(loader)
-
-
 DROPPED = {
     "filter": lambda stream: stream.filter(lambda sample: False),
     "pack": lambda stream: stream.map(lambda sample: []).pack(4),

@@ -557,6 +557,21 @@ def test_order_that_one_rank_drew_is_refused_on_another(as_rank):
 LENGTH = 24
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(in_order):
+    def loader(*held, in_order=False):
+        return DataLoader(Held(*held, length=LENGTH), 2, in_order=in_order)
+
+    given, state = saved_after(loader(2, 10), 4)
+    assert [2, 3] not in given
+    # the first ends between batches that were given out before
+    for held, batches in (((10,), 1), ((10, 20), 2)):
+        more, state = saved_after(restored(loader(*held), state), batches)
+        given += more
+    given += epochs(restored(loader(in_order=in_order), state), 1)[0]
+    assert sorted(itertools.chain(*given)) == list(range(LENGTH))
+
+
 def test_another_batch_size_is_refused_until_the_epoch_has_ended():
     with DataLoader(Held(2, length=LENGTH), 2, in_order=False) as loader:
         _, state = saved_after(loader, 3)

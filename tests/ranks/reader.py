@@ -102,9 +102,9 @@ def epochs_of(loader):
 
 def main():
     folder = Path(os.environ["FOLDER"])
-    whole = scenarios(folder) if "WHOLE" in os.environ else ()
     made = [
-        (name, hr.DataLoader(data, 4, collate_fn=list, **options)) for name, data, options in whole
+        (name, hr.DataLoader(data, 4, collate_fn=list, **options))
+        for name, data, options in scenarios(folder)
     ]
     if "GLOO" in os.environ:  # neither the launcher nor the environment says which rank this is
         # the shards are equal

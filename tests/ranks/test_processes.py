@@ -1,4 +1,4 @@
-"""Two real processes, started like each launcher starts them: every sample is read by exactly one rank."""
+"""Two real processes, by a process group and by variables of a launcher: every sample is read by exactly one rank."""
 
 from pathlib import Path
 
@@ -9,21 +9,11 @@ import pytest
 from tests.ranks import reader
 from tests.ranks.jobs import outputs_of
 
+# Of other launchers, test_rankinfo.py has the variables.
 LAUNCHERS = {
     "gloo": lambda rank: {"GLOO": f"{rank},2"},
     "torchrun": lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-    "srun": lambda rank: {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "2",
-    },
-    "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
 }
-WHOLE = {
-    "gloo",
-    "torchrun",
-}  # with these all scenarios are read; the others have only to be recognised
 PROGRAM = Path(reader.__file__)
 
 
@@ -39,8 +29,6 @@ def read(request, forks, tmp_path_factory):
         pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10
     )
     environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
-    if request.param in WHOLE:
-        environments = [{**each, "WHOLE": "1"} for each in environments]
     return outputs_of(forks, PROGRAM, environments)
 
 
@@ -49,7 +37,6 @@ STREAMS = ["lines by samples", "lines by shards", "parquet", "split", "asks itse
 ORDERED = {"asks itself"}  # not shuffled
 
 
-@pytest.mark.parametrize("read", sorted(WHOLE), indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):

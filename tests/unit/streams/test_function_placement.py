@@ -11,7 +11,6 @@ import headrace as hr
 from headrace._core.streams.kinds import capabilities
 from headrace._core.streams.map_style import positions
 
-
 without_a_loader = []  # not empty while a stream is read without a loader
 
 

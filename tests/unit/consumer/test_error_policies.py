@@ -17,6 +17,7 @@ from tests.unit.consumer.test_skipping import (
     Numbers,
     TorchCount,
     TorchNumbers,
+    failing,
     lists,
 )
 from tests.unit.shards import tars
@@ -140,13 +141,7 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
         given.append(failure)
         return "skip" if failure.index == 2 else "raise"
 
-    bad = Bad(2, 5)
-    options = (
-        {"dataset": Numbers(8, bad)}
-        if stage == "fetch"
-        else {"dataset": Numbers(8), "transform": bad}
-    )
-    with loading(**options, on_error=decide, num_workers=num_workers) as loader:
+    with failing(stage, 2, 5, on_error=decide, num_workers=num_workers) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [3]]
         with pytest.raises(Mine, match="5 is bad"):

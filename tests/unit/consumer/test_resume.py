@@ -538,19 +538,6 @@ def test_sampler_with_another_order_than_before_is_refused(before, now, message)
         next(iter(continued))
 
 
-@pytest.mark.filterwarnings("ignore:each of 2 ranks reads all")
-def test_order_that_one_rank_drew_is_refused_on_another(as_rank):
-    make = CASES["shuffled by torch"]
-    as_rank(0, 2)
-    _, state = saved_after(make(), 1)
-    as_rank(1, 2)
-    continued = restored(make(), state)
-    with pytest.raises(
-        StateError, match=r"saved by rank 0 of 2, and this is rank 1 of 2.*merge_states"
-    ):
-        iter(continued)
-
-
 # Batches out of order: with in_order=False, a restored loader does not give a batch again that was
 # given out before others.
 

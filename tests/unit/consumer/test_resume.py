@@ -28,7 +28,7 @@ from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateErro
 from headrace._core.order.state import _checksum
 from tests.datasets import Numbers, TorchStream
 from tests.unit.consumer.test_timeouts import Held
-from tests.unit.streams.reading import Plain, stream
+from tests.unit.streams.reading import stream
 
 N = 13
 
@@ -233,13 +233,6 @@ def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
     other = copied(continued)
     for each in (other, continued):
         assert epochs(each, 2) == [whole[0][2:], whole[1]]
-
-
-def test_stream_without_a_state_warns_that_it_is_read_again():
-    _, state = saved_after(DataLoader(Plain(N), 3), 2)
-    continued = restored(DataLoader(Plain(N), 3), state)
-    with pytest.warns(UserWarning, match="has no state_dict: to continue after 6 samples"):
-        assert epochs(continued, 1) == [[[6, 7, 8], [9, 10, 11], [12]]]
 
 
 # States without a batch of the epoch: before the first iteration, after the loop, or of an

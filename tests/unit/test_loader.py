@@ -292,16 +292,6 @@ def test_iterator_that_a_subclass_asks_torch_for_is_headraces():
         assert loader.stats().batches == 2
 
 
-def test_default_look_ahead_stays_a_default_in_a_rebuilt_loader():
-    by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
-    asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
-    assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
-    assert [loader._control.spec.look_ahead(loader)[0] for loader in (by_default, asked_for)] == [
-        41,
-        4,
-    ]
-
-
 class _Frozen(torch.utils.data.Dataset):
     def __len__(self):
         return 2

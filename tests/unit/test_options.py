@@ -15,10 +15,8 @@ from headrace import SkipErrors
 from headrace._core.look_ahead import (
     LEAST_AHEAD,
     MOST_CONCURRENCY,
-    MOST_COVERED,
     LookAheadSize,
     look_ahead,
-    most_ahead,
     most_concurrency,
     most_fetches,
 )
@@ -150,14 +148,6 @@ def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, b
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
     assert ahead == least or (ahead - 2) * batch_size < concurrency
-
-
-@given(least=st.integers(1, 64), concurrency=st.integers(1, 4096), batch_size=st.integers(1, 4096))
-def test_look_ahead_may_grow_to_some_times_the_window(least, concurrency, batch_size):
-    most = most_ahead(least, concurrency=concurrency, batch_size=batch_size)
-    assert most >= least
-    assert most * batch_size > MOST_COVERED * concurrency
-    assert most == least or (most - 2 * MOST_COVERED) * batch_size < MOST_COVERED * concurrency
 
 
 def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():

@@ -74,12 +74,10 @@ LOADERS = {
         Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)
     ),
     "shuffled by seed": lambda: hr.DataLoader(Numbers(LENGTH), 3, shuffle=True, seed=0),
-    "sequential": lambda: hr.DataLoader(Numbers(LENGTH), 3),
     "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful()),
     "DistributedSampler": lambda: hr.DataLoader(
         Numbers(LENGTH), 3, sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2)
     ),
-    "lines by samples": lambda: hr.DataLoader(lines().split().map(int), 3),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
     "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),
     "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),

@@ -20,7 +20,7 @@ import headrace as hr
 from tests.faults.programs import epochs
 from tests.faults.programs.epochs import KINDS, N
 
-RUNS = int(os.environ.get("HEADRACE_RESUME_RUNS", "1"))
+RUNS = int(os.environ.get("HEADRACE_RESUME_RUNS", "2"))
 STARTS = 6
 
 

@@ -109,7 +109,8 @@ def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("dataset", "num_workers"), [(Numbers(10), 1), (range(10), 1), (DuckMap(), 0)]
+    ("dataset", "num_workers"),
+    [(Numbers(10), 1), (range(10), 1), (DuckMap(), 0), (DuckStream(), 0)],
 )
 def test_transform_is_applied_once_by_a_headrace_loader_made_of_anothers_attributes(
     dataset, num_workers
@@ -202,13 +203,6 @@ def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
     assert not hasattr(type(hr.DataLoader(DuckStream()).dataset), "__len__")
     again = pickle.loads(pickle.dumps(shown))
     assert (again.name, len(again), list(again)) == ("goose", 10, list(range(10)))
-
-
-def test_loader_made_of_an_adapter_reads_the_stream_itself():
-    stream = DuckStream()
-    with hr.DataLoader(hr.DataLoader(stream).dataset, batch_size=5) as loader:
-        assert loader._control.spec.source is stream
-        assert numbers(loader) == list(range(10))
 
 
 def test_stream_of_shards_of_a_rank_divides_itself_among_torch_workers(tmp_path):

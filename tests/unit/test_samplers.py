@@ -59,16 +59,6 @@ def test_a_block_is_read_within_one_group_of_blocks(length, block_size, blocks_a
     assert max(found[-1] - found[0] for found in positions.values()) < block_size * blocks_at_once
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-def test_each_full_block_is_read_by_one_rank_if_the_ranks_divide_the_blocks(world_size):
-    readers = {}
-    for rank, sampler in enumerate(block_samplers(4 * 12 * 5, world_size)):
-        for index in sampler:
-            readers.setdefault(index // 4, set()).add(rank)
-    assert len(readers) == 60
-    assert {len(ranks) for ranks in readers.values()} == {1}
-
-
 def test_a_group_that_is_not_full_comes_at_a_random_place_and_in_random_order():
     sampler = hr.BlockShuffleSampler(4 * 3 * 10 + 5, block_size=4, blocks_at_once=3, seed=1)
     places = set()

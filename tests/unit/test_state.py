@@ -64,6 +64,12 @@ STREAMS = {
         Own().map(lambda n: n + 1).filter(lambda n: n > 0).map(lambda n: n - 1)
     ),
     "split": lambda: stream(*range(N)).split().shuffle(4),
+    "packed": lambda: (
+        tars(shuffle=True, seed=1)
+        .map(lambda n: [n + 1] * (n % 5))
+        .pack(6, "best_fit", window=3)
+        .map(lambda packed: int(packed["tokens"].sum()))
+    ),
     "shards": lambda: tars(),
     "shuffled shards": lambda: tars(shuffle=True, buffer_size=3, seed=1),
     "concatenated": lambda: hr.concat(

@@ -34,14 +34,6 @@ def loading(dataset, on_error, batch_size=2, **options):
 
 
 @WORKERS
-def test_skip_errors_skips_within_its_limits(num_workers):
-    policy = hr.SkipErrors(max_share=0.25, max_in_a_row=2)
-    with loading(Numbers(8), policy, transform=Bad(2, 3), num_workers=num_workers) as loader:
-        assert lists(loader) == [[0, 1], [4, 5], [6, 7]]
-        assert loader.stats().skipped_samples == 2
-
-
-@WORKERS
 @pytest.mark.parametrize("kind", [Numbers, TorchNumbers])
 def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, num_workers):
     dataset = kind(12, Bad(3, 4, 5))

@@ -164,23 +164,6 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
             assert "5 is bad" in record.message
 
 
-@pytest.mark.parametrize(
-    ("dataset", "num_workers", "in_order"),
-    [
-        *((kind(10), 0, True) for kind in (Numbers, TorchNumbers, Count, TorchCount)),
-        *((kind(10), 2, False) for kind in (Numbers, TorchNumbers, Count)),
-        (TorchCount(10), 2, True),
-    ],
-)
-def test_batch_that_lost_all_its_samples_is_skipped(dataset, num_workers, in_order):
-    with skipping(
-        dataset, num_workers=num_workers, transform=Bad(0, 1, 6, 7), in_order=in_order
-    ) as loader:
-        for _ in range(2):
-            assert sorted(lists(loader)) == [[2, 3], [4, 5], [8, 9]]
-        assert (loader.stats().batches, loader.stats().lost_batches) == (6, 4)
-
-
 @pytest.mark.parametrize(("kind", "num_workers"), [("async", 0), ("torch", 1)])
 def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(
     kind, num_workers, as_rank

@@ -27,34 +27,11 @@ from torch.utils.data import (
 from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateError, merge_states
 from headrace._core.order.state import _checksum
 from tests.datasets import Numbers, TorchStream
+from tests.model.parts import Shifted
 from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import stream
 
 N = 13
-
-
-class Permutations:
-    """A sampler with a state: another order in each epoch, from the epoch's number."""
-
-    def __init__(self):
-        self.epoch = self.position = 0
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        order = np.random.default_rng(self.epoch).permutation(N).tolist()
-        while self.position < N:
-            self.position += 1
-            yield order[self.position - 1]
-        # at the last sample, before the batch with it is planned
-        self.epoch, self.position = self.epoch + 1, 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.epoch, self.position = state["epoch"], state["position"]
 
 
 CASES = {
@@ -62,7 +39,7 @@ CASES = {
     "shuffled by torch": lambda: DataLoader(Numbers(N), 3, shuffle=True),
     "shuffled by seed": lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=0),
     "torch dataset": lambda: DataLoader(range(N), 3, shuffle=True),
-    "a sampler with a state": lambda: DataLoader(Numbers(N), 3, sampler=Permutations()),
+    "a sampler with a state": lambda: DataLoader(Numbers(N), 3, sampler=Shifted(N)),
 }
 
 
@@ -313,7 +290,7 @@ UNSEEDED = {
         "shuffle": True,
         "generator": torch.Generator().manual_seed(3),
     },
-    "a sampler with a state": lambda: {"sampler": Permutations()},
+    "a sampler with a state": lambda: {"sampler": Shifted(N)},
 }
 
 

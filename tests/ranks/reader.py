@@ -1,6 +1,6 @@
-"""The rank that all code of a loader is told; run by `test_processes.py`, once for each rank.
+"""What `get_rank_info` says in all code that a loader runs; run by `test_processes.py`, once for each rank.
 
-It prints a JSON object: by placement and number of workers, what each part of the loader was told.
+It prints a JSON object: the answers, by placement and number of workers.
 """
 
 import itertools
@@ -62,12 +62,12 @@ def main():
         dist.init_process_group(
             "gloo", f"file://{file}", rank=int(rank), world_size=int(world_size)
         )
-    told = {}
+    answers = {}
     for place, loader in loaders.items():
         in_worker_init.clear()
         with loader:
-            told[place] = list(loader)
-    print(json.dumps(told))
+            answers[place] = list(loader)
+    print(json.dumps(answers))
     sys.stdout.flush()
     if "GLOO" in os.environ:
         os._exit(0)  # the ordinary way out now and then aborts in gloo's threads

@@ -24,7 +24,7 @@ def run(forks, step, ranks, folder):
 
 @pytest.fixture(scope="module")
 def runs(forks, tmp_path_factory):
-    """The batches of each loader on each rank: before saving on 4 ranks, and after loading on others."""
+    """Batches of each loader and rank: before saving on 4 ranks, and after loading on others."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for shard in range(8):
         lines = WHOLE[shard * 13 : (shard + 1) * 13]

@@ -1,4 +1,4 @@
-"""Two real processes, of a process group or with variables of a launcher: all code is told the rank.
+"""Two real processes, by a process group or by variables of a launcher, know their ranks.
 
 Which samples ranks read is tested in `test_data_parallel.py` and `tests/faults/test_resume.py`.
 """
@@ -20,9 +20,9 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_rank_is_known_in_all_code_that_a_loader_runs(launcher, forks, tmp_path):
     environments = [LAUNCHERS[launcher](rank, tmp_path) for rank in range(2)]
-    for rank, told in enumerate(outputs_of(forks, Path(reader.__file__), environments)):
+    for rank, answers in enumerate(outputs_of(forks, Path(reader.__file__), environments)):
         for placement, workers in reader.PLACES:
-            (infos_seen,) = told[f"{placement}, {workers} workers"]
+            (infos_seen,) = answers[f"{placement}, {workers} workers"]
             in_init = [rank, 2] if workers else []
             *infos, environment, in_collate, of = infos_seen
             assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn

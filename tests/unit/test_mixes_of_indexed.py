@@ -198,7 +198,7 @@ def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
 
 
 class Sentences(Numbers):
-    """Samples of the same number of words each: this number. The lengths are known, as of an index."""
+    """Samples of the same number of words each; a sample is this number, which is its length."""
 
     def __init__(self, length, words):
         super().__init__(length)

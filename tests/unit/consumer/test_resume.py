@@ -1,4 +1,4 @@
-"""A loader continues after the last delivered batch, in the epoch and in the next epochs; other states are refused."""
+"""A loader continues after the last delivered batch; a state of another loader is refused."""
 
 import contextlib
 import copy

@@ -15,7 +15,7 @@ without_a_loader = []  # not empty while a stream is read without a loader
 
 
 def off_the_loop(sample):
-    """Mark a sample; on a loader's loop, where all fetches would wait for this function, an error."""
+    """Mark a sample; an error on a loader's loop, where all fetches would wait for a function."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -339,9 +339,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_state_of_another_stream_is_refused(name):
-    before, after, message = WRONG[name]
+@pytest.mark.parametrize(("before", "after", "message"), WRONG.values(), ids=WRONG)
+def test_state_of_another_stream_is_refused(before, after, message):
     with pytest.raises(hr.StateError, match=message):
         start_stream(after).load_state_dict(saved(start_stream(before)))
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import headrace as hr
 from tests.datasets import Numbers
+from tests.model.parts import Shifted
 
 LENGTH = 103
 BATCHES = 4  # given out before the first save; two more before the second
@@ -43,25 +44,16 @@ class Unsplit(hr.AsyncIterableDataset):
         self.next = state["next"]
 
 
-class Stateful(torch.utils.data.Sampler):
+class Stateful(Shifted):
     """A sampler that remembers its position, with a state of many types."""
 
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < LENGTH:
-            self.position += 1
-            yield self.position - 1
-        self.position = 0
-
     def state_dict(self):
-        return {"position": self.position, **NONE_OR_NESTED}
+        return {**super().state_dict(), **NONE_OR_NESTED}
 
     def load_state_dict(self, state):
         assert state["nested"]["tensor"].tolist() == [0, 1, 2]
         assert state["none"] is None
-        self.position = state["position"]
+        super().load_state_dict(state)
 
 
 def lines():
@@ -74,12 +66,10 @@ LOADERS = {
         Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)
     ),
     "shuffled by seed": lambda: hr.DataLoader(Numbers(LENGTH), 3, shuffle=True, seed=0),
-    "sequential": lambda: hr.DataLoader(Numbers(LENGTH), 3),
-    "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful()),
+    "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful(LENGTH)),
     "DistributedSampler": lambda: hr.DataLoader(
         Numbers(LENGTH), 3, sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2)
     ),
-    "lines by samples": lambda: hr.DataLoader(lines().split().map(int), 3),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
     "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),
     "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),

@@ -175,12 +175,12 @@ def closed_in_the_middle():
     return epochs(coordinated, 1)
 
 
-def resumed(**options):
-    with loader(Uneven(), **options) as coordinated:
+def resumed():
+    with loader(Uneven()) as coordinated:
         iterator = iter(coordinated)
         before = [next(iterator) for _ in range(3)]
         state = coordinated.state_dict()
-    again = loader(Uneven(), **options)
+    again = loader(Uneven())
     again.load_state_dict(state)
     return [len(before), *epochs(again)]
 
@@ -300,14 +300,9 @@ def scenarios(store):
     bad = ((0, 1), (1, 2), (1, 4))
     yield "errors", lambda: in_turn(loader(Uneven(bad=bad), transform=check))
     yield "skipped", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip"))
-    yield (
-        "skipped by workers",
-        lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip", num_workers=1)),
-    )
     yield "break", left_in_the_middle
     yield "close", closed_in_the_middle
     yield "resumed", resumed
-    yield "resumed, process", lambda: resumed(placement="process")
     yield "discarded", discarded
     if "STEPS_ONLY" in os.environ:
         return

@@ -20,11 +20,9 @@ STEPS = {
     "async for": [5, 5],
     "task runs": 5,
     "skipped": [2, 2],  # of the five steps of rank 1 without those that a rank has lost
-    "skipped by workers": [2, 2],
     "break": [3, 5],
     "close": [5],
     "resumed": [3, 2, 5],
-    "resumed, process": [3, 2, 5],
 }
 
 

@@ -1,74 +1,31 @@
-"""Two real processes, started like each launcher starts them: every sample is read by exactly one rank."""
+"""Two real processes, by a process group or by variables of a launcher, know their ranks.
+
+Which samples ranks read is tested in `test_data_parallel.py` and `tests/faults/test_resume.py`.
+"""
 
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.ranks import reader
 from tests.ranks.jobs import outputs_of
 
+# Of other launchers, test_rankinfo.py has the variables.
 LAUNCHERS = {
-    "gloo": lambda rank: {"GLOO": f"{rank},2"},
-    "torchrun": lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-    "srun": lambda rank: {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "2",
-    },
-    "Lightning": lambda rank: {"NODE_RANK": "0", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+    "gloo": lambda rank, folder: {"GLOO": f"{rank},2,{folder}/store"},
+    "torchrun": lambda rank, _: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
 }
-WHOLE = {
-    "gloo",
-    "torchrun",
-}  # with these all scenarios are read; the others have only to be recognised
-PROGRAM = Path(reader.__file__)
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def read(request, forks, tmp_path_factory):
-    """The samples that each of two ranks has read, by scenario."""
-    folder = tmp_path_factory.mktemp("shards")
-    for shard in range(4):
-        folder.joinpath(f"{shard}.txt").write_text(
-            "".join(f"{shard * 10 + line}\n" for line in range(10))
-        )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"x": range(40)}), folder / "rows.parquet", row_group_size=10
-    )
-    environments = [{**LAUNCHERS[request.param](rank), "FOLDER": str(folder)} for rank in range(2)]
-    if request.param in WHOLE:
-        environments = [{**each, "WHOLE": "1"} for each in environments]
-    return outputs_of(forks, PROGRAM, environments)
-
-
-PLACES = [f"{placement}, {workers} workers" for placement, workers in reader.PLACES]
-STREAMS = ["lines by samples", "lines by shards", "parquet", "split", "asks itself", "blocks"]
-ORDERED = {"asks itself"}  # not shuffled
-
-
-@pytest.mark.parametrize("read", sorted(WHOLE), indirect=True)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("stream", STREAMS)
-def test_ranks_share_all_samples_evenly_in_each_epoch(read, stream, place):
-    ours, theirs = (rank[f"{stream}, {place}"] for rank in read)
-    every = list(range(64 if stream == "blocks" else 40))
-    for epoch in range(reader.EPOCHS):
-        assert sorted(ours[epoch] + theirs[epoch]) == every
-        assert len(ours[epoch]) == len(theirs[epoch])
-    if stream not in ORDERED:
-        assert ours[0] != ours[1]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_rank_is_known_in_all_code_that_a_loader_runs(read, place):
-    for rank, scenarios in enumerate(read):
-        (infos_seen,) = scenarios[f"infos, {place}"]
-        in_init = [rank, 2] if place.endswith("2 workers") else []
-        *infos, environment, in_collate, of = infos_seen
-        assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn
-        assert [in_collate, of] == [rank, 2]
-        if place != "thread, 0 workers":  # there it is the consumer's own environment
-            assert environment == rank
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_rank_is_known_in_all_code_that_a_loader_runs(launcher, forks, tmp_path):
+    environments = [LAUNCHERS[launcher](rank, tmp_path) for rank in range(2)]
+    for rank, answers in enumerate(outputs_of(forks, Path(reader.__file__), environments)):
+        for placement, workers in reader.PLACES:
+            (infos_seen,) = answers[f"{placement}, {workers} workers"]
+            in_init = [rank, 2] if workers else []
+            *infos, environment, in_collate, of = infos_seen
+            assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn
+            assert [in_collate, of] == [rank, 2]
+            # in a thread without workers, the environment is the consumer's own
+            assert environment == rank or (placement, workers) == ("thread", 0)

@@ -20,17 +20,11 @@ from tests.datasets import Numbers
 
 RNG = np.random.default_rng(0)
 FILES = [path.stat().st_size // 4 for path in Path(torch.__file__).parent.rglob("*.py")]
-LINES = [
-    len(line)
-    for path in Path(hr.__file__).parent.rglob("*.py")
-    for line in path.read_text().split("\n")
-]
 LENGTHS = {
     "log-normal": RNG.lognormal(5.8, 1.2, 100_000).clip(0, 8192).astype(np.int32),
     "files of torch": RNG.choice(np.minimum(sorted(FILES), 65_536), 40_000),
-    "lines of headrace": RNG.choice(sorted(LINES), 100_000),
 }
-MAX_TOKENS = {"log-normal": 16_384, "files of torch": 65_536, "lines of headrace": 2048}
+MAX_TOKENS = {"log-normal": 16_384, "files of torch": 65_536}
 MIXED = np.concatenate([RNG.integers(0, 300, 3000), RNG.integers(0, 5000, 100)])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import Dataset, SequentialSampler, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import headrace as hr
@@ -162,13 +162,6 @@ def test_dataset_of_which_every_missing_attribute_is_none(num_workers):
 def test_length_of_a_dataset_with_a_sampler_is_not_needed():
     for make in (TorchDataLoader, hr.DataLoader):
         assert values(make(Unopened(), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]
-
-
-def test_default_collate_of_torch_is_still_found_by_identity():
-    assert values(hr.DataLoader(range(4), 2, num_workers=1, collate_fn=default_collate)) == [
-        [0, 1],
-        [2, 3],
-    ]
 
 
 def test_loading_of_a_torch_dataset_without_workers_starts_no_thread_and_opens_no_file():

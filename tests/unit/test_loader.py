@@ -26,23 +26,6 @@ def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
     assert isinstance(caught.value, hr.errors.DatasetTypeError)
 
 
-@pytest.mark.parametrize("samples", [[None, None], [1, None], [{"x": 1}, {"x": None}]])
-def test_error_of_a_batch_with_none_says_what_to_do(samples):
-    with pytest.raises((TypeError, RuntimeError)) as caught:
-        list(hr.DataLoader(samples, batch_size=2))
-    assert "leave out samples that are None" in "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize(
-    "option", ["transform", "concurrency", "memory_budget", "seed", "on_error", "retry"]
-)
-def test_what_headrace_adds_is_keyword_only(option):
-    with pytest.raises(TypeError):
-        hr.DataLoader(
-            Numbers(10), 1, None, None, None, 0, None, False, False, 0, None, None, None, option
-        )
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_running_one_alone(
     num_workers,
@@ -192,18 +175,6 @@ def test_usual_mistakes_in_aget_have_a_remedy(dataset, remedy):
     assert re.search(remedy, "\n".join([str(caught.value), *caught.value.__notes__]))
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_lambda_goes_to_workers_of_any_start_method_or_is_named(context):
-    with hr.DataLoader(Numbers(4), batch_size=2, num_workers=1, transform=lambda x: -x,
-                       multiprocessing_context=context) as loader:  # fmt: skip
-        try:
-            batches = lists(loader)
-        except hr.errors.NotPicklableError as error:
-            assert "transform" in str(error)  # noqa: PT017
-        else:
-            assert batches == [[0, -1], [-2, -3]]
-
-
 def made_anew(loader):
     """What trainers do: call the class again with the attributes that are named like its arguments."""
     names = list(inspect.signature(hr.DataLoader.__init__).parameters)[1:]
@@ -319,16 +290,6 @@ def test_iterator_that_a_subclass_asks_torch_for_is_headraces():
     with Endless(Numbers(4), batch_size=2) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
         assert loader.stats().batches == 2
-
-
-def test_default_look_ahead_stays_a_default_in_a_rebuilt_loader():
-    by_default = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40)
-    asked_for = hr.DataLoader(Numbers(8), num_workers=2, concurrency=40, prefetch_factor=2)
-    assert by_default.prefetch_factor == asked_for.prefetch_factor == 2
-    assert [loader._control.spec.look_ahead(loader)[0] for loader in (by_default, asked_for)] == [
-        41,
-        4,
-    ]
 
 
 class _Frozen(torch.utils.data.Dataset):

@@ -1,8 +1,6 @@
 """Mixes of map-style datasets: the share of each source, on every rank, at every position, for any number of ranks."""
 
 import collections
-import itertools
-import json
 import random
 
 import numpy as np
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace._core.order.exclusion import taken
 from headrace._core.order.mixes import MixOrder, MixPlan, Source
-from headrace.cli.main import main
 from headrace.errors import StateError
 from headrace.types import Blocks
 from tests.datasets import Numbers
@@ -84,14 +81,6 @@ def test_each_pass_of_a_source_has_each_sample_once(sources, stop, lanes, shuffl
         assert min(each.min() for each in counts) >= 1
 
 
-def test_the_samples_of_each_source_are_in_order_without_shuffle():
-    lengths = [300, 200, 100]
-    indices = joined(order_of(lengths, [3, 2, 1], shuffle=False))
-    for source, first in enumerate([0, 300, 500]):
-        own = indices[sources_of(indices, lengths) == source]
-        assert own.tolist() == list(range(first, first + len(own)))
-
-
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("weights", [(3, 1), (1, 1), (7, 2, 1)])
 def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, weights):
@@ -100,7 +89,7 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
     expected, count = np.array(weights) / sum(weights), 400
     assert abs(len(order) * max(expected) - 10**9) < 5 * lanes
     for ranks in (2, 3, 4, 8, 16, 64, 250, 256, 768, 1024):
-        for rank in random.Random(ranks).sample(range(ranks), min(ranks, 6)):
+        for rank in random.Random(ranks).sample(range(ranks), min(ranks, 3)):
             positions = np.arange(10**8 + rank, 10**8 + count * ranks, ranks)
             shares = (
                 np.bincount(sources_of(order[positions], lengths), minlength=len(weights)) / count
@@ -158,16 +147,11 @@ def test_schedule_changes_the_weights_at_its_steps(lanes):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stop", "counts"),
-    [
-        ([(0, [2, 1])], "first", [30, 15]),
-        ([(0, [1, 3])], "all", [30, 90]),
-        ([(0, [1, 1]), (10, [1, 0])], "all", [30, 5]),
-        ([(0, [1, 0]), (40, [0, 1])], "all", [40, 40]),
-    ],
+    ("schedule", "counts"),
+    [([(0, [1, 1]), (10, [1, 0])], [30, 5]), ([(0, [1, 0]), (40, [0, 1])], [40, 40])],
 )
-def test_an_epoch_ends_with_the_first_source_or_with_the_last(schedule, stop, counts):
-    sources = sources_of(joined(order_of([30, 40], schedule, stop=stop)), [30, 40])
+def test_a_source_without_a_weight_from_a_step_on_is_not_waited_for(schedule, counts):
+    sources = sources_of(joined(order_of([30, 40], schedule, stop="all")), [30, 40])
     assert np.abs(np.bincount(sources, minlength=2) - counts).max() <= 1
 
 
@@ -213,23 +197,22 @@ def test_a_mix_works_through_map_and_is_a_concatenation_to_torch():
         assert read(loader) == plain
 
 
-def test_weights_are_shares_of_lengths(tmp_path):
-    for name, count, size in (("long", 4000, 3), ("short", 12_000, 1)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.jsonl").write_text(
-            "\n".join(json.dumps([name] * size) for _ in range(count))
-        )
-        assert (
-            main(["index", str(tmp_path / name), "--processes", "1", "--length", "builtins:len"])
-            == 0
-        )
-    parts = {name: hr.LinesDataset.index(tmp_path / name) for name in ("long", "short")}
-    mixed = hr.mix(parts, {"long": 1, "short": 1}, unit="lengths")
-    with hr.DataLoader(mixed, 100, shuffle=True, seed=0, collate_fn=list) as loader:
-        words = collections.Counter(
-            word for batch in itertools.islice(loader, 40) for line in batch for word in line
-        )
-    assert abs(words["long"] / words["short"] - 1) < 0.02
+class Sentences(Numbers):
+    """Samples of the same number of words each; a sample is this number, which is its length."""
+
+    def __init__(self, length, words):
+        super().__init__(length)
+        self.lengths = np.full(length, words)
+
+    async def aget(self, index):
+        return int(self.lengths[index])
+
+
+def test_weights_are_shares_of_lengths():
+    mixed = hr.mix([Sentences(4000, 3), Sentences(12_000, 1)], [1, 1], unit="lengths")
+    with hr.DataLoader(mixed, 4000, shuffle=True, seed=0) as loader:
+        words = next(iter(loader))
+    assert words[words == 3].sum() / words[words == 1].sum() == pytest.approx(1, abs=0.02)
     with pytest.raises(ValueError, match="dataset 'a' has no lengths"):
         hr.mix({"a": Numbers(5)}, {"a": 1}, unit="lengths")
     with pytest.raises(ValueError, match="'lengths' is for map-style"):

@@ -15,10 +15,8 @@ from headrace import SkipErrors
 from headrace._core.look_ahead import (
     LEAST_AHEAD,
     MOST_CONCURRENCY,
-    MOST_COVERED,
     LookAheadSize,
     look_ahead,
-    most_ahead,
     most_concurrency,
     most_fetches,
 )
@@ -29,15 +27,12 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
     ("option", "error", "says"),
     [
         ({"concurrency": 0}, ValueError, "at least 1"),
-        ({"concurrency": -1}, ValueError, "-1"),
         ({"concurrency": "fast"}, TypeError, "'fast'"),
         ({"concurrency": True}, TypeError, "True"),
         ({"concurrency": 2.0}, TypeError, "2.0"),
         ({"concurrency": None}, TypeError, "None"),
         ({"memory_budget": 0}, ValueError, "at least 1"),
-        ({"memory_budget": -1}, ValueError, "-1"),
         ({"memory_budget": True}, TypeError, "True"),
-        ({"memory_budget": 1e9}, TypeError, "1000000000.0"),
         ({"memory_budget": "1 GiB"}, TypeError, "1 GiB"),
         ({"on_error": "ignore"}, ValueError, "'ignore'"),
         ({"on_error": None}, ValueError, "None"),
@@ -46,7 +41,6 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
         ({"placement": "moon"}, ValueError, "'moon'"),
         ({"seed": -1}, ValueError, "-1"),
         ({"seed": 2**63}, ValueError, "between"),
-        ({"seed": "1"}, TypeError, "'1'"),
         ({"seed": True}, TypeError, "True"),
         ({"seed": 1.5}, TypeError, "1.5"),
         ({"transform": 3}, TypeError, "transform must be callable"),
@@ -150,14 +144,6 @@ def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, b
     assert ahead >= least
     assert concurrency == 0 or (ahead - 1) * batch_size >= concurrency
     assert ahead == least or (ahead - 2) * batch_size < concurrency
-
-
-@given(least=st.integers(1, 64), concurrency=st.integers(1, 4096), batch_size=st.integers(1, 4096))
-def test_look_ahead_may_grow_to_some_times_the_window(least, concurrency, batch_size):
-    most = most_ahead(least, concurrency=concurrency, batch_size=batch_size)
-    assert most >= least
-    assert most * batch_size > MOST_COVERED * concurrency
-    assert most == least or (most - 2 * MOST_COVERED) * batch_size < MOST_COVERED * concurrency
 
 
 def test_next_epoch_begins_with_the_look_ahead_that_this_one_found():

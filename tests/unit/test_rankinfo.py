@@ -7,7 +7,6 @@ import torch
 import torch.distributed
 
 import headrace as hr
-from headrace._core.ranks import rankinfo
 from tests.datasets import Numbers
 from tests.unit.streams.reading import stream
 
@@ -120,13 +119,3 @@ def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placem
 
 def _first(samples):
     return samples[0]
-
-
-def test_stream_pickled_for_a_spawned_worker_of_torchs_loader_keeps_its_rank(tmp_path):
-    tmp_path.joinpath("0.txt").write_text("0\n1\n2\n3\n")
-    lines = hr.LinesDataset(tmp_path).split()
-    with rankinfo.provided_rank(hr.types.RankInfo(1, 2, "test")):
-        loader = torch.utils.data.DataLoader(
-            lines, num_workers=1, multiprocessing_context="spawn", collate_fn=_first
-        )
-        assert list(loader) == ["1", "3"]

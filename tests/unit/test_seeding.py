@@ -17,16 +17,6 @@ def draws():
     return random.random(), np.random.random(), torch.rand(()).item()
 
 
-def test_seed_decides_the_draws_of_all_three_generators():
-    with isolated_generators():
-        seed_everything(2**64 - 1)
-        first = draws()
-        seed_everything(2**64 - 1)
-        assert draws() == first
-        seed_everything(5)
-        assert not set(draws()) & set(first)
-
-
 def test_isolation_restores_the_callers_generators():
     seed_everything(1)
     expected = [draws() for _ in range(3)]

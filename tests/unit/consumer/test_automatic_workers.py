@@ -184,18 +184,6 @@ def test_loop_may_end_at_any_moment_of_a_change(numbers):
         automatic.close()
 
 
-def test_errors_of_workers_that_were_added_are_the_users(numbers):
-    numbers.update({2: 2})
-
-    def failing(sample):
-        if sample == 399:
-            raise ValueError("sample 399")
-        return sample
-
-    with loader(transform=failing) as automatic, pytest.raises(ValueError, match="sample 399"):
-        list(automatic)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,11 +10,10 @@ import weakref
 
 import anyio
 import pytest
-import torch
 
 import headrace as hr
 from headrace.telemetry.counters import Counters
-from tests.unit.consumer.test_skipping import Mine, Numbers, lists
+from tests.unit.consumer.test_skipping import STAGES, Bad, Mine, Numbers, failing, lists
 from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import Count
 
@@ -133,46 +132,13 @@ def test_consumer_that_stops_reading_stops_the_fetching(options, ahead):
 # Errors
 
 
-class Fails:
-    """Raises `make()` for the sample `bad`, wherever it is called."""
-
-    def __init__(self, bad, make):
-        self.bad, self.make = bad, make
-
-    def __call__(self, sample):
-        if sample == self.bad:
-            raise self.make()
-        return sample
-
-
-class Collate:
-    def __init__(self, fails):
-        self.fails = fails
-
-    def __call__(self, samples):
-        return torch.tensor([self.fails(sample) for sample in samples])
-
-
-def failing(stage, fails, **options):
-    """A loader over eight samples, in batches of two, in which `stage` fails for one of them."""
-    if stage == "fetch":
-        return hr.DataLoader(Numbers(8, fails), batch_size=2, **options)
-    if stage == "transform":
-        return hr.DataLoader(Numbers(8), batch_size=2, transform=fails, **options)
-    return hr.DataLoader(Numbers(8), batch_size=2, collate_fn=Collate(fails), **options)
-
-
-STAGES = pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
-WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
-
-
 @STAGES
-@WORKERS
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, num_workers):
-    with failing(stage, Fails(5, lambda: Mine("no")), num_workers=num_workers) as loader:
+    with failing(stage, 5, num_workers=num_workers) as loader:
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
-        assert (type(error), str(error)) == (Mine, "no")
+        assert (type(error), str(error)) == (Mine, "5 is bad")
         place = f"headrace: stage {stage}, batch 2"
         place += (
             ", indices [4, 5], keys ['key-4', 'key-5']"
@@ -185,19 +151,16 @@ def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, nu
 
 
 # On this thread KeyboardInterrupt and SystemExit may be a signal handler's, and pass: see the next
-# test.
-STOPPED = [
-    (stage, workers, stop)
-    for stage in ("fetch", "transform", "collate")
-    for workers in (0, 1)
-    for stop in STOPS
-    if (workers if stage != "fetch" else not workers) or stop is StopIteration
-]
-
-
-@pytest.mark.parametrize(("stage", "num_workers", "stop"), STOPPED)
-def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, num_workers, stop):
-    with failing(stage, Fails(5, stop), num_workers=num_workers) as loader:
+# test. Of workers, `tests/faults/test_workers.py` has all of these errors.
+@pytest.mark.parametrize(
+    ("stage", "stop"),
+    [
+        *(("fetch", stop) for stop in STOPS),
+        *((stage, StopIteration) for stage in ("transform", "collate")),
+    ],
+)
+def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, stop):
+    with failing(stage, 5, error=lambda _: stop()) as loader:
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
         assert isinstance(error, RuntimeError)
@@ -210,17 +173,13 @@ def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, num_workers, s
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
     interrupts = iter([stop])
-    fails = Fails(
-        5,
-        lambda: next(interrupts, None) or NotImplementedError("not interrupted, but called again"),
-    )
-    with failing(stage, fails, num_workers=0) as loader:
+    with failing(stage, 5, error=lambda _: next(interrupts, NotImplementedError)()) as loader:
         running = iter(loader)
         assert lists([next(running), next(running)]) == [[0, 1], [2, 3]]
         with pytest.raises(stop):
             next(running)
         error, last = drain(running)
-        assert isinstance(error, NotImplementedError)
+        assert isinstance(error, NotImplementedError)  # not interrupted, but called again
         assert last.tolist() == [6, 7]
 
 
@@ -380,7 +339,7 @@ def test_sample_key_that_fails_hides_no_error():
         def sample_key(self, index):
             raise SystemExit
 
-    with hr.DataLoader(Keyless(2, Fails(0, Mine))) as loader:
+    with hr.DataLoader(Keyless(2, Bad(0))) as loader:
         error, good = drain(iter(loader))
         assert isinstance(error, Mine)
         assert good.tolist() == [1]
@@ -509,20 +468,15 @@ def test_plans_larger_than_the_buffer_of_a_socket_arrive_from_any_loop(consumer_
     assert consumer_loop(sizes) == [50_000] * 20
 
 
-class Failing(Numbers):
-    async def aget(self, index):
-        if index == 3:
-            raise ValueError(index)
-        return index
-
-
 async def failing_stream():
     for index in range(4):
-        yield await Failing(4).aget(index)
+        yield Bad(3)(index)
 
 
 @pytest.mark.parametrize(
-    "dataset", [Failing(8), hr.from_async_iterable(failing_stream)], ids=["map", "stream"]
+    "dataset",
+    [Numbers(8, Bad(3)), hr.from_async_iterable(failing_stream)],
+    ids=["map", "stream"],
 )
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
 def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, options):

@@ -17,6 +17,7 @@ from tests.unit.consumer.test_skipping import (
     Numbers,
     TorchCount,
     TorchNumbers,
+    failing,
     lists,
 )
 from tests.unit.shards import tars
@@ -30,14 +31,6 @@ STREAMS = pytest.mark.parametrize("stream", [Count, TorchCount])
 
 def loading(dataset, on_error, batch_size=2, **options):
     return hr.DataLoader(dataset, batch_size, on_error=on_error, **options)
-
-
-@WORKERS
-def test_skip_errors_skips_within_its_limits(num_workers):
-    policy = hr.SkipErrors(max_share=0.25, max_in_a_row=2)
-    with loading(Numbers(8), policy, transform=Bad(2, 3), num_workers=num_workers) as loader:
-        assert lists(loader) == [[0, 1], [4, 5], [6, 7]]
-        assert loader.stats().skipped_samples == 2
 
 
 @WORKERS
@@ -140,13 +133,7 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
         given.append(failure)
         return "skip" if failure.index == 2 else "raise"
 
-    bad = Bad(2, 5)
-    options = (
-        {"dataset": Numbers(8, bad)}
-        if stage == "fetch"
-        else {"dataset": Numbers(8), "transform": bad}
-    )
-    with loading(**options, on_error=decide, num_workers=num_workers) as loader:
+    with failing(stage, 2, 5, on_error=decide, num_workers=num_workers) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [3]]
         with pytest.raises(Mine, match="5 is bad"):

@@ -49,6 +49,15 @@ class Engine:
             self.take()
 
 
+def sizes(engine, batches, **times):
+    """The look-ahead after each of some batches, all of which the consumer has to wait for."""
+    for _ in range(batches):
+        engine.stall()
+        engine.arrive()
+        engine.take(StageTimes(**times))
+        yield engine.look_ahead.batches
+
+
 def numbers(groups):
     return list(itertools.chain(*groups))
 
@@ -81,10 +90,7 @@ def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
 def test_grouped_plans_stay_grouped_after_a_stall(size, group):
     engine = Engine(plans(), size, group=0.5)
     engine.ahead.fill()
-    for _ in range(40):
-        engine.stall()
-        engine.arrive()
-        engine.take()
+    for _ in sizes(engine, 40):
         assert 1 <= len(engine.ahead.under_way) <= size
     assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
@@ -112,22 +118,18 @@ def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():
 
 
 IDLE = FetchLoad(in_flight=7, limit=8, unused=1)
-LATE = StageTimes(fetched=2.0, load=IDLE)  # the consumer waits since 1.0
 
 
 def test_look_ahead_shrinks_while_the_consumer_never_waits():
     engine = Engine(plans(), 6, most=20)
     engine.ahead.fill()
-    for _ in range(9):
-        engine.stall()
-        engine.arrive()
-        engine.take(LATE)
-    sizes = [engine.look_ahead.batches]
+    *_, grown = sizes(engine, 9, fetched=2.0, load=IDLE)  # the consumer waits since 1.0
+    shrunk = [grown]
     for _ in range(5):
         engine.run_without_waiting(CALM)
-        sizes.append(engine.look_ahead.batches)
-        assert len(engine.ahead.under_way) <= sizes[-2]
-    assert sizes == [15, 10, 8, 7, 6, 6]
+        shrunk.append(engine.look_ahead.batches)
+        assert len(engine.ahead.under_way) <= shrunk[-2]
+    assert shrunk == [15, 10, 8, 7, 6, 6]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
@@ -135,17 +137,11 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
     engine = Engine(plans(), 6, most=64, group=0.5)
     engine.ahead.fill()
 
-    def sizes(nbytes, batches):
-        for _ in range(batches):
-            engine.stall()
-            engine.arrive()
-            engine.take(StageTimes(fetched=2.0, nbytes=nbytes))
-            yield engine.look_ahead.batches
-
-    assert set(sizes(8 << 10, CALM - 12)) == {6}  # an epoch may be short
-    assert max(sizes(8 << 10, CALM)) == 64
-    assert [*sizes(1 << 20, 6)][-1] == 6
-    assert max(sizes(0, CALM)) == 6  # of unknown size
+    small = {"fetched": 2.0, "nbytes": 8 << 10}
+    assert set(sizes(engine, CALM - 12, **small)) == {6}  # an epoch may be short
+    assert max(sizes(engine, CALM, **small)) == 64
+    assert [*sizes(engine, 6, fetched=2.0, nbytes=1 << 20)][-1] == 6
+    assert max(sizes(engine, CALM, fetched=2.0)) == 6  # of unknown size
 
 
 @pytest.mark.parametrize("options", [{"free": 0}, {"by_size": True, "in_workers": True}], ids=str)
@@ -171,18 +167,6 @@ def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     )
 
 
-def test_last_plans_are_drawn_as_by_torch():
-    engine = Engine(plans(), 4, most=32, free=40)
-    engine.look_ahead.extend(12)
-    engine.ahead.fill()
-    drawn = []
-    for _ in range(50):
-        engine.arrive()
-        engine.take()
-        drawn.append(engine.ahead.planned)
-    assert drawn[35:] == [40, *range(41, 55)], "one with each batch, within the least look-ahead"
-
-
 class Own(torch.utils.data.SequentialSampler):
     """May draw random numbers that the training loop draws too."""
 
@@ -205,20 +189,13 @@ def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():
     engine = Engine(plans(), 4, most=32, in_workers=True)
     engine.ahead.fill()
 
-    def sizes(nbytes, seconds, batches):
-        for _ in range(batches):
-            engine.stall()
-            engine.arrive()
-            engine.take(
-                StageTimes(fetched=0.5, work_began=2.0, work_ended=2.0 + seconds, nbytes=nbytes)
-            )
-            yield engine.look_ahead.batches
-
-    assert set(sizes(1 << 18, 0.0005, CALM - 8)) == {4}  # an epoch may be short
-    assert set(sizes(1 << 18, 0.002, CALM)) == {4}  # slow
-    assert set(sizes(1 << 23, 0.0005, CALM)) == {4}  # large
+    quick = {"fetched": 0.5, "work_began": 2.0, "work_ended": 2.0005, "nbytes": 1 << 18}
+    slow, large = {**quick, "work_ended": 2.002}, {**quick, "nbytes": 1 << 23}
+    assert set(sizes(engine, CALM - 8, **quick)) == {4}  # an epoch may be short
+    assert set(sizes(engine, CALM, **slow)) == {4}
+    assert set(sizes(engine, CALM, **large)) == {4}
     before = len(engine.sent)
-    assert [*sizes(1 << 18, 0.0005, CALM)][-1] == 32
+    assert [*sizes(engine, CALM, **quick)][-1] == 32
     assert {len(group) for group in engine.sent[before + 4 :]} == {16}
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
-    assert [*sizes(1 << 23, 0.0005, 8)][-1] == 4
+    assert [*sizes(engine, 8, **large)][-1] == 4

@@ -1,4 +1,4 @@
-"""A loader continues after the last delivered batch: every batch of a short epoch, and the next epochs."""
+"""A loader continues after the last delivered batch; a state of another loader is refused."""
 
 import contextlib
 import copy
@@ -15,32 +15,23 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
-from headrace import DataLoader, StateError
+from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateError, merge_states
 from headrace._core.order.state import _checksum
-from tests.datasets import Numbers
+from tests.datasets import Numbers, TorchStream
+from tests.model.parts import Shifted
+from tests.unit.consumer.test_timeouts import Held
+from tests.unit.streams.reading import stream
 
 N = 13
-
-
-class Stateful:
-    """A sampler that remembers its position."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < N:
-            self.position += 1
-            yield N - self.position
-        self.position = 0  # at the last sample, before the batch with it is planned
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 CASES = {
@@ -48,8 +39,7 @@ CASES = {
     "shuffled by torch": lambda: DataLoader(Numbers(N), 3, shuffle=True),
     "shuffled by seed": lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=0),
     "torch dataset": lambda: DataLoader(range(N), 3, shuffle=True),
-    "subset": lambda: DataLoader(Numbers(N), 3, sampler=SubsetRandomSampler(range(N))),
-    "a sampler with a state": lambda: DataLoader(Numbers(N), 3, sampler=Stateful()),
+    "a sampler with a state": lambda: DataLoader(Numbers(N), 3, sampler=Shifted(N)),
 }
 
 
@@ -57,24 +47,33 @@ def values(batch):
     return torch.as_tensor(batch).tolist()
 
 
-def flat(batches):
-    return list(itertools.chain.from_iterable(batches))
-
-
 def epochs(loader, count):
     return [[values(batch) for batch in loader] for _ in range(count)]
 
 
+def saved(loader):
+    """The state, through JSON."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
 def saved_after(loader, batches):
-    """The state after so many batches, through JSON."""
+    """Some batches, and the state after them."""
     iterator = iter(loader)
     given = [values(next(iterator)) for _ in range(batches)]
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = saved(loader)
     iterator.close()
     return given, state
 
 
-class Draws(torch.utils.data.Dataset):
+def restored(loader, state):
+    loader.load_state_dict(state)
+    return loader
+
+
+# States within an epoch
+
+
+class Draws(Dataset):
     """Random numbers; the process that draws those of sample 3 dies if a file is not there yet."""
 
     def __init__(self, dies_once=None):
@@ -118,49 +117,18 @@ def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_d
     assert len(set(numbers)) == len(numbers) == 3 * 6
 
 
-def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():
-    class Counts(torch.utils.data.Dataset):
-        count = 0
-
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            self.count += 1
-            return self.count
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
-    def make():
-        return DataLoader(Counts(), None, num_workers=1, persistent_workers=True)
-
-    with make() as loader:
-        for _ in loader:
-            state = loader.state_dict()
-        assert list(loader) == [5, 6, 7, 8]
-    with make() as restored:
-        restored.load_state_dict(state)
-        assert list(restored) == []
-        assert list(restored) == [5, 6, 7, 8]
-
-
 def test_set_epoch_has_no_effect_while_a_restored_epoch_is_pending():
     make = CASES["shuffled by seed"]
     whole = epochs(make(), 4)
     loader = make()
     loader.set_epoch(1)
     _, state = saved_after(loader, 2)
-    restored = make()
-    restored.load_state_dict(state)
-    restored.set_epoch(0)
-    iterator = iter(restored)
-    restored.set_epoch(3)  # in a restored iteration it is for the next one
+    continued = restored(make(), state)
+    continued.set_epoch(0)
+    iterator = iter(continued)
+    continued.set_epoch(3)  # in a restored iteration it is for the next one
     assert [values(batch) for batch in iterator] == whole[1][2:]
-    assert epochs(restored, 1)[0] == whole[3]
+    assert epochs(continued, 1)[0] == whole[3]
 
 
 def test_state_is_small_whatever_the_length_and_has_always_the_same_keys():
@@ -177,9 +145,8 @@ def test_states_of_several_iterators_are_their_own_and_len_is_that_of_the_whole_
     next(first), next(first), next(second)
     assert [each.state_dict()["state"][0]["samples"] for each in (first, second)] == [6, 3]
     assert loader.state_dict() == second.state_dict()
-    restored = CASES["sequential"]()
-    restored.load_state_dict(first.state_dict())
-    assert len(restored) == len(iter(restored)) == 5
+    continued = restored(CASES["sequential"](), first.state_dict())
+    assert len(continued) == len(iter(continued)) == 5
 
 
 def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
@@ -232,16 +199,197 @@ def test_loader_with_a_state_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-async def test_async_iterators_have_a_state_too():
-    loader = CASES["shuffled by seed"]()
-    whole = epochs(CASES["shuffled by seed"](), 1)[0]
-    iterator = aiter(loader)
-    await anext(iterator)
-    restored = CASES["shuffled by seed"]()
-    restored.load_state_dict(iterator.state_dict())
-    assert [values(batch) async for batch in restored] == whole[1:]
-    await iterator.aclose()
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
+def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
+    make = CASES["shuffled by seed"]
+    whole = epochs(make(), 2)
+    _, state = saved_after(make(), 2)
+    continued = restored(make(), state)
+    other = copied(continued)
+    for each in (other, continued):
+        assert epochs(each, 2) == [whole[0][2:], whole[1]]
 
+
+# States without a batch of the epoch: before the first iteration, after the loop, or of an
+# iterator just made.
+
+
+class Counts(Dataset):
+    """Its samples are the number of reads in the process that reads; its state is this number."""
+
+    count = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.count += 1
+        return self.count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():
+    def make():
+        return DataLoader(Counts(), None, num_workers=1, persistent_workers=True)
+
+    with make() as loader:
+        for _ in loader:
+            state = loader.state_dict()
+        assert list(loader) == [5, 6, 7, 8]
+    with restored(make(), state) as continued:
+        assert list(continued) == []
+        assert list(continued) == [5, 6, 7, 8]
+
+
+class Log(AsyncIterableDataset[int]):
+    """A stream whose state outlives an epoch: each gives the next four records."""
+
+    def __init__(self):
+        self.next = 0
+
+    async def __aiter__(self):
+        for _ in range(4):
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_iterator_made"), [(Log, True), (lambda: Log().map(int), False)]
+)
+def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made):
+    loader = DataLoader(make(), batch_size=1)
+    list(loader)
+    iterator = iter(loader) if is_iterator_made else None
+    continued = restored(DataLoader(make(), batch_size=1), saved(loader))
+    assert epochs(continued, 1) == [[[4], [5], [6], [7]]]
+    del iterator
+
+
+def noisy(sample):
+    return sample, float(torch.rand(()))
+
+
+UNSEEDED = {
+    "sequential": lambda: {},
+    "shuffled": lambda: {"shuffle": True},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * N, N)},
+    "shuffled by a generator": lambda: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
+    "a sampler with a state": lambda: {"sampler": Shifted(N)},
+}
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("order", UNSEEDED.values(), ids=UNSEEDED)
+def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
+    def loader():
+        return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order())
+
+    first = loader()
+    for _ in range(epochs):
+        list(first)
+    second = restored(loader(), saved(first))
+    batches = iter(second)
+    for _ in range(3):
+        next(batches)
+        state = saved(second)
+        torch.manual_seed(0)  # the program that continues has other generators
+        rest = list(restored(loader(), state))
+    assert rest == list(batches)
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return noisy(index)
+
+
+class NoiseStream(IterableDataset):
+    def __iter__(self):
+        return map(noisy, range(N))
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Noise(), {"num_workers": 1}),
+        (NoiseStream(), {"num_workers": 1}),
+        (Numbers(N), {"transform": noisy}),
+    ],
+    ids=["torch", "torch, a stream", "async"],
+)
+def test_state_between_epochs_changes_no_epoch_and_the_next_one_follows_torchs_generator(
+    dataset, options, epochs
+):
+    def make():
+        return DataLoader(dataset, 2, collate_fn=list, **options)
+
+    def run(saves):
+        torch.manual_seed(7)
+        loader = make()
+        given = [list(loader) for _ in range(epochs)]
+        generator = torch.get_rng_state()
+        state = saved(loader) if saves else None
+        return [*given, list(loader)], state, generator
+
+    whole, _, _ = run(False)
+    given, state, generator = run(True)
+    assert given == whole
+    continued = restored(make(), state)
+    torch.set_rng_state(generator)  # by the program that continues
+    assert list(continued) == whole[-1]
+
+
+def test_order_of_a_sampler_whose_epoch_the_program_sets_is_restored():
+    def loader():
+        sampler = DistributedSampler(range(N), 1, 0)
+        return DataLoader(list(range(N)), 4, sampler=sampler), sampler
+
+    first, sampler = loader()
+    list(first)
+    between = saved(first)
+    sampler.set_epoch(1)
+    (whole,) = epochs(first, 1)
+    sampler.set_epoch(1)
+    batches = iter(first)
+    next(batches)
+    for state, expected in ((between, whole), (saved(first), whole[1:])):
+        continued, sampler = loader()
+        continued.load_state_dict(state)
+        sampler.set_epoch(1)
+        assert epochs(continued, 1) == [expected]
+
+
+def test_epoch_without_a_batch_is_at_its_beginning_until_next_was_asked_for():
+    sampler = ElasticSampler(2, rank=0, world_size=3, drop_last=True)
+    with DataLoader(Numbers(2), 1, sampler=sampler, seed=0) as loader:
+        iter(loader)
+        state = loader.state_dict()
+    alone = ElasticSampler(2, rank=0, world_size=1, drop_last=True)
+    with DataLoader(Numbers(2), 1, sampler=alone, seed=0, collate_fn=list) as loader:
+        loader.load_state_dict(state)
+        assert sorted(number for batch in loader for number in batch) == [0, 1]
+
+
+# States that are refused
 
 DIFFERENT = {
     "length": (
@@ -267,6 +415,26 @@ def test_state_of_another_loader_is_refused_with_the_difference(make, message):
         make().load_state_dict(state)
 
 
+@pytest.mark.parametrize("make", [lambda: TorchStream(N), Counts], ids=["torch stream", "stateful"])
+def test_another_number_of_workers_that_read_streams_or_have_a_state_is_refused(make):
+    _, state = saved_after(DataLoader(make(), 2, num_workers=2), 2)
+    with pytest.raises(StateError, match="num_workers was 2, and is 1"):
+        DataLoader(make(), 2, num_workers=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: SequentialSampler(range(n)),
+        lambda n: RandomSampler(range(N), num_samples=n),
+    ],
+)
+def test_sampler_of_another_length_is_refused(make):
+    _, state = saved_after(DataLoader(list(range(N)), 2, sampler=make(6)), 1)
+    with pytest.raises(StateError, match="length=6"):
+        DataLoader(list(range(N)), 2, sampler=make(N)).load_state_dict(state)
+
+
 def damaged(state, **changes):
     (values,) = state["state"]
     return {**state, "state": [{**values, **changes}]}
@@ -274,6 +442,9 @@ def damaged(state, **changes):
 
 def test_damaged_states_are_refused():
     _, state = saved_after(CASES["shuffled by seed"](), 2)
+    (values,) = state["state"]
+    older = {name: value for name, value in values.items() if name not in ("checksum", "lost")}
+    older["checksum"] = _checksum(older)
     loader = CASES["shuffled by seed"]()
     for wrong, message in (
         ({}, "no state of a headrace.DataLoader"),
@@ -285,6 +456,7 @@ def test_damaged_states_are_refused():
         (damaged(state, samples=9), "edited: its checksum does not match"),
         (damaged(state, more=9), "edited: its checksum does not match"),
         ({**state, "version": 4}, "format version 4, but this release of headrace reads 5"),
+        ({**state, "state": [older]}, r"another release .*, whose fields differ in \['lost'\]"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state_dict(wrong)
@@ -308,65 +480,102 @@ def test_edited_states_are_refused(name):
                 CASES[name]().load_state_dict({**state, "state": [edited]})
 
 
-def test_sampler_with_another_order_than_before_is_refused():
-    class Unseeded:
-        def __iter__(self):
-            yield from np.random.permutation(N).tolist()
+class Unseeded:
+    def __iter__(self):
+        yield from np.random.permutation(N).tolist()
 
-    short = ([[0], [1], [2]], [[0]])
-    for saved, now, message in (
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
         (
             {"batch_size": 3, "sampler": Unseeded()},
             {"batch_size": 3, "sampler": Unseeded()},
             "Unseeded gives another",
         ),
         (
-            {"batch_sampler": short[0]},
-            {"batch_sampler": short[1]},
+            {"batch_sampler": [[0], [1], [2]]},
+            {"batch_sampler": [[0]]},
             "ended after 1 draws, but 2 were given out",
         ),
-    ):
-        _, state = saved_after(DataLoader(Numbers(N), **saved), 2)
-        restored = DataLoader(Numbers(N), **now)
-        restored.load_state_dict(state)
-        with pytest.raises(StateError, match=message):
-            next(iter(restored))
-
-
-@pytest.mark.filterwarnings("ignore:each of 2 ranks reads all")
-@pytest.mark.parametrize("name", ["shuffled by torch", "subset"])
-def test_order_that_one_rank_drew_is_refused_on_another(name, as_rank):
-    as_rank(0, 2)
-    _, state = saved_after(CASES[name](), 1)
-    as_rank(1, 2)
-    restored = CASES[name]()
-    restored.load_state_dict(state)
-    with pytest.raises(
-        StateError, match=r"saved by rank 0 of 2, and this is rank 1 of 2.*merge_states"
-    ):
-        iter(restored)
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+    ],
+    ids=["other order", "shorter"],
 )
-def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
-    make = CASES["shuffled by seed"]
-    whole = epochs(make(), 2)
-    _, state = saved_after(make(), 2)
-    restored = make()
-    restored.load_state_dict(state)
-    other = copied(restored)
-    for each in (other, restored):
-        assert epochs(each, 2) == [whole[0][2:], whole[1]]
+def test_sampler_with_another_order_than_before_is_refused(before, now, message):
+    _, state = saved_after(DataLoader(Numbers(N), **before), 2)
+    continued = restored(DataLoader(Numbers(N), **now), state)
+    with pytest.raises(StateError, match=message):
+        next(iter(continued))
 
 
-def test_state_with_fields_of_another_release_is_refused():
-    _, state = saved_after(CASES["shuffled by seed"](), 2)
-    (values,) = state["state"]
-    values = {name: value for name, value in values.items() if name not in ("checksum", "lost")}
-    values["checksum"] = _checksum(values)
+# Batches out of order: with in_order=False, a restored loader does not give a batch again that was
+# given out before others.
+
+LENGTH = 24
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_each_sample_is_given_once_by_a_loader_interrupted_three_times(in_order):
+    def loader(*held, in_order=False):
+        return DataLoader(Held(*held, length=LENGTH), 2, in_order=in_order)
+
+    given, state = saved_after(loader(2, 10), 4)
+    assert [2, 3] not in given
+    # the first ends between batches that were given out before
+    for held, batches in (((10,), 1), ((10, 20), 2)):
+        more, state = saved_after(restored(loader(*held), state), batches)
+        given += more
+    given += epochs(restored(loader(in_order=in_order), state), 1)[0]
+    assert sorted(itertools.chain(*given)) == list(range(LENGTH))
+
+
+def test_another_batch_size_is_refused_until_the_epoch_has_ended():
+    with DataLoader(Held(2, length=LENGTH), 2, in_order=False) as loader:
+        _, state = saved_after(loader, 3)
+    continued = restored(DataLoader(Numbers(LENGTH), 3, in_order=False), state)
     with pytest.raises(
-        StateError, match=r"another release of headrace, whose fields differ in \['lost'\]"
+        StateError, match=r"batch_size=2, and batch_size is 3 now: .* the end of epoch 0"
     ):
-        CASES["shuffled by seed"]().load_state_dict({**state, "state": [values]})
+        iter(continued)
+
+
+def test_merged_states_of_given_ranks_continue_each_its_own_part():
+    def loader(rank, held=(), ranks=2):
+        sampler = ElasticSampler(LENGTH, shuffle=False, rank=rank, world_size=ranks)
+        return DataLoader(Held(*held, length=LENGTH), 2, sampler=sampler, in_order=False)
+
+    states, left = [], []
+    for rank in range(2):
+        given, state = saved_after(loader(rank, held=(0, 8)), 3)  # of rank 0 alone
+        states.append(state)
+        left.append([batch for n in range(rank, LENGTH, 4) if (batch := [n, n + 2]) not in given])
+        assert len(left[rank]) == 3
+    merged = merge_states(states)
+    for rank in range(2):
+        (rest,) = epochs(restored(loader(rank), merged), 1)
+        assert sorted(rest) == left[rank]
+    other = restored(loader(0, ranks=3), merged)
+    with pytest.raises(StateError, match=r"rank 0 of 2, and this is rank 0 of 3.*in_order=True"):
+        iter(other)
+
+
+class FirstWaitsForSecond:
+    """The transform of sample 0 waits until that of sample 1 runs, in another process."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def __call__(self, number):
+        if number == 0:
+            self.pipe.read_bytes()
+        elif number == 1:
+            self.pipe.write_bytes(b"")
+        return number
+
+
+def test_batches_of_an_async_stream_come_in_order(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    transform = FirstWaitsForSecond(tmp_path / "pipe")
+    options = {"transform": transform, "num_workers": 2, "in_order": False}
+    with DataLoader(stream(*range(6)), 1, **options) as loader:
+        assert [int(batch) for batch in loader] == list(range(6))

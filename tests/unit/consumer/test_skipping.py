@@ -103,6 +103,19 @@ class CollateUnless(Bad):
         return torch.tensor([super(CollateUnless, self).__call__(sample) for sample in samples])
 
 
+STAGES = pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
+
+
+def failing(stage, *bad, error=Mine, **options):
+    """A loader over eight samples, in batches of two, in which `stage` fails for some of them."""
+    fails = Bad(*bad, error=error)
+    if stage == "fetch":
+        return hr.DataLoader(Numbers(8, fails), 2, **options)
+    if stage == "transform":
+        return hr.DataLoader(Numbers(8), 2, transform=fails, **options)
+    return hr.DataLoader(Numbers(8), 2, collate_fn=CollateUnless(*bad, error=error), **options)
+
+
 def skipping(dataset, batch_size=2, **options):
     return hr.DataLoader(dataset, batch_size, on_error="skip", **options)
 
@@ -119,18 +132,12 @@ class WithoutAttributes(Exception):
         return self.__dict__["file"]
 
 
-@pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
+@STAGES
 @pytest.mark.parametrize(
     ("error", "num_workers"), [(Mine, 0), (Mine, 1), (WithoutAttributes, 1), (GeneratorExit, 1)]
 )
 def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
-    bad = Bad(5, error=error)
-    options = {
-        "fetch": {"dataset": Numbers(8, bad)},
-        "transform": {"dataset": Numbers(8), "transform": bad},
-        "collate": {"dataset": Numbers(8), "collate_fn": CollateUnless(5, error=error)},
-    }
-    with skipping(**options[stage], num_workers=num_workers) as loader:
+    with failing(stage, 5, error=error, on_error="skip", num_workers=num_workers) as loader:
         assert lists(loader) == [[0, 1], [2, 3], *([] if stage == "collate" else [[4]]), [6, 7]]
         stats = loader.stats()
         (record,) = stats.skipped
@@ -155,23 +162,6 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
             )
             assert stats.lost_batches == 0
             assert "5 is bad" in record.message
-
-
-@pytest.mark.parametrize(
-    ("dataset", "num_workers", "in_order"),
-    [
-        *((kind(10), 0, True) for kind in (Numbers, TorchNumbers, Count, TorchCount)),
-        *((kind(10), 2, False) for kind in (Numbers, TorchNumbers, Count)),
-        (TorchCount(10), 2, True),
-    ],
-)
-def test_batch_that_lost_all_its_samples_is_skipped(dataset, num_workers, in_order):
-    with skipping(
-        dataset, num_workers=num_workers, transform=Bad(0, 1, 6, 7), in_order=in_order
-    ) as loader:
-        for _ in range(2):
-            assert sorted(lists(loader)) == [[2, 3], [4, 5], [8, 9]]
-        assert (loader.stats().batches, loader.stats().lost_batches) == (6, 4)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("async", 0), ("torch", 1)])

@@ -88,19 +88,6 @@ def test_report_is_what_a_random_run_has_delivered(sampler, drop_last):
         run.check()
 
 
-def test_run_on_2_3_and_1_ranks_has_delivered_each_sample_once():
-    run = Run(elastic)
-    state = run.part(None, ranks=2, steps=3)
-    state = run.part(state, ranks=3, steps=2, batch_size=3)
-    left_out = run.loader().samples_at(1, [0])[0]
-    state = run.part(state, ranks=1, steps=11, keys=left_out)  # 10 samples, the end, and 5 steps
-    first, second = run.check()
-    assert first.ended
-    assert not second.ended
-    assert first.once + len(first.others["excluded"]) == N
-    assert set(second.others["excluded"].tolist()) == {int(key[4:]) for key in left_out}
-
-
 def test_restart_from_an_old_state_delivers_samples_twice():
     run = Run(elastic)
     first = run.part(None, ranks=2, steps=3)

@@ -80,7 +80,7 @@ def test_workers_are_added_one_by_one_until_the_loop_is_the_limit(said):
     first = "num_workers=2: transforms and collation were the limit; 2.00 times the rate with 1, where 2.00 were"
     assert said()[0].startswith(first)
     assert len(said()) == 3
-    assert machine.run(3600) == []
+    assert machine.run(600) == []
 
 
 def test_workers_with_nothing_to_do_are_ended(said):

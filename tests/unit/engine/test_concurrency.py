@@ -15,13 +15,11 @@ TICK = 0.02
 class SimulatedStore:
     """Answers after `latency`, at most `capacity` a second; above `rate` requests a second, with a refusal at once.
 
-    A refused fetch waits in its place, with full jitter, and asks again. A fetch that finds no
-    connection free takes `connect` longer.
+    A refused fetch waits in its place, with full jitter, and asks again.
     """
 
-    def __init__(self, latency, capacity, rate=None, connect=0.0):
-        self.latency, self.capacity, self.rate, self.connect = latency, capacity, rate, connect
-        self.connections = []  # when each will be free
+    def __init__(self, latency, capacity, rate=None):
+        self.latency, self.capacity, self.rate = latency, capacity, rate
         self.jitter = random.Random(1)
         self.free_at = self.refilled = 0.0
         self.tokens = 50.0
@@ -37,15 +35,7 @@ class SimulatedStore:
                 return now + self.latency + self.jitter.uniform(0.0, 0.1), False
             self.tokens -= 1
         self.free_at = max(now, self.free_at) + 1 / self.capacity
-        at = max(self.free_at, now + self.latency * self.jitter.uniform(0.8, 1.2))
-        if not self.connect:
-            return at, True
-        if self.connections and self.connections[0] <= now:
-            heapq.heapreplace(self.connections, at)
-        else:
-            at += self.connect
-            heapq.heappush(self.connections, at)
-        return at, True
+        return max(self.free_at, now + self.latency * self.jitter.uniform(0.8, 1.2)), True
 
     def run(self, seconds, limit_at, busy_from=0.0):
         """Fetch for so many virtual seconds; returns the rate behind the first `busy_from` seconds."""

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import headrace as hr
+from tests.unit.consumer.test_epoch import drain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 
@@ -84,36 +85,23 @@ def new(dataset, **options):
     return hr.DataLoader(dataset, 2, **{"collate_fn": list, **options})
 
 
-def outcomes(batches):
-    """The batches and errors of an epoch."""
-    found = []
-    while len(found) < 20:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            break
-        except Exception as error:
-            found.append(error)
-    return found
-
-
 def check_continues(make):
     """An epoch that is interrupted after any batch gives the others when it is continued."""
     with make() as loader:
-        whole = outcomes(iter(loader))
+        whole = drain(iter(loader))
         assert len(whole) > 2
     for count in range(1, len(whole)):
         with make() as first, make() as second:
             batches = iter(first)
             given = [next(batches) for _ in range(count)]
             second.load_state_dict(first.state_dict())
-            assert given + outcomes(iter(second)) == whole
+            assert given + drain(iter(second)) == whole
 
 
 @EVERYWHERE
 def test_state_dict_that_raises_is_the_error_of_its_batch(make, options):
     with new(make(fault="save"), on_error="skip", **options) as loader:
-        first, *others = outcomes(iter(loader))
+        first, *others = drain(iter(loader))
     assert first == [0, 1]
     assert others
     assert {type(error) for error in others} == {KeyError}
@@ -123,7 +111,7 @@ def test_state_dict_that_raises_is_the_error_of_its_batch(make, options):
 @EVERYWHERE
 def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(make, options):
     with new(make(fault="pickle"), **options) as loader:
-        found = outcomes(iter(loader))
+        found = drain(iter(loader))
     if options:
         assert {type(error) for error in found} == {hr.errors.NotPicklableError}
         assert "the state of the dataset" in str(found[0])
@@ -158,17 +146,16 @@ def test_stream_that_has_become_shorter_ends_the_epoch_with_both_numbers(make, o
         state = loader.state_dict()
     with new(make(3, iterator=Counter), **options) as loader:
         loader.load_state_dict(state)
-        first, *others = outcomes(iter(loader))
+        first, *others = drain(iter(loader))
     assert type(first) is hr.StateError
     assert "ended after 3 samples, but 4 had been read" in str(first)
     assert others == []
 
 
 class Reads(Dataset):
-    """Its samples have the number of reads in its process before them."""
+    """Its samples have the number of reads in its process before them, which is its state."""
 
-    def __init__(self):
-        self.reads = 0
+    reads = 0
 
     def __len__(self):
         return 9
@@ -177,8 +164,6 @@ class Reads(Dataset):
         self.reads += 1
         return index, self.reads
 
-
-class StatefulReads(Reads):
     def state_dict(self):
         return {"reads": self.reads}
 
@@ -186,19 +171,17 @@ class StatefulReads(Reads):
         self.reads = state["reads"]
 
 
-class Many(StatefulReads):
+class Many(Reads):
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "workers"), [(StatefulReads, 0), (StatefulReads, 2), (Many, 0)]
-)
+@pytest.mark.parametrize(("dataset", "workers"), [(Reads, 0), (Reads, 2), (Many, 0)])
 def test_map_style_dataset_with_a_state_continues_from_it(dataset, workers):
     check_continues(lambda: new(dataset(), num_workers=workers))
 
 
-class Dies(StatefulReads):
+class Dies(Reads):
     def __getitem__(self, index):
         if index == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +190,7 @@ class Dies(StatefulReads):
 
 def test_worker_that_dies_with_the_state_of_its_dataset_is_not_replaced():
     with new(Dies(), num_workers=1) as loader:
-        first, *others = outcomes(iter(loader))
+        first, *others = drain(iter(loader))
     assert first == [(0, 1), (1, 2)]
     assert {type(error) for error in others} == {hr.errors.WorkerDiedError}
 
@@ -221,7 +204,12 @@ def without_the_last(samples):
 @pytest.mark.filterwarnings("ignore:.*skip:RuntimeWarning")
 @pytest.mark.parametrize(
     ("make", "iterator", "workers"),
-    [(Count, StatefulCounter, 2), (TorchCount, Counter, 0), (TorchCount, StatefulCounter, 0)],
+    [
+        (Count, StatefulCounter, 2),
+        (TorchCount, Counter, 0),
+        (TorchCount, StatefulCounter, 0),
+        (TorchCount, StatefulCounter, 2),
+    ],
 )
 def test_stream_continues_around_lost_batches(make, iterator, workers):
     options = {

@@ -20,11 +20,6 @@ from tests.unit.streams.reading import Count
 SQUARES = SlowDataset(10, 0, make=lambda index: index * index)
 
 
-def test_indexing_raises_what_aget_raises():
-    with pytest.raises(IndexError, match="10"):
-        SQUARES[10]
-
-
 def test_batch_is_fetched_concurrently():
     together = asyncio.Barrier(4)
 
@@ -43,11 +38,6 @@ def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
 
     with pytest.raises(DeadlockError, match=r"await dataset\.aget"):
         Nested()[0]
-
-
-def test_plain_iterators_of_a_stream_are_independent():
-    stream = Count(3)
-    assert list(zip(stream, stream, strict=True)) == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_undefined_method_error_names_the_method():

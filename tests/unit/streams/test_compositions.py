@@ -14,14 +14,10 @@ class Together(Numbers):
     """Samples that arrive only when all of them are being fetched."""
 
     def __init__(self, length):
-        self.length = length
-        self.waiting = 0
-        self.all_there = asyncio.Event()
+        super().__init__(length)
+        self.all_there = asyncio.Barrier(length)
 
     async def aget(self, index):
-        self.waiting += 1
-        if self.waiting == self.length:
-            self.all_there.set()
         await self.all_there.wait()
         return index
 

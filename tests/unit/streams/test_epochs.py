@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 import headrace as hr
-from headrace._core.streams.kinds import propagate_epoch
 from tests.unit.streams import reading
 
 
@@ -130,16 +129,6 @@ def test_wrapper_with_set_epoch_sets_the_epoch_of_inner_streams():
         (epoch,) = epochs_of(loader, 1)
     inner.set_epoch(100)
     assert list(inner) == epoch
-
-
-def test_stream_without_a_loader_uses_the_epoch_of_set_epoch():
-    stream = shuffled()
-    first = list(stream)
-    assert list(stream) == first
-    propagate_epoch(Packed(stream), 1)
-    assert list(stream) != first
-    stream.set_epoch(0)
-    assert list(stream) == first
 
 
 def test_set_epoch_of_a_dataset_that_raises_is_raised_at_iter():

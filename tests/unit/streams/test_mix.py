@@ -37,15 +37,10 @@ def test_schedule_changes_weights_at_its_steps():
     ("temperature", "share"),
     [(1, 0.9), (2, 0.75), (1e9, 0.5), (math.inf, 0.5), (0.5, 0.99), (0.001, 1)],
 )
-@pytest.mark.parametrize("scale", [1, 1e301, 1e-307])
+@pytest.mark.parametrize("scale", [1e301, 1e-307])
 def test_temperature_evens_out_sizes_of_any_scale(temperature, share, scale):
-    assert (
-        abs(
-            drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(4000))[0] / 4000
-            - share
-        )
-        < 0.03
-    )
+    found = drawn(mix([9e6 * scale, 1e6 * scale], temperature=temperature).take(2000))
+    assert found[0] / 2000 == pytest.approx(share, abs=0.03)
     assert drawn(mix([(0, [scale, 0])], temperature=temperature).take(50)) == {0: 50}
 
 
@@ -90,15 +85,10 @@ def test_dataset_that_occurs_twice_has_another_order_the_second_time():
 # Ranks
 
 
-def on_rank(monkeypatch, rank, ranks):
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-
-
-def test_each_rank_draws_for_itself_and_again_the_same(monkeypatch):
+def test_each_rank_draws_for_itself_and_again_the_same(as_rank):
     def sources(rank, ranks):
-        on_rank(monkeypatch, rank, ranks)
-        samples = list(mix([3, 1], seed=5).take(400))
+        as_rank(rank, ranks)
+        samples = list(mix([3, 1], seed=5).take(100))
         return [sample // 10_000 for sample in samples]
 
     steps = [*zip(*(sources(rank, 64) for rank in range(64)), strict=True)]
@@ -106,14 +96,13 @@ def test_each_rank_draws_for_itself_and_again_the_same(monkeypatch):
         "of 64 ranks a quarter draws from the second stream"
     )
     assert sources(63, 64) == [step[63] for step in steps]
-    on_rank(monkeypatch, 0, 1)
     assert sources(0, 1) == [step[0] for step in steps]
 
 
 @pytest.mark.parametrize("inside", [lambda stream: stream, lambda stream: stream.shuffle(7)])
-def test_ranks_that_share_a_mix_draw_alike(monkeypatch, inside):
+def test_ranks_that_share_a_mix_draw_alike(as_rank, inside):
     def samples(rank, ranks):
-        on_rank(monkeypatch, rank, ranks)
+        as_rank(rank, ranks)
         return list(inside(mix([3, 1], length=150, stop="once")).split())
 
     of_ranks = [samples(rank, 3) for rank in range(3)]
@@ -122,17 +111,17 @@ def test_ranks_that_share_a_mix_draw_alike(monkeypatch, inside):
     assert dealt == samples(0, 1)
 
 
-async def test_state_continues_the_draws_of_its_rank(monkeypatch):
-    on_rank(monkeypatch, 3, 8)
+async def test_state_continues_the_draws_of_its_rank(as_rank):
+    as_rank(3, 8)
     iterator = start_stream(mix([2, 1]).take(300))
     begun = [await anext(iterator) for _ in range(100)]
     state = json.loads(json.dumps(iterator.state_dict()))
     rest = [sample async for sample in iterator]
-    on_rank(monkeypatch, 5, 8)
+    as_rank(5, 8)
     restored = start_stream(mix([2, 1]).take(300))
     restored.load_state_dict(state)
     assert [sample async for sample in restored] == rest
-    on_rank(monkeypatch, 3, 8)
+    as_rank(3, 8)
     assert list(mix([2, 1]).take(300)) == begun + rest
 
 

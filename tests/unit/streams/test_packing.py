@@ -1,7 +1,6 @@
 """Packed sequences have every token of the documents once, in order, with segments, positions and labels."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -9,12 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import headrace as hr
 from headrace._core.streams.resumable import start_stream
-from tests.unit.shards.resuming import in_memory
 from tests.unit.streams.reading import Count, outcomes, stream
-
-STRATEGIES = pytest.mark.parametrize("strategy", ["concat", "first_fit", "best_fit"])
 
 
 def pack(documents, *args, **options):
@@ -147,47 +142,3 @@ async def test_documents_that_differ_after_a_restore_are_an_error():
     state, restored = start_stream(packed).state_dict(), start_stream(packed)
     restored.load_state_dict({**state, "used": [6, 6], "opened": [0, 0]})
     assert "the stream has other documents now" in str(await outcomes(restored))
-
-
-NUMBERS = [range(shard * 40, shard * 41 + 34) for shard in range(6)]
-SHARDS = {
-    f"{shard}.txt": "\n".join(map(str, numbers)).encode() for shard, numbers in enumerate(NUMBERS)
-}
-
-
-def document_of(line):
-    number = int(line) + 1
-    return np.arange(number * 100, number * 100 + number * 7 % 23)
-
-
-def loader_of(strategy):
-    options = {"store": in_memory(SHARDS), "shuffle": True, "seed": 0, "buffer_size": 0}
-    lines = [hr.LinesDataset(keys, **options) for keys in (sorted(SHARDS)[:2], sorted(SHARDS)[2:])]
-    packed = hr.mix(lines, [1, 2], stop="once").map(document_of).pack(16, strategy, window=3)
-    return hr.DataLoader(packed.split(), 2, seed=1)
-
-
-@STRATEGIES
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_job_continues_with_every_token_once(as_rank, strategy, ranks):
-    given_out, states = [], []
-
-    def read(loader, steps=None):
-        for batch in itertools.islice(loader, steps):
-            given_out.extend(batch["tokens"][batch["segment_ids"] > 0].tolist())
-
-    for rank in range(ranks):
-        as_rank(rank, ranks)
-        with loader_of(strategy) as loader:
-            read(loader, 3)
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    for rank in range(ranks):
-        as_rank(rank, ranks)
-        with loader_of(strategy) as loader:
-            loader.load_state_dict(hr.merge_states(states))
-            read(loader)
-    every = np.concatenate([*map(document_of, itertools.chain(*NUMBERS))]).tolist()
-    assert (
-        len(set(given_out)) == len(given_out) > len(every) - 16 * ranks
-    )  # an incomplete last round is dropped
-    assert set(given_out) <= set(every)

@@ -1,6 +1,7 @@
-"""The consumer's half of an epoch: plans sent ahead, batches waited for and claimed; the iterators of a loader.
+"""The iterators of a loader.
 
-Everything runs on the consumer's thread. `for` and `async for` differ only in how they wait.
+An iterator sends plans ahead, waits for batches, and returns batches. Everything runs on the
+consumer's thread. `for` and `async for` differ only in the way of waiting.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ from headrace.telemetry.counters import BatchRecord, Counters
 T_co = TypeVar("T_co", covariant=True)
 
 WAIT = object()
-ANSWER_TIMEOUT = 0.2  # seconds that the engine has, after the time-out, to report a batch's status
-# Seconds for which a reading of the thread's CPU clock is used again: a reading takes 0.4 µs of the
-# 6 of a call.
+ANSWER_TIMEOUT = 0.2  # seconds for the engine to report a batch's status, after a time-out
+# Seconds between readings of the thread's CPU clock. A reading takes 0.4 µs; a call takes 6 µs.
 CPU_READING = 0.005
 
 
 class _Step(NamedTuple):
-    """A batch or its error, at the batch's turn; times are those of a `BatchRecord`."""
+    """A batch or the batch's error, with the times of a `BatchRecord`."""
 
     host: HostBatch
     error: Exception | None
@@ -63,34 +63,33 @@ class _Step(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the batch lost all its samples."""
+        """Whether all samples of the batch were lost."""
         return self.host.empty and self.error is None
 
 
 class Epoch:
-    """One epoch as its consumer sees it: the sampler on one side, the session's batches on the other."""
+    """One epoch: plans from the sampler to the session, batches from the session."""
 
     def __init__(
         self,
-        # kept alive as long as the iterator: dropping a loader ends its engine
+        # kept alive by the iterator: the engine ends with the loader
         loader: TorchLoader,
         arguments: LoaderSpec,
         counters: Counters,
         progress: EpochProgress,
-        session: Session | DeviceStage,  # where its plans go; owned from here on
+        session: Session | DeviceStage,  # the receiver of plans; owned from here on
         *,
-        look_ahead: LookAheadSize
-        | None,  # None to plan one batch at a time, in the caller's thread
+        look_ahead: LookAheadSize | None,  # None: plan single batches, in the caller's thread
         finish: Finish | None,
         state: Callable[
             [int], LoaderState
         ],  # after the last call of `next()`, or so many calls before
         tune: Callable[[], float],  # changes the number of workers; returns when to call this again
         agreement: StepGroup
-        | None,  # of the ranks, on the number of steps; None if each ends its epoch by itself
+        | None,  # agrees with other ranks on the number of steps; None without coordination
     ) -> None:
         self._loader = loader
-        # As in torch's iterators, for libraries that read them; with `seed=` no seed is drawn.
+        # As in torch's iterators: libraries read these attributes. With `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._base_seed = loader.num_workers, progress.begun.base_seed
         self._session = session
@@ -100,7 +99,7 @@ class Epoch:
         self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
-        # a look-ahead that the user gives may be less
+        # a look-ahead given by the user may be too small
         holds_groups = vars(loader)["prefetch_factor"] is None
         if (
             isinstance(sampler, BlockSampler)
@@ -123,8 +122,8 @@ class Epoch:
         self._counters = counters
         self._progress = progress
         self._state = state
-        self._rank = progress.rank  # the result of `get_rank_info` in user code that is called here
-        # How many engines divide the plans, and may let some wait for memory; 0 if none does that.
+        self._rank = progress.rank  # the result of `get_rank_info` in user code, here
+        # Number of engines where plans may wait for memory; 0 without a memory budget.
         bounded = (
             arguments.kind is DatasetKind.ASYNC_MAP
             and arguments.options["memory_budget"] is not None
@@ -132,9 +131,9 @@ class Epoch:
         self._bounded_engines = arguments.engines if bounded else 0
         self._agreement = agreement
         self._agreed_epoch = 0 if agreement is None else agreement.epoch
-        # the next step, as of `_take_next`, which the ranks have not agreed on
+        # the next step, before the ranks have agreed or the step is returned
         self._next: Any = None
-        # number of the last batch that was taken from the session
+        # number of the last batch taken from the session
         self._taken: int | None = None
         # the step of the running call of `next()`, once counted and not yet returned
         self._counted: _Step | None = None
@@ -142,15 +141,15 @@ class Epoch:
         self._iteration = counters.epochs
         self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
-        # when the running call of next() began to wait for a batch; 0.0 once it was taken
+        # start of the wait in the running call of next(); 0.0 after the batch was taken
         self._called = 0.0
-        self._cpu = self._cpu_read = 0.0  # the thread's CPU seconds, and when they were read
+        self._cpu = self._cpu_read = 0.0  # CPU seconds of the thread, and the time of this reading
         self._over = False
         self.closed = False
         self._turn = threading.RLock()
         self._pid = os.getpid()
-        # Also ends the session of an iterator that is dropped in mid-epoch.
-        # As by torch, workers that persist read all that was drawn, also what was not sent yet.
+        # Also ends the session of an iterator dropped in mid-epoch. As in torch, persistent workers
+        # read all drawn plans, including plans that were not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
         # the placement's own hook closes everything at exit, in order
@@ -162,28 +161,30 @@ class Epoch:
             self._fill()
 
     def state_dict(self, lag: int = 0) -> State:
-        """The state of this iteration, for the `load_state_dict` of a loader; see `DataLoader.state_dict`."""
+        """Return the state of this iteration, for `DataLoader.load_state_dict`."""
         return states_to_dict((self._state(lag),))
 
     @property
     def _num_yielded(self) -> int:
-        """The number of batches of the epoch that were given out, also before it was restored; as in torch's."""
+        """The number of returned batches of the epoch, including batches before a restore."""
         return self._progress.state(int(self._progress.over)).steps
 
     def __getstate__(self) -> NoReturn:
-        # The error of torch's iterators, which libraries catch.
+        # Libraries catch this error of torch's iterators.
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
-    # `next()`. It is called where the caches hold the trainer's data: each object that it looks at
-    # costs.
+    # `next()`. During the call the CPU caches hold the trainer's data, so each object costs.
 
     def _poll(self) -> Any:
-        """The next batch, or `WAIT`. The next call continues after it, also where its error is raised."""
+        """Return the next batch, or `WAIT`.
+
+        The next call goes on after the batch, also if the batch's error is raised.
+        """
         if not self._called:
             self._called = time.perf_counter()
         if self.closed:
             raise StopIteration if self._over else LoaderClosedError
-        if self._called > self._tune_at:  # before a batch is taken, which Ctrl-C would lose
+        if self._called > self._tune_at:  # before a batch is taken: Ctrl-C may come
             self._tune_at = self._tune()
         agreement = self._agreement
         if agreement is not None and not self._agree(agreement):
@@ -192,10 +193,10 @@ class Epoch:
         if step is WAIT:
             return WAIT
         if step is None:
-            if agreement is not None:  # it has announced more
+            if agreement is not None:  # this rank has announced more steps
                 raise self._cut_short()
             self._finish_epoch()
-        # until it is returned: Ctrl-C in user code must not lose the batch
+        # kept until the return: Ctrl-C in user code must not lose the batch
         self._next, self._called = (step, 0.0)
         host, taken, refilled = step.host, step.taken, step.refilled
         if agreement is not None:
@@ -213,13 +214,13 @@ class Epoch:
                 returned = time.perf_counter()
         except Exception as raised:
             if any(failure.stage is Stage.RESTORE for failure in host.failures):
-                # the position stays the restored one; later batches would leave out samples
+                # The restored position stays. Later batches would leave out samples.
                 self._stop(raised)
             else:
                 self._progress.on_batch(host, counts, given=True)
                 self._on_counted()
                 self._counted = None
-            del step, host  # the traceback holds this frame, and these hold the error
+            del step, host  # the traceback holds this frame; avoid a cycle
             raise
         self._progress.on_batch(host, counts, given=True)
         if counters.traced is not self._traced:
@@ -259,10 +260,11 @@ class Epoch:
             self._next, self._counted = self._counted, None
 
     def _agree(self, agreement: StepGroup) -> bool:
-        """Whether the ranks have agreed on further steps; False while that takes a wait."""
+        """Return whether the ranks have agreed on further steps; False: wait first."""
         if agreement.epoch != self._agreed_epoch:
             raise CoordinationError(
-                "coordinated=True: a later epoch of this loader has begun; a coordinated loader has one iterator"
+                "coordinated=True: a later epoch of this loader has begun; "
+                "a coordinated loader has one iterator"
             )
         while not agreement.granted:
             if not agreement.pending:
@@ -282,7 +284,7 @@ class Epoch:
             try:
                 settled = agreement.settle()
             except Exception:
-                # the other ranks cannot be reached any more, so that the epoch is over here too
+                # Other ranks cannot be reached any more. So the epoch is over here too.
                 if not self.closed:  # otherwise by another thread
                     self._over = True
                     self.close()
@@ -296,7 +298,7 @@ class Epoch:
         return True
 
     def _skip_step(self) -> None:
-        """Leave out the next step, as all ranks do: one of them lost all samples of its batch."""
+        """Leave out the next step on all ranks: a rank lost all samples of a batch."""
         step, self._next = self._next, None
         self._counters.discarded_batches += not step.is_lost
         self._record_skip(step.host)
@@ -322,7 +324,7 @@ class Epoch:
                     return None
                 if not session.ended:
                     return WAIT
-                host = session.take()  # it may have been put between our look and the end
+                host = session.take()  # the batch may have come before the end
                 if host is None:
                     raise self._cut_short()
             number = host.plan.number
@@ -342,7 +344,7 @@ class Epoch:
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
             if failures.lost and self._agreement is not None:
-                delivers = True  # to the other ranks, which skip the step too
+                delivers = True  # other ranks skip the step too
             elif failures.lost:
                 self._record_skip(host)
             elif not delivers:
@@ -357,7 +359,7 @@ class Epoch:
             due = ahead.on_batch(number, host.end, times, ready, nbytes)
             session.release()
             if due:
-                self._fill()  # before the consumer computes, so that fetching goes on meanwhile
+                self._fill()  # before the consumer computes: fetching goes on meanwhile
                 step = step._replace(refilled=time.perf_counter())
             if times.load.held_plans:
                 self._report_consumed()
@@ -376,12 +378,15 @@ class Epoch:
     # The end.
 
     def _check_end(self) -> None:
-        """Raise the error that ends this rank's epoch, if there is one; the other ranks then raise an error too."""
+        """Raise the error at the end of this rank's epoch, if any.
+
+        Other ranks then raise an error too.
+        """
         try:
             if self._ahead.failure is not None:
                 raise self._ahead.failure.exception()
             self._failures.check_epoch(whole=True)
-        except Exception as error:  # the other ranks are given it before this one raises it
+        except Exception as error:  # other ranks get the error before it is raised here
             self._stop(error)
             raise
 
@@ -411,7 +416,7 @@ class Epoch:
         if error is None:
             error = LostBatchError(planned=planned, accounted=planned - outstanding)
         elif not isinstance(error, Exception):
-            # A CancelledError, say: raised as it is, it would cancel the consumer.
+            # For example a CancelledError, which would cancel the consumer.
             cause, error = (
                 error,
                 EngineDiedError(why=f"{error!r}, with {outstanding} batches under way"),
@@ -435,15 +440,15 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            # a wait here would also take the bytes that wake the other process
+            # a wait here would also take the other process's wake-up bytes
             check_not_forked(self._pid)
             if session.is_current:
                 raise DeadlockError(what="next() of a loader")
-            session.take_status()  # an answer that arrived after its time-out
+            session.take_status()  # a late answer, after a time-out
             self._ahead.on_stall(time.perf_counter())
             if self._bounded_engines:
                 last = next(reversed(self._ahead.under_way.values()), None)
-                # From its last plan a single engine knows what was taken before.
+                # A single engine knows the taken batches from the last plan.
                 if self._bounded_engines > 1 or last is None or last.taken != self._progress.taken:
                     self._report_consumed()
             yield from session.waits(self._timeout)
@@ -451,12 +456,12 @@ class Epoch:
                 session.send(StatusRequest(self._ahead.oldest.number))
                 yield from session.waits(ANSWER_TIMEOUT)
                 self._time_out()
-        except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call is another one
+        except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call begins anew
             self._called = 0.0
             raise
 
     def _report_consumed(self) -> None:
-        """Tell the engine which batches were taken: plans may wait for their memory."""
+        """Report taken batches to the engine: plans may wait for the memory."""
         if self._ahead.under_way:
             self._session.send(Consumed(self._ahead.oldest.number - 1))
 
@@ -467,8 +472,9 @@ class Epoch:
         oldest = self._ahead.oldest
         if status is None:
             status = (
-                f"batch {oldest.number}, indices {shorten_list(oldest.indices, len(oldest.indices))}; the loader's "
-                f"event loop does not answer: code in aget or __aiter__ blocks it"
+                f"batch {oldest.number}, indices "
+                f"{shorten_list(oldest.indices, len(oldest.indices))}; the loader's event loop "
+                f"does not answer: code in aget or __aiter__ blocks it"
             )
         assert self._timeout is not None
         raise LoaderTimeoutError(
@@ -487,12 +493,12 @@ def _end_iteration(session: Session | DeviceStage, unsent: list[BatchPlan]) -> N
 
 
 class BatchIterator(Epoch, Iterator[T_co]):
-    """The iterator of `for`: blocks in `next()` until a batch is ready."""
+    """The iterator of `for`; `next()` blocks."""
 
     def __next__(self) -> T_co:
         record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
-            with self._turn:  # threads that share an iterator take turns
+            with self._turn:  # threads with the same iterator take turns
                 while (batch := self._poll()) is WAIT:
                     for source, seconds in self._waits():
                         wait_readable(source, timeout=seconds)
@@ -510,12 +516,15 @@ class BatchIterator(Epoch, Iterator[T_co]):
 
 
 class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
-    """The iterator of `async for`: waits in `anext()` on the caller's event loop (asyncio, uvloop, trio)."""
+    """The iterator of `async for`.
+
+    `anext()` waits on the caller's event loop: asyncio, uvloop or trio.
+    """
 
     async def __anext__(self) -> T_co:
-        import anyio.lowlevel  # 3 ms, for which a program without an event loop need not wait
+        import anyio.lowlevel  # 3 ms; not needed without an event loop
 
-        # Other tasks of the caller's loop get their turn even while batches are always ready.
+        # Other tasks of the caller's loop get a turn even if batches are always ready.
         await anyio.lowlevel.checkpoint()
         record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
@@ -540,10 +549,10 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
 
 
 def _begin_record(iterator: object) -> profiler.record_function:
-    """Begin the profiler's record of a call of `next()`, named as torch's is; tools look for both ends of the name.
+    """Begin the profiler's record of a call of `next()`, with torch's name.
 
-    In `async for` it lasts until the batch is there: what other tasks of the loop do meanwhile is
-    shown inside it.
+    Tools look for both ends of the name. In `async for` the record ends when the batch has arrived:
+    the record includes other tasks of the loop.
     """
     record = profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
     record.__enter__()  # type: ignore[no-untyped-call]

@@ -112,8 +112,8 @@ class ReadPlan:
 class RangeFetch(SampleFetch):
     """Fetches by requests for several samples.
 
-    `concurrency` is the number of requests. When a fetcher is free, all waiting batches are planned together. The
-    first request is the request for the oldest batch.
+    `concurrency` is the number of requests. When a fetcher is free, all waiting batches are planned
+    together. The first request is the request for the oldest batch.
     """
 
     def admit(self, plan: BatchPlan) -> None:

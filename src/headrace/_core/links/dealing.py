@@ -1,4 +1,4 @@
-"""Which engine makes which batch: bookkeeping of the plans of several engines."""
+"""Bookkeeping of plans and engines: which engine makes which batch."""
 
 from __future__ import annotations
 
@@ -11,44 +11,59 @@ from typing import Any
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.failure import Stage
 
-_ANY = 1 << 20  # plans that an engine can be given at once
+_ANY = 1 << 20  # number of plans for an engine without a limit
 
 
 @dataclass(slots=True)
 class _Share:
-    # those that it was given and has not made
+    """The plans of an engine.
+
+    Attributes:
+        plans: plans given to the engine, without an arrived batch.
+        room: the most plans that the engine may have. After a death the limit is one, and doubles
+            with each batch. So a batch that ends engines is found.
+        made: whether the process of the engine has made a batch.
+        deaths: number of the engine's last processes that ended without a batch.
+    """
+
     plans: dict[int, BatchPlan] = field(default_factory=dict)
-    # How many these may be. An engine that has died begins again with one, and doubles them with
-    # each batch, so that a batch that ends engines is found.
     room: int = _ANY
-    made: bool = False  # whether its process has made a batch
-    deaths: int = 0  # of its last processes, which have made none
+    made: bool = False
+    deaths: int = 0
 
 
 class Dealer:
-    """Deals plans to the engine that has the fewest, and takes back those of an engine that has died.
+    """Deals plans to the engine with the fewest plans, and puts batches in order.
 
-    Batches are put in order if `in_order`. Where an engine joins the requests of plans that follow
-    each other, plans that are sent together go to engines in few parts (`chunked`).
+    Args:
+        engines: number of engines.
+        first: number of the first batch.
+        in_order: whether batches are delivered in order.
+        chunked: whether plans that arrive together are dealt in few parts. An engine then joins the
+            requests of neighbouring plans.
+
+    Attributes:
+        waiting: plans without an engine, ascending. New plans are appended.
+        shares: the plans of each engine.
+        next: number of the next batch to deliver.
     """
 
     def __init__(
         self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False
     ) -> None:
-        # that wait for an engine, ascending; new ones are appended
         self.waiting: deque[BatchPlan] = deque()
         self.shares = [_Share() for _ in range(engines)]
         self._in_order = in_order
         self._chunked = chunked
-        self.next = first  # number of the next batch in order
+        self.next = first
         self._made: dict[int, HostBatch] = {}  # batches that wait for earlier batches
         self._lost_alone: collections.Counter[int] = collections.Counter()
 
     def deal(self, engines: Collection[int]) -> dict[int, list[BatchPlan]]:
-        """Give waiting plans to those of `engines` that can take plans.
+        """Give waiting plans to `engines` with room.
 
-        In order, a batch that may end engines is dealt again when the batches before it have
-        arrived. So these are delivered, whatever happens.
+        A batch may have ended an engine. In order, such a batch is dealt again only after the
+        earlier batches have arrived. So the earlier batches are delivered, whatever happens.
 
         Returns:
             For each engine that gets plans, the plans by ascending numbers.
@@ -74,7 +89,7 @@ class Dealer:
         return dealt
 
     def receive(self, engine: int, host: HostBatch) -> None:
-        """Count a batch that an engine has made."""
+        """Record a batch from an engine."""
         share, number = self.shares[engine], host.plan.number
         share.made, share.room = True, min(2 * share.room, _ANY)
         self._lost_alone.pop(number, None)
@@ -94,35 +109,45 @@ class Dealer:
             self.next += 1
 
     def give_up(self, number: int, error: Exception) -> None:
-        """Let a waiting batch, which ends engines, fail."""
+        """Let a waiting batch fail, because the batch ends engines."""
         plan = next(plan for plan in self.waiting if plan.number == number)
         self.waiting.remove(plan)
         del self._lost_alone[number]
         self._made[number] = HostBatch.failed(plan, error, Stage.FETCH)
 
     def engine_of(self, number: int) -> int | None:
-        """The engine that has a plan; None if it waits for one, or its batch has been made."""
+        """Return the engine with the plan of a batch; None if no engine has the plan."""
         return next(
             (engine for engine, share in enumerate(self.shares) if number in share.plans), None
         )
 
     def _makes_earlier(self, number: int) -> bool:
-        """Whether, in order, an engine makes a batch before this one."""
+        """Return whether batches are in order and an engine makes an earlier batch."""
         return self._in_order and any(
             other < number for share in self.shares for other in share.plans
         )
 
-    def take_back(self, engines: Collection[int]) -> tuple[int, int]:
-        """Let the plans of engines that have died wait for others.
+    def recall(self, engines: Collection[int]) -> None:
+        """Let all plans of some engines wait again."""
+        held = [plan for engine in engines for plan in self.shares[engine].plans.values()]
+        plans = {plan.number: plan for plan in (*self.waiting, *held)}
+        self.waiting = deque(sorted(plans.values()))
+        for engine in engines:
+            self.shares[engine].plans.clear()
 
-        Returns the batch with which most engines have died that made nothing else, and their
-        number.
+    def take_back(self, engines: Collection[int]) -> tuple[int, int]:
+        """Let the plans of dead engines wait again.
+
+        Returns:
+            The batch with the most deaths of engines that held no other batch, and the number of
+            these deaths.
         """
-        lost = [self.shares[engine] for engine in engines]
-        plans = [*self.waiting, *(plan for share in lost for plan in share.plans.values())]
-        self.waiting = deque(sorted(plans))
-        for engine, share in zip(engines, lost, strict=True):
-            if len(share.plans) == 1:
-                self._lost_alone.update([*share.plans])
+        for engine in engines:
+            plans = self.shares[engine].plans
+            if len(plans) == 1:
+                self._lost_alone.update([*plans])
+        self.recall(engines)
+        for engine in engines:
+            share = self.shares[engine]
             self.shares[engine] = _Share(room=1, deaths=0 if share.made else share.deaths + 1)
         return next(iter(self._lost_alone.most_common(1)), (0, 0))

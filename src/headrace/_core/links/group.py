@@ -1,7 +1,7 @@
-"""Several engines behind one link: plans are dealt, and an engine that dies beside others is replaced.
+"""One or several engines behind one link.
 
-Its batches are made by the others: each has its own number, seed and indices, so that it is the
-same from whichever engine it comes.
+The group deals plans to engines, and replaces dead engines. The batches of a dead engine are made
+again. A plan has its own number, seed and indices, so every engine makes the same batch.
 """
 
 from __future__ import annotations
@@ -31,29 +31,35 @@ from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
 from headrace.errors import EngineDiedError, EngineStartError, WorkerDiedError
 
-# seconds after which engines elsewhere are looked at, if nothing arrives from them
-CHECK_EVERY = 5.0
-DEATHS_ALONE = 2  # of engines that made nothing but one batch, which is then the reason
-DEATHS_WITHOUT_BATCH = 3  # after which an engine is not replaced any more
+CHECK_EVERY = 5.0  # seconds between checks of engines on a cluster
+DEATHS_ALONE = 2  # deaths of engines with a single batch; then the batch is the reason
+DEATHS_WITHOUT_BATCH = 3  # deaths of an engine without a batch; then the engine is given up
 
 
 class EngineGroup(Link):
-    """The link to several engines, among which plans are dealt."""
+    """The link to all engines of a session.
+
+    Args:
+        config: configuration of the engines.
+        connect: opens the link to an engine, and starts the engine if needed. Arguments: the number
+            of the engine, and the number of the first batch.
+        engines: number of engines.
+        first: number of the first batch.
+        cluster: the cluster of the engines. Engines of a cluster may take long to start. None for
+            this machine.
+        later: engines to link after another engine has begun. The first batch needs a core.
+    """
 
     guarded = True
 
     def __init__(
         self,
         config: EngineConfig,
-        # Opens the link to an engine. Arguments: the engine's number, and the number of the first
-        # batch. An engine that has died is replaced.
         connect: Callable[[int, int], Link],
         engines: int,
         *,
-        first: int,  # number of a batch
-        cluster: RayPlacement
-        | None = None,  # where they may take long to start, and are lost with their nodes
-        # engines that are linked when another has begun: the first batch needs a core
+        first: int,
+        cluster: RayPlacement | None = None,
         later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
@@ -68,21 +74,21 @@ class EngineGroup(Link):
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
         self._shortage = f"`ray status` shows what is free for {cluster!r}"
-        # engines without which no plan is dealt
+        # number of running engines before the first plan is dealt
         self._least = 1 if cluster is None else min(cluster.least, engines)
-        self._deadline: float | None = None  # for that many
+        self._deadline: float | None = None  # time limit for these engines
         self._links: dict[int, Link] = {}
-        # or will run within a moment
+        # engines that run, or will run within a moment
         self._running = set(range(engines)) if cluster is None else set[int]()
         self._later = later
-        self._lost: dict[int, SessionEnd] = {}  # engines that have died, and how
-        # Engines whose links Ctrl-C interrupted: messages may be missing.
+        self._lost: dict[int, SessionEnd] = {}  # dead engines, and their last messages
+        # engines to link again: Ctrl-C interrupted the links, so messages may be missing
         self._interrupted: set[int] = set()
         self._interruption: str | None = None
-        self._ends: dict[int, str | None] = {}  # how the last process of each engine has ended
-        # of the last batch of each link, also of a former one
+        self._ends: dict[int, str | None] = {}  # how the last process of each engine ended
+        # times of the last batch of each link, and of each former link
         self._times: dict[Link, StageTimes] = {}
-        # the last request of each kind that is for all engines
+        # the last request to all engines, of each kind
         self._standing: dict[type, Request] = {}
         self._over = False
         self._selector = selectors.DefaultSelector()
@@ -106,15 +112,18 @@ class EngineGroup(Link):
     def _on_interruption(self, error: BaseException) -> None:
         """Have all links replaced after Ctrl-C: a message may be missing."""
         if not isinstance(error, Exception):
-            self._interruption = repr(error)  # not the error, which holds this object by its frames
+            # Not the error: the frames of the traceback refer to this object.
+            self._interruption = repr(error)
             self._later = ()
             self._interrupted.update(range(self._engines))
 
     def _link_again(self, interruption: str) -> None:
-        """Replace the links. Engines make again what has not arrived."""
+        """Replace all links. Engines make missing batches again."""
         if self._is_stream:
             self._end(interrupted(interruption))
             return
+        self._lost.clear()
+        self._dealer.recall(range(self._engines))
         while self._interrupted:
             number = next(iter(self._interrupted))
             self._drop(number)
@@ -159,7 +168,7 @@ class EngineGroup(Link):
             raise
 
     def _receive(self) -> None:
-        # Those elsewhere are looked after also if nothing arrives.
+        # Engines of a cluster are checked even if nothing arrives.
         ready = [*self._links]
         if self._engines > 1 and self._cluster is None:
             ready = [key.data for key, _ in self._selector.select(0)]
@@ -172,7 +181,7 @@ class EngineGroup(Link):
             except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
                 self._end(error)
         while self._lost and not self._over:
-            # all that have died by now: none gets the batches of another
+            # Find all dead engines first: no dead engine may get the batches of another.
             self._take_in([*self._links])
             if not self._over:
                 self._replace_lost()
@@ -242,13 +251,13 @@ class EngineGroup(Link):
         return "" if self._engines == 1 else f", in engine {number} of {self._engines}"
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
-        """The times of an engine's batch, with the sum of the engines' loads and the means of their times."""
+        """Return the times of a batch, with the load of all engines and mean times."""
         self._times[link] = times
         if len(self._times) == 1:
             return times
         loads = [self._times[each].load for each in self._links.values() if each in self._times]
-        # Those that have made no batch of this session yet count as the others: their sums of
-        # earlier ones would come at once later.
+        # An engine without a batch in this session counts like the other engines. Otherwise the
+        # engine's earlier seconds would be added later, all at once.
         known = min(len(self._times), self._engines)
         means = {
             name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING
@@ -276,9 +285,9 @@ class EngineGroup(Link):
                 )
                 self._end(error)
             return
-        self._least, self._deadline = 1, None  # the epoch has begun: one is enough from now on
+        self._least, self._deadline = 1, None  # the epoch has begun: one engine is enough now
         for number, plans in self._dealer.deal(sorted(self._running)).items():
-            if number in self._links:  # otherwise they are sent when it is started
+            if number in self._links:  # otherwise `_add` sends the plans
                 self._links[number].send(plans)
 
     def _drop(self, number: int) -> None:
@@ -317,9 +326,10 @@ class EngineGroup(Link):
             warn_user(warning, RuntimeWarning)
 
     def _restart(self, number: int) -> str:
-        """Start an engine in place of one that has died; returns the result, in words."""
+        """Start an engine in place of a dead engine, and return the result in words."""
         if self._dealer.shares[number].deaths >= DEATHS_WITHOUT_BATCH:
-            return f"it has ended {DEATHS_WITHOUT_BATCH} times without a batch, and is not started again in this epoch"
+            times = f"{DEATHS_WITHOUT_BATCH} times without a batch"
+            return f"it has ended {times}, and is not started again in this epoch"
         try:
             self._add(number)
         except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory

@@ -1,7 +1,8 @@
-"""The process placement: engines in sidecar processes, where neither they nor the trainer's Python slow each other.
+"""The process placement: engines in separate processes, called sidecars.
 
-The consumer's process needs no thread for them. Plans are sent and batches received on the
-consumer's own thread; a blocking consumer waits for a socket, an async one for its descriptor.
+The trainer's Python code and the engines do not slow each other. The consumer's process needs no
+thread for the engines: the consumer's thread sends plans and receives batches. A blocking consumer
+waits for a socket, an async consumer for the descriptor of the socket.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ProcessPlacement(Placement):
         self._config = config
         self._modules = (*self._pickled.modules, *work.modules)
         self._count = engines
-        self._engines: dict[int, SidecarProcess] = {}  # those that have been started
+        self._engines: dict[int, SidecarProcess] = {}  # engines that have been started
 
     @property
     def alive(self) -> bool:
@@ -56,7 +57,10 @@ class ProcessPlacement(Placement):
     def connect(
         self, work: SharedPickle, start: SessionStart, engine: int, first: int
     ) -> ProcessLink:
-        """A link to one engine's part of a session; an engine is started first, and again if it has died."""
+        """Open a link to an engine's part of a session.
+
+        The engine is started if there is no engine with this number, or if the engine has died.
+        """
         dead = self._engines.get(engine)
         if dead is not None and dead.process.ended():
             del self._engines[engine]
@@ -83,7 +87,10 @@ class ProcessPlacement(Placement):
 
 
 class SidecarProcess:
-    """A sidecar process, started without waiting until it runs; `modules` are imported before it is forked."""
+    """A sidecar process.
+
+    The constructor does not wait until the process runs. `modules` are imported before the fork.
+    """
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
         message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
@@ -99,7 +106,7 @@ class SidecarProcess:
             raise
 
     def connect(self, opening: StartSession) -> ProcessLink:
-        """Start a session; the process is sent one end of its connection."""
+        """Start a session: send an end of a connection to the process."""
         ours, theirs = Connection.pair()
         try:
             with contextlib.closing(theirs):
@@ -113,22 +120,22 @@ class SidecarProcess:
             raise
 
     def close(self) -> None:
-        """Let the process end; does not wait for it. Idempotent; `join` follows."""
+        """Let the process end, without waiting. Idempotent; `join` follows."""
         self._connection.close()
 
     def join(self) -> None:
-        """Wait until the process has ended, after `close`; it is killed after a deadline."""
+        """Wait for the end of the process, after `close`; kill it after a deadline."""
         process = self.process
         if process.sentinel == -1:
             return
-        # One that has no pid yet has not started; it ends as soon as it has.
+        # A process without a pid has not started yet, and ends as soon as it starts.
         if (
             not _ends_within(process, 5 * CLOSE_DEADLINE + WORK_DEADLINE)
             and process.pid is not None
         ):
             warnings.warn(
-                f"the loader's process {process.pid} did not end within its deadline and is killed: code in aget or "
-                f"__aiter__ blocks, or does not let CancelledError pass.",
+                f"the loader's process {process.pid} did not end within its deadline and is "
+                f"killed: code in aget or __aiter__ blocks, or does not let CancelledError pass.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -138,7 +145,10 @@ class SidecarProcess:
 
 
 class ProcessLink(Link):
-    """A link to an engine in a sidecar process. Its end is that of the connection, which no other process has open."""
+    """A link to an engine in a sidecar process.
+
+    The link ends with the connection. No other process has the connection open.
+    """
 
     source: socket.socket
 
@@ -151,7 +161,7 @@ class ProcessLink(Link):
         self._channel.send(opening)
         self._process = process
         self._pid = os.getpid()
-        self._plans: dict[int, BatchPlan] = {}  # of the batches that have not arrived
+        self._plans: dict[int, BatchPlan] = {}  # plans without an arrived batch, by number
         self._over = False  # nothing more is read
         self.messages: deque[Answer] = deque()
 
@@ -164,7 +174,7 @@ class ProcessLink(Link):
         try:
             self._channel.send_message(dump_request(message))
         except (BrokenPipeError, ConnectionResetError):
-            return  # its end is received, after the batches that have arrived
+            return  # `receive` finds the end, after the batches on their way
         except OSError:
             if not self._over:  # otherwise another thread has closed it
                 raise
@@ -178,7 +188,7 @@ class ProcessLink(Link):
                     self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
                     continue
                 if isinstance(obj, BaseException):
-                    # of unpickling: no batch may take the place of the missing one
+                    # of unpickling: no other batch may take the place of this batch
                     obj = SessionEnd(obj)
                 self.messages.append(obj)
                 if isinstance(obj, SessionEnd):
@@ -186,17 +196,17 @@ class ProcessLink(Link):
                     return
         except Disconnected:
             if not self._over:
-                # after Ctrl-C it is called again
+                # after Ctrl-C, `receive` is called again
                 self.messages.append(SessionEnd(*_end_of(self._process)))
                 self._over = True
         except OSError:
-            check_not_forked(self._pid)  # a fork, in which the connection is closed
+            check_not_forked(self._pid)  # in a fork, the connection is closed
             if not self._over:  # otherwise another thread has closed it
                 raise
 
     def leave(self) -> None:
         self._over = True
-        with contextlib.suppress(OSError):  # closed at either end, which wakes waiters as well
+        with contextlib.suppress(OSError):  # already closed, which wakes waiters too
             self.source.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -205,7 +215,10 @@ class ProcessLink(Link):
 
 
 def dump_request(message: Request) -> Message:
-    """Pickle a message. Plans with indices of a class of a script need cloudpickle, which takes three times as long."""
+    """Pickle a message.
+
+    cloudpickle takes three times as long, and is needed for indices of a class of a script.
+    """
     return dump_message(
         message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message)
     )
@@ -220,8 +233,8 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
 
 
 def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
-    """The error of a sidecar that has ended, or has closed a session without one, and how it has ended."""
-    if not _ends_within(process, CLOSE_DEADLINE):  # which reads a refusal, too
+    """Return the error for a sidecar that ended or closed a session, and how the sidecar ended."""
+    if not _ends_within(process, CLOSE_DEADLINE):  # also reads why a process was not started
         return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
     how = process.how_it_ended()
     if process.refusal is not None:

@@ -1,4 +1,4 @@
-"""The consumer's side of an epoch: plans go out over a link, and batches come in."""
+"""The consumer's side of a session: a link for plans and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.errors import LoaderClosedError
 
 
 class Session:
-    """An epoch as its consumer sees it: plans go out, batches come in."""
+    """One epoch on the engines: sends plans, receives batches."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Session:
         self._guard = CloseGuard(lambda: None, link.close)
 
     def _check_process(self) -> None:
-        if self._link.source is not None:  # otherwise it uses nothing of another thread or process
+        if self._link.source is not None:  # otherwise no other thread or process is involved
             check_not_forked(self._pid)
 
     @property
@@ -54,7 +54,7 @@ class Session:
         self._check_process()
         if self.ended:
             return
-        if not self._link.guarded:  # which costs a microsecond, as much as the rest
+        if not self._link.guarded:  # the guard costs a microsecond, as much as the rest
             self._link.send(message)
             return
         with self._guard as entered:
@@ -62,11 +62,11 @@ class Session:
                 self._link.send(message)
 
     def take(self) -> HostBatch | None:
-        """Return the oldest batch that has arrived, which stays here until `release`, or None."""
-        self._receive()  # also where some are ready: an engine that has died is replaced at once
+        """Return the oldest arrived batch, or None. The batch stays here until `release`."""
+        self._receive()  # even with ready batches: a dead engine is replaced at once
         while self._calls and not self._ready:
             assert self._work is not None
-            self._work.call(self._calls[0].function)  # after Ctrl-C it is called again
+            self._work.call(self._calls[0].function)  # called again after Ctrl-C
             with suppress(IndexError):  # another thread has closed the session
                 self._calls.popleft()
             self._receive()
@@ -77,7 +77,7 @@ class Session:
         return host if self._work is None else self._work.finish(host)
 
     def release(self) -> None:
-        """Remove the batch that `take` has returned."""
+        """Remove the batch returned by `take`."""
         with suppress(IndexError):  # another thread has closed the session
             self._ready.popleft()
 
@@ -96,9 +96,10 @@ class Session:
         return sum(1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready))
 
     def waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
-        """The waits for a message, or the end, in so many seconds: each for a descriptor, and how long at most.
+        """Yield waits until there is a message, the end, or a time-out.
 
-        The caller waits, and goes on with this iterator.
+        A wait is a descriptor and the most seconds to wait. The caller waits, then asks for the
+        next wait.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
@@ -117,7 +118,7 @@ class Session:
 
     def close(self) -> None:
         """End the session without waiting, from any thread; idempotent."""
-        # in a fork, the engines are the parent's, and its locks may be held
+        # in a fork, the parent owns the engines, and may hold locks
         if self._pid == os.getpid():
             if not self.ended:
                 self.error, self.ended = LoaderClosedError(), True

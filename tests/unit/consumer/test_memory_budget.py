@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -130,3 +131,40 @@ def test_async_for_and_a_device_get_each_batch_within_any_budget(options):
             return [int(number) async for batch in loader for number in batch[:, 0]]
 
     assert asyncio.run(numbers()) == list(range(LENGTH))
+
+
+class Measured(hr.AsyncDataset):
+    """Samples of different sizes, which count the bytes that are alive."""
+
+    def __init__(self, units):
+        self.units, self.alive, self.most = units, 0, 0
+
+    def __len__(self):
+        return 480
+
+    async def aget(self, index):
+        sample = Bytes(self.units(index) * 1024)
+        self.alive += len(sample)
+        self.most = max(self.most, self.alive)
+        weakref.finalize(sample, self.forget, len(sample))
+        await asyncio.sleep(0)  # suspends once, as a fetch does
+        return sample
+
+    def forget(self, nbytes):
+        self.alive -= nbytes
+
+
+class Bytes(bytearray):
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [lambda index: 24, lambda index: index // 16 + 1, lambda index: 16 if index % 32 >= 4 else 1],
+    ids=["large", "growing", "small in each eighth batch"],
+)
+def test_bytes_alive_stay_near_the_budget_for_sizes_of_any_order(units):
+    dataset = Measured(units)
+    with hr.DataLoader(dataset, 4, collate_fn=len, memory_budget=256 * 1024) as loader:
+        assert sum(loader) == 480
+    assert dataset.most <= 1.5 * 256 * 1024

@@ -14,15 +14,21 @@ def admitted(budget, plans, at_once=64):
     )
 
 
+def fetch(budget, plans):
+    for plan in plans:
+        budget.on_fetched(RawBatch(plan, [bytes(SIZE)] * 2))
+
+
 def test_before_sizes_are_known_few_samples_are_admitted_and_then_no_more_than_are_fetched_at_once():
     sizes = SampleSizes()
     budget = MemoryBudget(10**9, sizes)
     assert admitted(budget, PLANS) == 2, "four samples"
     assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
-    sizes.on_fetched(RawBatch(PLANS[0], [bytes(SIZE)] * 2))
-    assert admitted(budget, PLANS[2:]) == 31, "64 at once, and one batch more"
-    for number in range(33):
-        budget.on_fetched(number)
+    fetch(budget, PLANS[:2])
+    assert admitted(budget, PLANS[2:]) == 10, "four for each sample that is known, and four"
+    fetch(budget, PLANS[2:12])
+    assert admitted(budget, PLANS[12:]) == 21, "64 at once, and one batch more"
+    fetch(budget, PLANS[12:33])
     assert not budget.take(PLANS[33], 64)
     assert budget.load(FetchLoad(), 1).held_plans == 0, "it does not wait for memory"
     budget.on_assembled()

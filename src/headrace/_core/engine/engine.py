@@ -359,11 +359,12 @@ class Session:
         if self._context.stopping:
             return
         assert self._stage is not None
-        self._sizes.on_fetched(raws[0])
         load = self._stage.load()
-        if self._memory is not None:
+        if self._memory is None:
+            self._sizes.on_fetched(raws[0])
+        else:
             for raw in raws:
-                self._memory.on_fetched(raw.plan.number)
+                self._memory.on_fetched(raw)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
         ready = []

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import signal
 import threading
 from pathlib import Path
@@ -38,6 +39,7 @@ from tests.faults.watching import (
 from tests.forks import Forks
 from tests.programs import run_by
 
+KILLS = int(os.environ.get("HEADRACE_ENGINE_KILLS", "4"))
 SCRIPT = Path(__file__).parent / "programs" / "script_without_guard.py"
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -284,6 +286,23 @@ def test_sigkill_of_the_zygote_loses_no_batch_and_leaves_nothing(
         assert drain(loader) == (once_each(range(128)), [])
     with hr.DataLoader(Numbers(32), 4, num_workers=2, transform=abs, placement=placement) as loader:
         assert drain(loader) == (once_each(range(32)), [])
+
+
+@run_by("case", within=10)
+def test_random_kills_of_any_process_lose_nothing() -> None:
+    """Workers, the sidecar, or the zygote. With `HEADRACE_ENGINE_KILLS=200`: 200 kills."""
+    draw = random.Random(KILLS)
+    with (
+        hr.DataLoader(Slow(800), 4, num_workers=2, transform=negate, placement="process") as loader,
+        ignored_deaths(),
+    ):
+        for _ in range(-(-KILLS // 4)):
+            samples = []
+            for number, batch in enumerate(loader):
+                samples += batch.tolist()
+                if number in (20, 60, 100, 140):
+                    kill(draw.choice([*workers(), launch._zygote.process.pid]))
+            assert samples == [-index for index in range(800)]
 
 
 @run_by("case")

@@ -143,7 +143,7 @@ class Cacheable(AsyncDataset[T_co]):
         # Bytes from the `read_bytes` of a subclass may differ from the bytes of the ranges.
         reads: Any = type(self).read_bytes
         joined = capabilities(self).ranges and reads is RangedDataset.read_bytes
-        kind: Any = CachedShards if joined else CachedDataset
+        kind: Any = _CachedShards if joined else CachedDataset
         cached: CachedDataset[T_co] = kind(self, DiskCache(folder, max_bytes), version)
         return cached
 
@@ -252,7 +252,7 @@ class CachedDataset(AsyncDataset[T_co]):
         return blocks_of(self.dataset)
 
 
-class CachedShards(CachedDataset[T_co]):
+class _CachedShards(CachedDataset[T_co]):
     """Samples of shards, with a cache of blocks.
 
     A block is the bytes of a shard between two multiples of `CACHE_BLOCK`. Datasets of the same

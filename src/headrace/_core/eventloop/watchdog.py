@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 import types
 from contextlib import suppress
 from pathlib import Path
@@ -175,8 +176,9 @@ def find_user_code(top: types.FrameType) -> types.FrameType | None:
     """
     user: types.FrameType | None = None
     installed: types.FrameType | None = None
-    frame: types.FrameType | None = top
-    while frame is not None:
+    # The whole stack at once: the other thread goes on, and CPython 3.11 may find something else in
+    # place of a frame that has ended.
+    for frame in [frame for frame, _ in traceback.walk_stack(top)]:
         file = frame.f_code.co_filename
         if file.startswith(_HEADRACE):
             if user or installed:  # the caller of user code
@@ -186,5 +188,4 @@ def find_user_code(top: types.FrameType) -> types.FrameType | None:
                 installed = frame
         elif not file.startswith(("<frozen ", _STANDARD_LIBRARY)):
             user = user or frame
-        frame = frame.f_back
     return None  # the stack has no code of headrace below user code

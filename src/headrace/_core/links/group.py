@@ -306,7 +306,8 @@ class EngineGroup(Link):
             self._drop(number)
         if self._is_stream:  # the position in the stream is lost with the engine
             (end,) = lost.values()
-            self._end(end.error or EngineDiedError(why=f"the engine {end.death}"))
+            why = f"the only engine that reads the stream has ended: engine 0 {end.death}"
+            self._end(end.error or EngineDiedError(why=why))
             return
         batch, deaths = self._dealer.take_back(lost)
         ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))

@@ -23,7 +23,7 @@ import uvloop
 import headrace as hr
 from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, sidecar, wait_for_exit
+from tests.faults.watching import Numbers, make_signal_pair, sidecar, wait_for_exit
 from tests.forks import Forks
 from tests.programs import run_by
 
@@ -247,6 +247,7 @@ class AsyncNumbers(hr.AsyncIterableDataset):
 )
 @run_by("case")
 def test_ctrl_c_at_any_place_of_next_loses_no_batch(dataset, options) -> None:
+    make_signal_pair()
     # A socket whose owner had not been made yet: the reference count closes it.
     warnings.simplefilter("ignore", ResourceWarning)
     with hr.DataLoader(dataset, 2, timeout=10, seed=0, **options) as loader:

@@ -235,7 +235,10 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
 def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
     """Return the error for a sidecar that ended or closed a session, and how the sidecar ended."""
     if not _ends_within(process, CLOSE_DEADLINE):  # also reads why a process was not started
-        return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
+        # On a busy machine the end is known late. In any case the process is of no use any more.
+        process.signal(signal.SIGKILL)
+        if not _ends_within(process, WORK_DEADLINE):
+            return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
     how = process.how_it_ended()
     if process.refusal is not None:
         return process.refusal, how

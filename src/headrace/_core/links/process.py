@@ -61,15 +61,18 @@ class ProcessPlacement(Placement):
 
         The engine is started if there is no engine with this number, or if the engine has died.
         """
-        dead = self._engines.get(engine)
-        if dead is not None and dead.process.ended():
+        opening = StartSession(work, start._replace(batch=first))
+        if (running := self._engines.get(engine)) is not None:
+            if not running.process.ended():
+                with contextlib.suppress(EngineDiedError):  # the process has just died
+                    return running.connect(opening)
             del self._engines[engine]
-            dead.close()
-            dead.join()
+            running.close()
+            running.join()
         if engine not in self._engines:
             task = SidecarTask(self._pickled, self._config.rank, engine, self._count)
             self._engines[engine] = SidecarProcess(task, self._modules)
-        return self._engines[engine].connect(StartSession(work, start._replace(batch=first)))
+        return self._engines[engine].connect(opening)
 
     def _open(
         self, config: EngineConfig, work: SharedPickle | None, start: SessionStart

@@ -230,7 +230,11 @@ class Session:
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
-        self._memory = None if bounded is None else MemoryBudget(bounded, self._sizes)
+        self._memory = (
+            None
+            if bounded is None
+            else MemoryBudget(bounded, self._sizes, joins=capabilities(config.dataset).ranges)
+        )
         self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
         # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}

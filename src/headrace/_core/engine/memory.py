@@ -109,8 +109,9 @@ class MemoryBudget:
     admitted than are fetched at once.
     """
 
-    def __init__(self, nbytes: int, sizes: SampleSizes) -> None:
+    def __init__(self, nbytes: int, sizes: SampleSizes, *, joins: bool = False) -> None:
         self._nbytes = nbytes
+        self._joins = joins  # whether requests serve many samples: then more plans are admitted
         self._sizes = sizes  # the sizes of earlier epochs are the first estimate
         # Whether a batch was assembled, in this epoch or earlier.
         self._assembled = sizes.assembled is not None
@@ -138,9 +139,12 @@ class MemoryBudget:
         self._short = expected > self._nbytes
         unknown = self._unfetched + samples > FIRST_SAMPLES + GROWTH * sizes.samples
         waits = self._short or unknown
+        if self._joins:
+            waits = self._short or (sizes.fetched is None and held + samples > FIRST_SAMPLES)
         if at_once is not None:
             waits = waits or (not self._assembled and held > at_once)
-            waits = waits or (self._is_in_play(expected) and self._unfetched > at_once)
+            in_play = not self._joins and self._is_in_play(expected)
+            waits = waits or (in_play and self._unfetched > at_once)
         # The next batch is admitted in any case. An ended engine may have fetched the batch before.
         if held and waits and plan.number > min(self._samples):
             return False

@@ -116,9 +116,6 @@ class RangeFetch(SampleFetch):
     together. The first request is the request for the oldest batch.
     """
 
-    def fetched_at_once(self, plan: BatchPlan) -> int:
-        return self._size * len(plan.indices)
-
     def admit(self, plan: BatchPlan) -> None:
         batch = self._partial[plan.number] = RangedBatch(plan)
         if not plan.indices:

@@ -229,12 +229,10 @@ class Session:
         retry, budget = config.options["retry"], config.options["memory_budget"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
-        bounded = None if config.kind is not DatasetKind.ASYNC_MAP else budget
-        self._memory = (
-            None
-            if bounded is None
-            else MemoryBudget(bounded, self._sizes, joins=capabilities(config.dataset).ranges)
-        )
+        self._memory: MemoryBudget | None = None
+        if budget is not None and config.kind is DatasetKind.ASYNC_MAP:
+            joins = capabilities(config.dataset).ranges or reads_whole_blocks(config.dataset)
+            self._memory = MemoryBudget(budget, self._sizes, joins=joins)
         self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
         # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}

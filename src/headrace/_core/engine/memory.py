@@ -97,21 +97,23 @@ class MemoryBudget:
     A batch counts from the first fetch until the consumer takes the batch. A fetched batch counts
     with its size; a sample to be fetched counts with the largest of the last sizes. If a quarter
     of the budget is in use, all batches are measured, and no more samples are admitted than are
-    fetched at once. So samples may grow along the order, or be of different sizes.
+    fetched at once. So samples may grow along the order, or be of different sizes. The limit does
+    not hold where a request serves many samples, because more plans give larger requests.
     Each plan names the batches taken, on all engines.
     (If batches arrive out of order, a late batch counts as taken on arrival, a little too early.)
     The consumer also reports a taken batch before waiting, and after each batch sent while plans
     were waiting here. The next batch for the consumer is always admitted, whatever the size.
 
     Before the first batch is fetched, the size of a sample is unknown. Only this batch is admitted,
-    or a few samples in smaller batches; then `GROWTH` samples for each fetched sample. Before the
+    or a few samples in smaller batches; then `GROWTH` samples for each fetched sample, without this
+    limit where a request serves many samples. Before the
     first batch is assembled, the size of a transformed sample is unknown. No more samples are
     admitted than are fetched at once.
     """
 
     def __init__(self, nbytes: int, sizes: SampleSizes, *, joins: bool = False) -> None:
         self._nbytes = nbytes
-        self._joins = joins  # whether requests serve many samples: then more plans are admitted
+        self._joins = joins  # whether a request serves many samples
         self._sizes = sizes  # the sizes of earlier epochs are the first estimate
         # Whether a batch was assembled, in this epoch or earlier.
         self._assembled = sizes.assembled is not None
@@ -137,10 +139,10 @@ class MemoryBudget:
         held, samples, sizes = self._held, len(plan.indices), self._sizes
         expected = self._expected(samples)
         self._short = expected > self._nbytes
-        unknown = self._unfetched + samples > FIRST_SAMPLES + GROWTH * sizes.samples
-        waits = self._short or unknown
-        if self._joins:
-            waits = self._short or (sizes.fetched is None and held + samples > FIRST_SAMPLES)
+        most = FIRST_SAMPLES + GROWTH * sizes.samples
+        if self._joins and sizes.fetched is not None:
+            most = sys.maxsize
+        waits = self._short or self._unfetched + samples > most
         if at_once is not None:
             waits = waits or (not self._assembled and held > at_once)
             in_play = not self._joins and self._is_in_play(expected)

@@ -10,6 +10,8 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.failure import Stage
+from headrace._core.text import shorten_list
+from headrace.errors import WorkerDiedError
 
 _ANY = 1 << 20  # number of plans for an engine without a limit
 
@@ -108,9 +110,13 @@ class Dealer:
             del self._made[self.next]
             self.next += 1
 
-    def give_up(self, number: int, error: Exception) -> None:
+    def give_up(self, number: int, why: str) -> None:
         """Let a waiting batch fail, because the batch ends engines."""
         plan = next(plan for plan in self.waiting if plan.number == number)
+        indices = tuple(plan.indices)
+        what = f"{why}. It has the indices {shorten_list(indices, len(indices))}"
+        remedy = "fetch these with placement='thread' and num_workers=0 to see the crash"
+        error = WorkerDiedError(f"{what}: {remedy}", batch=number, indices=indices)
         self.waiting.remove(plan)
         del self._lost_alone[number]
         self._made[number] = HostBatch.failed(plan, error, Stage.FETCH)

@@ -29,7 +29,7 @@ from headrace._core.messages import (
 from headrace._core.ray_placement import RayPlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
-from headrace.errors import EngineDiedError, EngineStartError, WorkerDiedError
+from headrace.errors import EngineDiedError, EngineStartError
 
 CHECK_EVERY = 5.0  # seconds between checks of engines on a cluster
 DEATHS_ALONE = 2  # deaths of engines with a single batch; then the batch is the reason
@@ -313,7 +313,7 @@ class EngineGroup(Link):
         ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
         if deaths >= DEATHS_ALONE:
             what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
-            self._dealer.give_up(batch, WorkerDiedError(f"{what}: {ends}", batch=batch))
+            self._dealer.give_up(batch, f"{what}: {ends}")
             self._dealer.take_made(self.messages)
         results = {number: self._restart(number) for number in lost}
         if not self._links:

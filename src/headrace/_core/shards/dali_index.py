@@ -27,6 +27,7 @@ async def sample_borders(shard: Shard) -> list[int]:
     try:
         text = bytes(await shard.store.read_all(shard.key.removesuffix(".tar") + ".idx"))
     except StoreError:
+        # Stores answer 404 or 403 for a file that does not exist. The shard is then scanned.
         return []
     first, *lines = text.decode().removesuffix("\n").split("\n")
     if not lines or first != f"v1.2 {len(lines)}":

@@ -35,7 +35,7 @@ class Composition:
         Returns:
             The composition, and the functions to apply to samples of the composition.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of composition is rebuilt in another way
 
 
 class MapComposition(Composition):

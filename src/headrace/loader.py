@@ -66,8 +66,7 @@ class DataLoader(TorchDataLoader[T_co]):
         worker_init_fn: called in each worker process with the number of the worker.
         multiprocessing_context: start method or context for the workers.
         generator: random generator for the order of `shuffle`.
-        prefetch_factor: number of batches to plan ahead for each worker; by default enough for
-            `concurrency` fetches.
+        prefetch_factor: number of batches to plan ahead for each worker.
         persistent_workers: whether workers of a torch dataset outlive the epoch. Workers of an
             async dataset always outlive the epoch.
         pin_memory_device: accepted for compatibility, and deprecated as in torch.
@@ -77,16 +76,13 @@ class DataLoader(TorchDataLoader[T_co]):
     Fetching:
         concurrency: number of samples in flight, across batches. ``"auto"``: the loader finds the
             best number for the source.
-        memory_budget: largest number of bytes of samples fetched or in flight, and not yet taken by
-            `next()`; None for no limit.
-        retry: how headrace's datasets retry failed requests: a `RetryPolicy`, or the largest number
-            of attempts.
+        memory_budget: limit of the bytes fetched, or in flight, and not taken; None for no limit.
+        retry: a `RetryPolicy` for requests of headrace's datasets, or the most attempts.
         hedge: ``"auto"``: the loader repeats slow fetches of the next two batches, for at most 5 %
             more fetches. None: no hedging.
 
     Placement:
-        placement: where fetching runs: ``"thread"``, ``"process"``, ``"auto"``, or a
-            `RayPlacement`.
+        placement: where to fetch: ``"thread"``, ``"process"``, ``"auto"``, or a `RayPlacement`.
         engines: number of fetching processes, for more objects/s than a single interpreter serves.
 
     Results:
@@ -326,10 +322,7 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin the next epoch and return an async iterator.
-
-        The iterator works on any event loop.
-        """
+        """Begin the next epoch and return an async iterator, for any event loop."""
         if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
             raise TypeError(
@@ -340,13 +333,10 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(AsyncBatchIterator, self, rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch.
+        """Set the number of the next epoch, counted from 0.
 
         The samplers and the dataset get the number too. Without `set_epoch`, each iteration is the
         next epoch.
-
-        Args:
-            epoch: number of the epoch, counted from 0.
         """
         self._control.set_epoch(self, whole_number("epoch", epoch))
 
@@ -378,12 +368,9 @@ class DataLoader(TorchDataLoader[T_co]):
         return states_to_dict(self._control.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue from a saved position.
+        """Continue from a result of `state_dict`.
 
         The next iteration gives the rest of the saved epoch.
-
-        Args:
-            state_dict: a result of `state_dict`.
 
         Raises:
             StateError: the state is damaged, or does not fit this loader. Some states fail only at
@@ -435,13 +422,8 @@ class DataLoader(TorchDataLoader[T_co]):
     ) -> list[list[Any]]:
         """Return the keys of the samples of steps, without reading samples.
 
-        Samples of a dataset without keys are named by index. Errors are as for `batch_at`.
-
-        Args:
-            epoch: number of the epoch, counted from 0.
-            steps: numbers of batches in the epoch, counted from 0.
-            rank: as for `batch_at`.
-            world_size: as for `batch_at`.
+        Samples of a dataset without keys are named by index. Arguments and errors are as for
+        `batch_at`, with numbers of several batches.
 
         Returns:
             A list of keys for each step.
@@ -479,10 +461,7 @@ class DataLoader(TorchDataLoader[T_co]):
         rewind.exclude(self, steps or {}, keys)
 
     def stats(self) -> LoaderStats:
-        """Return counts of batches, samples, skips, requests and waiting.
-
-        The counts cover all epochs so far.
-        """
+        """Return counts of batches, samples, requests and waiting in all epochs."""
         return self._control.counters.snapshot()
 
     def report(self) -> Report:
@@ -505,10 +484,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._control.close_engine()
 
     async def aclose(self) -> None:
-        """Close the loader without blocking the caller's event loop.
-
-        See `close`.
-        """
+        """Close the loader as `close` does, without blocking the caller's event loop."""
         self._control.close_epochs()
         import anyio.to_thread  # takes 3 ms, and only async programs need anyio
 

@@ -32,13 +32,13 @@ LOST_AT = 30  # batches
 
 
 class Pictures(hr.AsyncDataset):
-    """Stands for a bucket: each object takes a few milliseconds to arrive."""
+    """Stands for a bucket: each object takes some time to arrive."""
 
     def __len__(self):
         return SAMPLES
 
     async def aget(self, index):
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.2)  # the processes of the lost node run for a second more
         return index
 
 

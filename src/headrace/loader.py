@@ -162,7 +162,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if workers == "auto":
             check_automatic(kind, checked, multiprocessing_context)
             workers = self._control.search.number
-        check_engines(checked["engines"], checked["placement"], kind, workers)
+        check_engines(checked, kind, workers)
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
         check_mixed(source, sampler, batch_sampler, generator)

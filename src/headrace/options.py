@@ -27,12 +27,12 @@ from torch.utils.data import Dataset
 
 from headrace._core.error_policy import OnError, error_policy
 from headrace._core.ranks.data_parallel import DataParallel, checked
-from headrace._core.ray_placement import RayPlacement
+from headrace._core.remote_placement import RemotePlacement
 from headrace._core.retry_policy import RetryPolicy, as_policy
 from headrace._core.text import check_function, check_keywords, whole_number
 
 Hedge = Literal["auto"]
-Placement = Literal["auto", "thread", "process"] | RayPlacement
+Placement = Literal["auto", "thread", "process"] | RemotePlacement
 
 # In bytes: 1,024 fetches of 1 MiB, or a sixteenth of the memory of a small training machine.
 MEMORY_BUDGET = 1 << 30
@@ -69,7 +69,7 @@ def _one_of(*values: str | None) -> Check:
 
 
 def _placement(name: str, value: object) -> object:
-    if isinstance(value, RayPlacement):
+    if isinstance(value, RemotePlacement):
         return value
     return _one_of(*get_args(get_args(Placement)[0]))(name, value)
 
@@ -204,6 +204,12 @@ def shown_in_signature(init: F) -> F:
 
 
 def number_of_engines(options: LoaderOptions) -> int:
-    """Return the number of engines, local or on a cluster."""
+    """Return the number of engines, on this machine or on others."""
+    remote = remote_placement(options)
+    return options["engines"] if remote is None else remote.engines
+
+
+def remote_placement(options: LoaderOptions) -> RemotePlacement | None:
+    """Return the placement on other machines, or None."""
     placement = options["placement"]
-    return placement.engines if isinstance(placement, RayPlacement) else options["engines"]
+    return placement if isinstance(placement, RemotePlacement) else None

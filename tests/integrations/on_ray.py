@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -54,8 +55,13 @@ def made_loader(**options):
     return hr.DataLoader(Slow(BATCH * BATCHES), BATCH, shuffle=True, **options)
 
 
+def slow_int(line):
+    time.sleep(0.005)  # so that the engine still reads when it is lost
+    return int(line)
+
+
 def made_stream_loader(pattern, **options):
-    lines = hr.LinesDataset(pattern, shuffle=True, seed=SEED).map(int)
+    lines = hr.LinesDataset(pattern, shuffle=True, seed=SEED).map(slow_int)
     return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, **options)
 
 
@@ -69,7 +75,7 @@ def digest(batches):
 def engine_actors():
     """The processes of the actors of engines, oldest first."""
     every = psutil.process_iter(["cmdline", "create_time"])
-    found = [each for each in every if "EngineActor" in "".join(each.info["cmdline"] or ())]
+    found = [each for each in every if "HostedEngine" in "".join(each.info["cmdline"] or ())]
     return sorted(found, key=lambda process: process.info["create_time"])
 
 

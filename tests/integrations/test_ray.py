@@ -32,7 +32,7 @@ LINES = 400
 COLUMN = "Ray Train"
 TIMEOUT = 280  # seconds
 LOST = re.compile(
-    r"engine (\d) of 2 \(on (?:node [\d.]+, process \d+|a node that Ray has not chosen yet)\) was lost: .*: another is "
+    r"engine (\d) of 2 \(on (?:node [\d.]+|a machine that has not been found yet)\) was lost: .*: another is "
     r"asked for\. Its batches are made again\.$",
     re.DOTALL,
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from headrace._core.remote_placement import EngineHost, RemotePlacement
 from headrace._core.text import check_number, whole_number
 
 START_TIMEOUT = 300.0  # seconds; an autoscaler takes minutes to add a node
@@ -15,11 +16,11 @@ _OURS = ("num_cpus", "max_concurrency", "max_restarts", "name")
 
 
 @dataclass(frozen=True, slots=True)
-class RayPlacement:
+class RayPlacement(RemotePlacement):
     """Place a loader's engines on a Ray cluster.
 
     Each engine is a Ray actor, and fetches, transforms and collates whole batches on a node of the
-    cluster. Finished batches come through Ray's object store, an object for each batch.
+    cluster. Finished batches come over a TCP connection from each engine to the trainer.
     `concurrency`, `memory_budget` and `num_workers` are totals, divided among the engines. The
     batches are the same as without Ray. Connect to the cluster first, with ``ray.init()``.
 
@@ -45,6 +46,8 @@ class RayPlacement:
         >>> hr.RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
         RayPlacement(engines=4, cpus_per_engine=2, min_engines=2)
     """
+
+    name: ClassVar[str] = "ray"
 
     engines: int = 1
     cpus_per_engine: float = 1
@@ -72,3 +75,12 @@ class RayPlacement:
     def least(self) -> int:
         """Number of engines required to begin an epoch."""
         return self.engines if self.min_engines is None else self.min_engines
+
+    @property
+    def shortage(self) -> str:
+        return f"`ray status` shows what is free for {self!r}"
+
+    def hosts(self, setup: Any, engines: int) -> Sequence[EngineHost]:
+        from headrace._core.links.ray_hosts import ray_hosts
+
+        return ray_hosts(self, setup, engines)

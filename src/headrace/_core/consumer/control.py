@@ -54,7 +54,6 @@ from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, enco
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank, ranks_on_host
-from headrace._core.ray_placement import RayPlacement
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.composition import gives_tables
 from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
@@ -127,7 +126,7 @@ class LoaderControl:
         engines = self.spec.engines
         self.search = WorkerSearch(engines, max(engines, workers))  # engines divide the workers
         self._ahead = LookAheadSize(0, 0)  # empty before the first epoch
-        self.placements = PlacementSelector(self.spec.placement, engines)
+        self.placements = PlacementSelector(self.spec.placement, self.spec.remote, engines)
         # At exit, the exit hook of the placements closes everything in order.
         weakref.finalize(self, self.placements.drop).atexit = False
         # Open iterations, with the numbers of the epochs.
@@ -530,14 +529,13 @@ class LoaderControl:
 
     def start_early(self, loader: TorchLoader) -> None:
         """Start the zygote early, if engine or workers will be forks."""
-        placement = self.spec.placement
         if (
             not self.spec.kind.is_async
-            or isinstance(placement, RayPlacement)
+            or self.spec.remote is not None
             or loader.multiprocessing_context
         ):
             return
-        if placement == "process" or loader.num_workers > 0:
+        if self.spec.placement == "process" or loader.num_workers > 0:
             start_early()
 
     def setup(self, loader: TorchLoader) -> Setup:
@@ -564,9 +562,9 @@ class LoaderControl:
 
         For a search of the number of workers, the ranks of a host share the CPUs.
         """
-        placement = self.spec.placement
-        if isinstance(placement, RayPlacement):
-            return max(1, int(self.spec.engines * placement.cpus_per_engine))
+        remote = self.spec.remote
+        if remote is not None:
+            return max(1, int(self.spec.engines * remote.cpus_per_engine))
         return max(1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1)))
 
     def _open_session(self, loader: TorchLoader, progress: EpochProgress) -> Session:

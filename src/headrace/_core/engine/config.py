@@ -10,7 +10,7 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind
-from headrace._core.transport.shared_pickle import why_not_picklable
+from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.collate import is_default
 from headrace.errors import NotPicklableError
 from headrace.options import LoaderOptions
@@ -130,6 +130,18 @@ class EngineConfig(NamedTuple):
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs
+
+
+def pickled_config(config: EngineConfig, *, portable: bool = False) -> SharedPickle:
+    """Return the pickled configuration without functions.
+
+    Raises:
+        NotPicklableError: the dataset cannot be pickled.
+    """
+    try:
+        return SharedPickle.dumps(config.without_functions(), portable=portable)
+    except Exception as error:
+        name_unpicklable(config, error)
 
 
 _MAKE_LATER = (

@@ -26,12 +26,11 @@ from headrace._core.messages import (
     Status,
     StatusRequest,
 )
-from headrace._core.ray_placement import RayPlacement
+from headrace._core.remote_placement import RemotePlacement
 from headrace._core.streams.kinds import capabilities
 from headrace._core.text import warn_user
 from headrace.errors import EngineDiedError, EngineStartError
 
-CHECK_EVERY = 5.0  # seconds between checks of engines on a cluster
 DEATHS_ALONE = 2  # deaths of engines with a single batch; then the batch is the reason
 DEATHS_WITHOUT_BATCH = 3  # deaths of an engine without a batch; then the engine is given up
 
@@ -45,8 +44,8 @@ class EngineGroup(Link):
             of the engine, and the number of the first batch.
         engines: number of engines.
         first: number of the first batch.
-        cluster: the cluster of the engines. Engines of a cluster may take long to start. None for
-            this machine.
+        cluster: the placement of engines on other machines. Such engines may take long to start.
+            None for this machine.
         later: engines to link after another engine has begun. The first batch needs a core.
     """
 
@@ -59,7 +58,7 @@ class EngineGroup(Link):
         engines: int,
         *,
         first: int,
-        cluster: RayPlacement | None = None,
+        cluster: RemotePlacement | None = None,
         later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
@@ -73,7 +72,6 @@ class EngineGroup(Link):
         )
         self._cluster = cluster
         self._is_stream = config.kind.is_iterable
-        self._shortage = f"`ray status` shows what is free for {cluster!r}"
         # number of running engines before the first plan is dealt
         self._least = 1 if cluster is None else min(cluster.least, engines)
         self._deadline: float | None = None  # time limit for these engines
@@ -146,11 +144,9 @@ class EngineGroup(Link):
             if engine in self._links:
                 self._links[engine].send(message)
             else:
-                why = (
-                    self._shortage
-                    if self._cluster and len(self._running) < self._least
-                    else "others have ended"
-                )
+                why = "others have ended"
+                if self._cluster is not None and len(self._running) < self._least:
+                    why = self._cluster.shortage
                 self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
         else:
             self._standing[type(message)] = message
@@ -168,7 +164,7 @@ class EngineGroup(Link):
             raise
 
     def _receive(self) -> None:
-        # Engines of a cluster are checked even if nothing arrives.
+        # A message from a thread makes the source readable only if the consumer waits.
         ready = [*self._links]
         if self._engines > 1 and self._cluster is None:
             ready = [key.data for key, _ in self._selector.select(0)]
@@ -192,10 +188,7 @@ class EngineGroup(Link):
 
     @property
     def look_by(self) -> float | None:  # type: ignore[override]
-        if self._cluster is None:
-            return None
-        soon = time.monotonic() + CHECK_EVERY
-        return soon if self._deadline is None else min(soon, self._deadline)
+        return self._deadline
 
     def leave(self) -> None:
         for link in list(self._links.values()):
@@ -281,7 +274,7 @@ class EngineGroup(Link):
                     engines=self._engines,
                     least=self._least,
                     seconds=cluster.start_timeout,
-                    shortage=self._shortage,
+                    shortage=cluster.shortage,
                 )
                 self._end(error)
             return

@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
-from headrace._core.engine.config import EngineConfig, name_unpicklable
+from headrace._core.engine.config import EngineConfig, pickled_config
 from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.links.group import EngineGroup
 from headrace._core.links.placement import CLOSE_DEADLINE, Placement
@@ -39,10 +39,7 @@ class ProcessPlacement(Placement):
 
     def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
         super().__init__()
-        try:
-            self._pickled = SharedPickle.dumps(config.without_functions())
-        except Exception as error:
-            name_unpicklable(config, error)
+        self._pickled = pickled_config(config)
         self._config = config
         self._modules = (*self._pickled.modules, *work.modules)
         self._count = engines
@@ -113,14 +110,29 @@ class SidecarProcess:
         ours, theirs = Connection.pair()
         try:
             with contextlib.closing(theirs):
-                ends = [theirs.frames.fileno(), theirs.descriptors.fileno()]
-                socket.send_fds(self._connection.descriptors, [OPEN], ends)
+                self.hand_over(theirs)
             return ProcessLink(ours, self.process, opening)
         except BaseException as error:  # also of user code: `__reduce__` of an object in a state
             ours.close()
             if isinstance(error, OSError):
-                raise _end_of(self.process)[0] from error
+                raise self.end()[0] from error
             raise
+
+    def hand_over(self, connection: Connection) -> None:
+        """Send a connection to the process, which opens a session. `connection` stays open here.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        ends = [connection.frames.fileno(), connection.descriptors.fileno()]
+        socket.send_fds(self._connection.descriptors, [OPEN], ends)
+
+    def end(self) -> tuple[Exception, str | None]:
+        """Return the error for the end of the process or of a session, and how the process ended.
+
+        Waits a second for the end of the process.
+        """
+        return _end_of(self.process)
 
     def close(self) -> None:
         """Let the process end, without waiting. Idempotent; `join` follows."""

@@ -13,31 +13,32 @@ from headrace._core.engine.config import EngineConfig, name_unpicklable
 from headrace._core.links.placement import Placement, snapshot
 from headrace._core.links.session import Session
 from headrace._core.links.thread import ThreadPlacement
-from headrace._core.ray_placement import RayPlacement
+from headrace._core.remote_placement import RemotePlacement
 from headrace._core.streams.kinds import DatasetKind, propagate_epoch
 from headrace._core.streams.resumable import warn_of_rereading
 from headrace._core.text import warn_user
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import DeadlockError, NotPicklableError
-from headrace.options import LoaderOptions
+from headrace.options import LoaderOptions, number_of_engines, remote_placement
 
 
-def check_engines(
-    engines: int, placement: str | RayPlacement, kind: DatasetKind, num_workers: int
-) -> None:
+def check_engines(options: LoaderOptions, kind: DatasetKind, num_workers: int) -> None:
     """Raise ValueError if `engines` or `placement` exclude other arguments."""
+    engines = number_of_engines(options)
+    remote = remote_placement(options)
     asked = f"engines={engines}"
-    if isinstance(placement, RayPlacement):
-        if engines != 1:
+    if remote is not None:
+        asked = repr(remote)
+        if options["engines"] != 1:
             raise ValueError(
-                f"engines={engines} is for this machine: use RayPlacement(engines={engines}, ...)"
+                f"engines={options['engines']} is for this machine: "
+                f"use {type(remote).__name__}(engines={options['engines']}, ...)"
             )
-        engines, asked = placement.engines, repr(placement)
     elif engines == 1:
         return
     if not kind.is_async:
         raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
-    if placement == "thread":
+    if options["placement"] == "thread":
         raise ValueError(
             f"{asked} and placement='thread' exclude each other: engines are processes"
         )
@@ -53,10 +54,10 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
     why = None
     if not kind.is_async:
         why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
-    elif isinstance(options["placement"], RayPlacement):
+    elif (remote := remote_placement(options)) is not None:
         why = (
-            "and RayPlacement exclude each other: cpus_per_engine says how many workers an engine "
-            "has room for"
+            f"and {type(remote).__name__} exclude each other: cpus_per_engine says how many workers "
+            "an engine has room for"
         )
     elif context is not None:
         why = "starts processes, in its own way: leave out multiprocessing_context="
@@ -68,10 +69,16 @@ class PlacementSelector:
     """The engines of a loader.
 
     Besides the current engine, retired engines serve iterations begun before a change.
+
+    Args:
+        placement: the requested place: ``"auto"``, ``"thread"`` or ``"process"``.
+        remote: the placement on other machines, where the engines are processes; or None.
+        engines: number of engines.
     """
 
-    def __init__(self, placement: str | RayPlacement, engines: int) -> None:
+    def __init__(self, placement: str, remote: RemotePlacement | None, engines: int) -> None:
         self._placement = placement
+        self._remote = remote
         self._asked = engines
         self._current: Placement | None = None
         self._config: EngineConfig | None = None  # the first configuration of the current engine
@@ -152,11 +159,11 @@ class PlacementSelector:
     def drop(self) -> None:
         """Close the engines of a collected loader.
 
-        The garbage collector may run on any thread, with any lock held. On a thread of Ray, a call
-        of Ray would wait for itself for ever. For a Ray placement, a new thread therefore closes
-        the engines.
+        The garbage collector may run on any thread, with any lock held. On a thread of a cluster's
+        client, such as Ray, a call of the client would wait for itself for ever. A new thread
+        therefore closes engines on other machines.
         """
-        if not isinstance(self._placement, RayPlacement):
+        if self._remote is None:
             self.close()
             return
         # RuntimeError: the interpreter shuts down, and the exit hook has closed the engines.
@@ -172,13 +179,12 @@ class PlacementSelector:
 
     def _functions(self, config: EngineConfig) -> SharedPickle | None:
         """Return the pickled functions, if another process needs the functions."""
-        if isinstance(self._placement, RayPlacement):  # pickles the functions for other machines
-            if config.context is not None:
-                raise ValueError(
-                    "RayPlacement and multiprocessing_context= exclude each other. Leave out one "
-                    "of the two."
-                )
-        elif config.kind.is_async and config.workers_are_forks:
+        if self._remote is not None and config.context is not None:
+            raise ValueError(
+                f"{type(self._remote).__name__} and multiprocessing_context= exclude each other. "
+                "Leave out one of the two."
+            )
+        if config.kind.is_async and config.workers_are_forks:
             if self._placement == "process":
                 raise ValueError(
                     "placement='process' and multiprocessing_context='fork' exclude each other: "
@@ -187,17 +193,19 @@ class PlacementSelector:
                 )
         elif config.kind.is_async and (config.has_processes or self._placement == "process"):
             try:
-                self._pickled = SharedPickle.dumps(config.work(), self._pickled)
+                self._pickled = SharedPickle.dumps(
+                    config.work(), self._pickled, portable=self._remote is not None
+                )
             except Exception as error:
                 name_unpicklable(config, error)
             return self._pickled
         return None
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
-        if isinstance(self._placement, RayPlacement):
-            from headrace._core.links.ray_engines import RayEngines
+        if self._remote is not None:
+            from headrace._core.links.remote import RemoteEngines
 
-            return RayEngines(config, self._placement, self._asked)
+            return RemoteEngines(config, self._remote, self._asked)
         if work is not None and self._placement != "thread":
             from headrace._core.links.process import ProcessPlacement
 

@@ -29,7 +29,7 @@ from headrace.errors import EngineDiedError
 
 
 class Mailbox(Link):
-    """A link with messages from other threads: the engine's thread, or Ray's threads.
+    """A link with messages from an event loop in another thread.
 
     Nothing polls. A byte is written to a socket pair only if the consumer waits. The mailbox needs
     no limit, because there are no more batches than outstanding plans.
@@ -37,7 +37,8 @@ class Mailbox(Link):
 
     source: socket.socket
 
-    def __init__(self) -> None:
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
         self.messages = deque()
         # Reentrant: the garbage collector may close an abandoned iterator inside `put`, on the
         # thread of the engine.
@@ -46,6 +47,12 @@ class Mailbox(Link):
         self._closed = False
         self._waker = Waker()
         self.source = self._waker.source
+        loop.on_death.add(self._on_death)
+
+    def _on_death(self, error: BaseException) -> None:
+        died = EngineDiedError(why=repr(error))
+        died.__cause__ = error
+        self.put(SessionEnd(died))
 
     def put(self, message: Any) -> None:
         """Hand over a message, from any thread.
@@ -71,7 +78,9 @@ class Mailbox(Link):
             self._waiting = False
             self._waker.wake()
 
-    leave = wake
+    def leave(self) -> None:
+        self._loop.on_death.discard(self._on_death)
+        self.wake()
 
     def close(self) -> None:
         with self._lock:
@@ -171,11 +180,6 @@ class ThreadLink(Mailbox):
 
     session: EngineSession
 
-    def __init__(self, loop: LoopThread) -> None:
-        super().__init__()
-        self._loop = loop
-        loop.on_death.add(self._on_death)
-
     @property
     def is_current(self) -> bool:  # type: ignore[override]
         return self._loop.is_current
@@ -185,13 +189,7 @@ class ThreadLink(Mailbox):
             self._loop.call_soon(self.session.handle, message)
 
     def leave(self) -> None:
-        self._loop.on_death.discard(self._on_death)
         if self._loop.alive:
             with suppress(EngineDiedError):  # the engine has died since the check
                 self._loop.call_soon(self.session.leave)
-        self.wake()
-
-    def _on_death(self, error: BaseException) -> None:
-        died = EngineDiedError(why=repr(error))
-        died.__cause__ = error
-        self.put(SessionEnd(died))
+        super().leave()

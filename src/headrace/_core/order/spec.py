@@ -19,9 +19,9 @@ from headrace._core.look_ahead import (
     most_fetches,
 )
 from headrace._core.order.samplers import CursorSampler
-from headrace._core.ray_placement import RayPlacement
+from headrace._core.remote_placement import RemotePlacement
 from headrace._core.streams.kinds import DatasetKind, joined_part
-from headrace.options import LoaderOptions, number_of_engines
+from headrace.options import LoaderOptions, number_of_engines, remote_placement
 
 TorchLoader: TypeAlias = TorchDataLoader[object]
 
@@ -88,12 +88,15 @@ class LoaderSpec(NamedTuple):
         return number_of_engines(self.options) if self.kind is DatasetKind.ASYNC_MAP else 1
 
     @property
-    def placement(self) -> str | RayPlacement:
-        """Requested place of the engine. Several engines are processes."""
+    def remote(self) -> RemotePlacement | None:
+        """Placement of the engines on other machines, or None."""
+        return remote_placement(self.options)
+
+    @property
+    def placement(self) -> str:
+        """Requested place of the engine. Several engines, and engines elsewhere, are processes."""
         placement = self.options["placement"]
-        return (
-            "process" if self.engines > 1 and not isinstance(placement, RayPlacement) else placement
-        )
+        return placement if isinstance(placement, str) and self.engines == 1 else "process"
 
     def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
         """Whether persistent workers keep a torch dataset.

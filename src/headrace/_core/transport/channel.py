@@ -1,9 +1,10 @@
-"""Channels between processes: Unix sockets for pickled messages.
+"""Channels between processes: sockets for pickled messages.
 
 A channel carries messages as frames over a Unix socket. Both ends allocate slabs (recycled shared
 memory): for the bytes of fetched samples on the way to a worker, and for the tensors of batches on
 the way to the engine. A second socket carries the descriptors of slabs. A descriptor is sent before
-the first frame that refers to the slab.
+the first frame that refers to the slab. Between machines, a channel is a TCP connection without
+slabs.
 
 The worker's end blocks (`BlockingChannel`). The engine's end is read on the event loop
 (`EngineChannel`). The parts of a frame are::
@@ -40,10 +41,20 @@ from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_JOINED = 16 * 1024  # bytes; a larger pickle is sent separately, without a copy
+_JOINED = 16 * 1024  # bytes; a larger pickle or region is sent separately, without a copy
+_PADDING = memoryview(bytes(ALIGNMENT))
 _IOV_MAX = 512  # number of pieces in a call of sendmsg; the kernel's limit is 1,024
 # In bytes. Larger than a region without a slab: a single read then receives most frames.
 _BUFFER_SIZE = 64 * 1024
+
+
+# A machine that is silent for 25 s is lost. Small messages are sent without a delay.
+_KEEP_ALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_NODELAY": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,15 @@ class Connection:
     def __post_init__(self) -> None:
         for end in (self.frames, self.descriptors):
             end.setblocking(True)  # regardless of `socket.setdefaulttimeout`
+
+    @classmethod
+    def between_machines(cls, frames: socket.socket) -> Connection:
+        """Return an end of a TCP connection. Descriptors cannot travel, so buffers are sent."""
+        frames.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            if hasattr(socket, option):
+                frames.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        return cls(frames, frames.dup())
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -151,12 +171,27 @@ class _Channel:
         if slab is None:  # the arena has no slab, or the buffers exceed the slab
             missing = list(zip(offsets, message.buffers, strict=True))
             slab = self._allocator.allocate(end)
-        memory = np.empty(end, dtype=np.uint8).data if slab is None else slab.memory
+        if slab is None:
+            return self._whole_frame(message)
         for offset, buffer in missing:
-            memory[offset : offset + buffer.nbytes] = buffer
-        if slab is not None:
-            return self._preamble(message, slab.number, offsets, end)
-        return [*self._preamble(message, 0, offsets, end), memory]
+            slab.memory[offset : offset + buffer.nbytes] = buffer
+        return self._preamble(message, slab.number, offsets, end)
+
+    def _whole_frame(self, message: Message) -> list[memoryview]:
+        """Return the pieces of a frame with the region.
+
+        Large buffers are not copied.
+        """
+        offsets, end = [], 0
+        region: list[memoryview] = []
+        for buffer in message.buffers:
+            offsets.append(end)
+            end += aligned(buffer.nbytes)
+            padding = _PADDING[: aligned(buffer.nbytes) - buffer.nbytes]
+            region += [piece for piece in (buffer, padding) if piece.nbytes]
+        if end <= _JOINED:
+            region = [memoryview(b"".join(region))]
+        return [*self._preamble(message, 0, offsets, end), *region]
 
     def _preamble(
         self, message: Message, slab: int, offsets: Sequence[int], size: int
@@ -203,7 +238,7 @@ class _Channel:
         buffer = self._memory[self._filled :]
         try:
             count = self._socket.recv_into(buffer, 0, flags)
-        except ConnectionResetError:
+        except (ConnectionResetError, TimeoutError):  # TimeoutError: of a silent machine
             count = 0
         if not count:
             raise Disconnected("the other end has closed the channel")

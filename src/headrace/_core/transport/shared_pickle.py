@@ -21,7 +21,7 @@ import tempfile
 import types
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
@@ -33,7 +33,7 @@ from torch.multiprocessing import get_sharing_strategy
 from headrace._core.descriptors import Descriptor
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
-from headrace._core.transport.pickling import Pickler, dump_parts, load_message
+from headrace._core.transport.pickling import Pickler, dump_parts, load_message, out_of_band
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.slabs import aligned
 
@@ -58,9 +58,13 @@ class SharedPickle:
     # exit.
     tracker: Descriptor | None
     modules: tuple[str, ...]  # modules in the pickle, for an early import; see `preload`
+    # Whether the receivers are on other machines: the memory is copied, and shared objects too.
+    portable: bool = False
 
     @classmethod
-    def dumps(cls, obj: object, previous: SharedPickle | None = None) -> SharedPickle:
+    def dumps(
+        cls, obj: object, previous: SharedPickle | None = None, *, portable: bool = False
+    ) -> SharedPickle:
         """Pickle `obj`, or return `previous` if nothing has changed.
 
         The comparison takes a second for 0.7 GB.
@@ -74,7 +78,8 @@ class SharedPickle:
                 large.append(view)
             return view.nbytes < LARGE
 
-        whole = pickled = dump_shared(obj, keep_large, descriptors)
+        dump = dump_parts if portable else dump_shared
+        whole = pickled = dump(obj, keep_large, descriptors)
         if len(whole) >= LARGE:
             large.append(memoryview(whole))
             pickled = b""
@@ -82,9 +87,23 @@ class SharedPickle:
             return previous
         memory, extents = _in_new_memory(large)
         number = getattr(resource_tracker._resource_tracker, "_fd", None)
-        tracker = None if number is None else Descriptor.duplicate(number)
-        modules = modules_named_in(whole)
-        return cls(uuid.uuid4().int, pickled, memory, extents, tuple(descriptors), tracker, modules)
+        tracker = None if number is None or portable else Descriptor.duplicate(number)
+        return cls(
+            uuid.uuid4().int,
+            pickled,
+            memory,
+            extents,
+            tuple(descriptors),
+            tracker,
+            modules_named_in(whole),
+            portable,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self.portable:
+            parts = self.number, self.pickled, self.modules, *map(out_of_band, self._mapped())
+            return _from_other_machine, parts
+        return SharedPickle, tuple(getattr(self, field.name) for field in fields(self))
 
     def loads(self) -> Any:
         mine = resource_tracker._resource_tracker
@@ -152,6 +171,14 @@ def _in_new_memory(
             fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK,
         )
     return memory, tuple(extents)
+
+
+def _from_other_machine(
+    number: int, pickled: bytes, modules: tuple[str, ...], *buffers: memoryview
+) -> SharedPickle:
+    """Return a pickle from another machine, for the processes of this machine."""
+    memory, extents = _in_new_memory([memoryview(buffer) for buffer in buffers])
+    return SharedPickle(number, pickled, memory, extents, (), None, modules)
 
 
 class SharingPickler(Pickler):

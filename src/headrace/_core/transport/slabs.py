@@ -9,7 +9,7 @@ The reading process maps the slab (`Mapper`). When the last view has been collec
 process reports the slab as free. If the reader keeps all views, more slabs are allocated, up to a
 limit. Beyond the limit, bytes are sent over the slower socket.
 
-Without memfd (macOS) there are no slabs, and all bytes are sent over the socket.
+Without memfd (macOS), and between machines, there are no slabs: all bytes are sent over the socket.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class Allocator:
 
     def __init__(self, descriptors: socket.socket) -> None:
         self._descriptors = descriptors
+        # Descriptors cannot travel to another machine.
+        self._shares_memory = _libc is not None and descriptors.family == socket.AF_UNIX
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}  # in the order of release
         self._punched: list[int] = []
@@ -136,7 +138,7 @@ class Allocator:
 
         If the result is None, the bytes go over the socket.
         """
-        if size < SMALLEST or _libc is None:
+        if size < SMALLEST or not self._shares_memory:
             return None
         # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache,
         # and other slabs stay idle.
@@ -209,7 +211,7 @@ class Allocator:
         """
         slab: Slab | None = None
         offsets, end = [], 0
-        for buffer in buffers:
+        for buffer in buffers if self._shares_memory else ():
             offset = 0
             if buffer.nbytes:
                 address = address_of(buffer)

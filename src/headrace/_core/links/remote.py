@@ -37,6 +37,7 @@ from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
 TOKEN_TIMEOUT = 10.0  # seconds for the first bytes of a connection
+SILENCE = 25_000  # milliseconds until a machine that does not answer is lost
 END_TIMEOUT = 5.0  # seconds for the answer how an engine's process has ended
 
 # Names of moments in `StageTimes`.
@@ -153,6 +154,8 @@ class RemoteLink(Mailbox):
         if address != connected.getsockname()[0]:
             self._ahead = -math.inf
         over = asyncio.Event()
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # plans without an answer of the other machine
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE)
         connection = Connection.between_machines(connected)
         self._channel = EngineChannel(connection, self._on_object, over.set)
         for message in (opening, *self._unsent):

@@ -83,4 +83,5 @@ class RayPlacement(RemotePlacement):
     def hosts(self, setup: Any, engines: int) -> Sequence[EngineHost]:
         from headrace._core.links.ray_hosts import ray_hosts
 
-        return ray_hosts(self, setup, engines)
+        options = {"num_cpus": self.cpus_per_engine, **self.options}
+        return ray_hosts(setup, engines, options)

@@ -15,7 +15,6 @@ import ray.util.client
 
 from headrace._core.links.hosted import EngineSetup, HostedEngine
 from headrace._core.pool.supervisor import WORK_DEADLINE
-from headrace._core.ray_placement import RayPlacement
 from headrace._core.remote_placement import EngineHost
 from headrace.errors import EngineDiedError
 
@@ -27,19 +26,17 @@ _CALLS = 8  # threads of an actor: sessions that are opened at once
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError)
 
 
-def ray_hosts(placement: RayPlacement, setup: EngineSetup, engines: int) -> list[RayHost]:
-    """Return the places of some engines, each an actor."""
+def ray_hosts(setup: EngineSetup, engines: int, options: dict[str, Any]) -> list[RayHost]:
+    """Return the places of some engines, each an actor with some options of Ray."""
     _check_connected()
-    options = {
-        "num_cpus": placement.cpus_per_engine,
+    own = {
         "scheduling_strategy": "SPREAD",
         "max_concurrency": _CALLS,
         "enable_task_events": False,
         # Ray must not restart an actor: the plans of a lost engine go to other engines.
         "max_restarts": 0,
-        **placement.options,
     }
-    actor_class = ray.remote(HostedEngine).options(**options)
+    actor_class = ray.remote(HostedEngine).options(**(own | options))
     shared = ray.put(setup)
     return [RayHost(actor_class, shared, engine) for engine in range(engines)]
 

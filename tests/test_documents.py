@@ -516,6 +516,22 @@ def test_tests_named_in_documents_exist():
     ] == []
 
 
+def test_promises_name_tests_that_exist():
+    promises = re.search(r"^## Promises$.*?^## ", text_of("CONTRIBUTING.md"), re.M | re.S)[0]
+    rows = re.findall(r"^\| .* \|$", promises, re.M)[1:]
+    missing = []
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/.]+)`(?:: ((?:`test_\w+`(?:, )?)+))?", row)
+        assert named, row
+        for path, tests in named:
+            exists = (ROOT / path).exists()
+            source = text_of(path) if path.endswith(".py") and exists else ""
+            names = re.findall(r"`(\w+)`", tests)
+            missing += [name for name in names if f"def {name}(" not in source]
+            missing += [] if exists else [path]
+    assert missing == []
+
+
 def test_links_on_pypi_are_absolute():
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = README

@@ -56,8 +56,8 @@ def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) 
         why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
     elif (remote := remote_placement(options)) is not None:
         why = (
-            f"and {type(remote).__name__} exclude each other: cpus_per_engine says how many workers "
-            "an engine has room for"
+            f"and {type(remote).__name__} exclude each other: cpus_per_engine says how many "
+            "workers an engine has room for"
         )
     elif context is not None:
         why = "starts processes, in its own way: leave out multiprocessing_context="

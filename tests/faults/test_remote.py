@@ -99,8 +99,9 @@ def test_large_batches_can_be_written_to():
             assert batch["empty"].shape == (5, 0, 3)
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("whole_host", [False, True], ids=["the process", "the machine"])
+@pytest.mark.parametrize(
+    ("engines", "whole_host"), [(1, False), (2, True)], ids=["the process", "a machine of two"]
+)
 def test_kill_loses_no_batch(expected, engines, whole_host):
     placement = TcpPlacement(engines)
     with loader(placement) as there, warnings.catch_warnings(record=True) as caught:

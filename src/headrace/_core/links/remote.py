@@ -54,7 +54,11 @@ class RemoteEngines(Placement):
         pickled = pickled_config(config, portable=True)
         setup = EngineSetup(pickled, config.rank, engines, Settings.here())
         self._hosts = placement.hosts(setup, engines)
-        self._loop = LoopThread("headrace-remote")
+        try:
+            self._loop = LoopThread("headrace-remote")
+        except BaseException:  # no thread could be started, or Ctrl-C
+            self._end_hosts()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -82,11 +86,14 @@ class RemoteEngines(Placement):
         return RemoteLink(engine, self._hosts[engine], self._loop, opening)
 
     def _end(self) -> None:
+        self._end_hosts()
+        self._loop.close(CLOSE_DEADLINE)
+
+    def _end_hosts(self) -> None:
         for host in self._hosts:
             host.close()
         for host in self._hosts:
             host.join()
-        self._loop.close(CLOSE_DEADLINE)
 
 
 class RemoteLink(Mailbox):
@@ -142,20 +149,23 @@ class RemoteLink(Mailbox):
             self._channel.close()
 
     async def _serve(self, opening: Message) -> None:
-        """Open the session, and wait for the end of the connection."""
         try:
-            connected = await self._connected()
+            await self._exchange(opening)
+        except OSError as error:
+            self._end(SessionEnd(None, f"was lost: {error}"))
         except Exception as error:
-            lost = isinstance(error, OSError)
-            self._end(SessionEnd(None, f"was lost: {error}") if lost else SessionEnd(error))
-            return
+            self._end(SessionEnd(error))
+
+    async def _exchange(self, opening: Message) -> None:
+        """Open the session, and wait for the end of the connection."""
+        connected = await self._connected()
         address = connected.getpeername()[0]
         self._place = f"node {address}"
         if address != connected.getsockname()[0]:
             self._ahead = -math.inf
-        over = asyncio.Event()
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # plans without an answer of the other machine
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE)
+        over = asyncio.Event()
         connection = Connection.between_machines(connected)
         self._channel = EngineChannel(connection, self._on_object, over.set)
         for message in (opening, *self._unsent):
@@ -167,8 +177,7 @@ class RemoteLink(Mailbox):
         how = None
         with contextlib.suppress(Exception):  # the machine is lost too
             how = await asyncio.wait_for(self._host.how_it_ended(), END_TIMEOUT)
-        reason = "its connection has ended" if how is None else f"its process {how}"
-        self._end(SessionEnd(None, f"was lost: {reason}"))
+        raise ConnectionError("its connection has ended" if how is None else f"its process {how}")
 
     async def _connected(self) -> socket.socket:
         """Return a connection to the engine's process."""

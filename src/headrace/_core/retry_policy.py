@@ -71,8 +71,4 @@ def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
     Raises:
         TypeError: `retry` is neither a policy nor a number.
     """
-    if isinstance(retry, RetryPolicy):
-        return retry
-    if isinstance(retry, bool) or not isinstance(retry, int):
-        raise TypeError(f"retry must be a RetryPolicy or a number of attempts, but got {retry!r}")
-    return RetryPolicy(max_attempts=retry)
+    return retry if isinstance(retry, RetryPolicy) else RetryPolicy(max_attempts=retry)

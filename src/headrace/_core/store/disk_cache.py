@@ -66,10 +66,9 @@ class _Segment:
     A file is opened for each read, in 1 µs. So an evicted segment takes no room on the disk.
     """
 
-    def __init__(self, path: str, *, own: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.stem = os.path.basename(path)  # the name of both files
         self.path = path
-        self.own = own  # whether this process writes it
         self._consumed = 0  # bytes of the index that were read
 
     def new_records(self, number: int) -> Records:
@@ -113,15 +112,23 @@ def _opened(path: str) -> Iterator[int]:
 
 
 class _Entry(NamedTuple):
-    """An entry; the state is ``states[slot]``."""
+    """An entry of a segment."""
 
     name: bytes
     segment: _Segment
     start: int
     length: int
     crc: int
-    states: bytearray
-    slot: int
+    states: bytearray  # states of all entries of a table
+    slot: int  # position in the table
+
+    @property
+    def state(self) -> int:
+        return self.states[self.slot]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self.states[self.slot] = state
 
 
 class _Table:
@@ -201,13 +208,13 @@ class DiskCache:
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
-        counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
+        counts.cache_damaged += sum(entry.state == _DEAD for entry in there)
         return found
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Forget entries with bytes that make no sample."""
         for entry in filter(None, map(self._find, names)):
-            entry.states[entry.slot] = _DEAD
+            entry.state = _DEAD
             self.counts().cache_damaged += 1
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
@@ -230,7 +237,7 @@ class DiskCache:
         # missed.
         recent = self._recent.get(name)
         if recent is not None:
-            return recent if recent.states[0] < _DEAD else None
+            return recent if recent.state < _DEAD else None
         if not name:
             return None
         low, high = _HALVES.unpack(name)
@@ -258,14 +265,10 @@ class DiskCache:
             # A share of the time, for a cache of any size and any number of misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _read_indices(self, *, own: bool = False) -> None:
-        """Sort new records of segments into the table.
-
-        With `own`, the segments of this process are read too.
-        """
+    def _read_indices(self) -> None:
+        """Sort new records of all segments into the table."""
         stems = sorted(self._files())  # the oldest first
-        gone = self._numbers.keys() - stems
-        for stem in gone:  # evicted
+        for stem in self._numbers.keys() - stems:  # evicted
             self._segments[self._numbers.pop(stem)] = None
         found = []
         for stem in stems:
@@ -274,7 +277,7 @@ class DiskCache:
                     self._add(_Segment(os.path.join(self._folder, stem)))
                 number = self._numbers[stem]
                 segment = self._segments[number]
-                if segment is not None and (own or not segment.own):
+                if segment is not None:
                     found.append(segment.new_records(number))
         new = np.concatenate([np.empty(0, RECORD), *found])
         if len(new):
@@ -283,13 +286,7 @@ class DiskCache:
             old = alive[records["segment"]] & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
-        if own or gone:
-            kept_recent = {} if own else self._recent
-            self._recent = {
-                name: each
-                for name, each in kept_recent.items()
-                if each.segment.stem in self._numbers
-            }
+        self._recent = {}
 
     def _add(self, segment: _Segment) -> None:
         self._numbers[segment.stem] = len(self._segments)
@@ -299,25 +296,15 @@ class DiskCache:
         """Append the entries that are missing."""
         with self._lock:
             new: dict[bytes, memoryview] = {}
-            room = math.inf if self._limit is None else self._limit // 2
+            nbytes, limit = 0, math.inf if self._limit is None else self._limit
             for name, view in zip(names, views, strict=True):
-                if (
-                    self._find(name) is None
-                    and name not in new
-                    and len(view) + RECORD.itemsize <= room
-                ):
-                    new[name] = view
-                    room -= len(view) + RECORD.itemsize
+                with_record = nbytes + len(view) + RECORD.itemsize
+                if name not in new and with_record <= limit / 2 and self._find(name) is None:
+                    new[name], nbytes = view, with_record
             if not new:
                 return
-            nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
             own = self._own
-            full = (
-                own is not None
-                and self._limit is not None
-                and own.end + nbytes > self._limit // PER_CACHE
-            )
-            if own is None or full or own.is_unlinked():
+            if own is None or own.end + nbytes > limit / PER_CACHE or own.is_unlinked():
                 self._make_room(nbytes)
                 secure_folder(self._folder)
                 own = self._own = _Writer(self._folder)
@@ -331,7 +318,7 @@ class DiskCache:
                 raise
             self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
-                self._read_indices(own=True)
+                self._read_indices()
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the oldest segments until `nbytes`, and a segment, fit."""
@@ -370,17 +357,18 @@ def _read_entries(entries: Sequence[_Entry]) -> list[memoryview | None]:
     buffer = np.empty(sum(entry.length for entry in entries), np.uint8).data
     views: list[memoryview | None] = []
     end = 0
-    for name, segment, start, length, crc, states, slot in entries:
-        data = buffer[end : end + length]
-        end += length
+    for entry in entries:
+        data = buffer[end : end + entry.length]
+        end += entry.length
         try:
-            complete = segment.read_into(start, data)
+            complete = entry.segment.read_into(entry.start, data)
         except OSError:  # evicted, or an I/O error of the disk
-            states[slot] = _GONE
+            entry.state = _GONE
         else:
-            valid = states[slot] == _VALID or _checksum(name, start, data) == crc
-            states[slot] = _VALID if complete and valid else _DEAD
-        views.append(data.toreadonly() if states[slot] == _VALID else None)
+            known = entry.state == _VALID
+            valid = known or _checksum(entry.name, entry.start, data) == entry.crc
+            entry.state = _VALID if complete and valid else _DEAD
+        views.append(data.toreadonly() if entry.state == _VALID else None)
     return views
 
 
@@ -397,7 +385,7 @@ class _Writer:
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
-        self.segment = _Segment(path, own=True)
+        self.segment = _Segment(path)
         self.end = 0  # bytes of the data
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{path}.data", flags, 0o600)

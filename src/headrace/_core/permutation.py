@@ -119,27 +119,22 @@ class Permutation:
         Raises:
             IndexError: a position is out of range, or is no integer.
         """
-        array = (
-            np.arange(*positions.indices(self.n))
-            if isinstance(positions, slice)
-            else np.asarray(positions)
-        )
+        if isinstance(positions, slice):
+            positions = np.arange(*positions.indices(self.n))
+        array = np.asarray(positions)
         if not array.size:
             return np.empty(array.shape, dtype=np.int64)
         if array.dtype.kind not in "iu":
             raise IndexError(f"positions must be integers, not {array.dtype}")
-        least, greatest = int(array.min()), int(array.max())
-        if least < -self.n or greatest >= self.n:
-            wrong = least if least < -self.n else greatest
-            raise IndexError(f"position {wrong} is out of range for {self.n} values")
+        wrong = array[(array < -self.n) | (array >= self.n)]
+        if wrong.size:
+            raise IndexError(f"position {wrong[0]} is out of range for {self.n} values")
         flat = array.reshape(-1).astype(np.int64)
-        if least < 0:
-            flat[flat < 0] += self.n
+        flat[flat < 0] += self.n
         for first in range(0, len(flat), BLOCK):
-            flat[first : first + BLOCK] = self._at(flat[first : first + BLOCK].view(np.uint64))
-        return (
-            int(flat[0]) if isinstance(positions, int | np.integer) else flat.reshape(array.shape)
-        )
+            block = flat[first : first + BLOCK]
+            block[:] = self._at(block.view(np.uint64))
+        return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(map(np.ndarray.tolist, self.blocks()))
@@ -164,9 +159,7 @@ class Permutation:
         wanted = range(self.n)[start:stop:step]
         for first in range(0, len(wanted), BLOCK):
             part = wanted[first : first + BLOCK]
-            yield self._at(
-                np.arange(part.start, part.stop, part.step, dtype=np.int64).view(np.uint64)
-            )
+            yield self[np.arange(part.start, part.stop, part.step)]
 
     def _at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the values at positions within range.

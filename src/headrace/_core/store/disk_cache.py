@@ -461,12 +461,10 @@ def secure_folder(folder: str) -> None:
     status = os.stat(folder) if stat.S_ISLNK(link.st_mode) else link
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"the cache folder is not a folder: {folder}")
-    me, reason = os.geteuid(), ""
-    if status.st_mode & 0o022:
-        reason = f"other users may write to it (its mode is {status.st_mode & 0o7777:o})"
-    if status.st_uid != me:
-        reason = f"it belongs to user {status.st_uid}, and this process runs as user {me}"
-    if status is not link and link.st_uid not in (me, 0):
-        reason = f"it is a symbolic link created by user {link.st_uid}"
-    if reason:
+    me, mode = os.geteuid(), status.st_mode & 0o7777
+    if mode & 0o022 or status.st_uid != me or link.st_uid not in (me, 0):
+        reason = (
+            f"other users may write to it (it belongs to user {status.st_uid}, its link to user "
+            f"{link.st_uid}, its mode is {mode:o}, and this process runs as user {me})"
+        )
         raise CacheFolderError(folder=folder, reason=reason)

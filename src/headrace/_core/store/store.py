@@ -611,35 +611,32 @@ class Store:
         """
         tries = self._tries("listing")
         last = after
+        pages: Any = None  # the listing that goes on; None to begin after `last`
+        returns: Counter[str] = Counter()
+
+        async def request(store: ObjectStore) -> Sequence[ObjectMeta]:
+            nonlocal pages
+            going, pages = pages, None
+            if going is None:
+                returns.clear()
+                offset = last if self.traits.remote and not self.traits.web_server else None
+                going = obstore.list(store, prefix, offset=offset, chunk_size=PAGE)
+            async with asyncio.timeout(self._timeout):
+                page: Sequence[ObjectMeta] = await anext(going, None) or ()
+            begin = page[0]["path"] if page else ""
+            returns[begin] += 1
+            if returns[begin] > 3:  # keys that differ by a slash at an end are equal here
+                raise RequestFailure(Cause.ENDLESS, detail=repr(begin))
+            pages = going
+            return page
+
         while True:
-            self.stats.requests += 1
-            returns: Counter[str] = Counter()
-            offset = last if self.traits.remote and not self.traits.web_server else None
-            pages = obstore.list(self.backend(), prefix, offset=offset, chunk_size=PAGE)
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeout):
-                        page = await anext(pages, None)
-                except TimeoutError:
-                    detail = f"no page with keys within {self._timeout} s"
-                    failure = RequestFailure(Cause.TIMED_OUT, detail=detail)
-                    break
-                except NATIVE_ERRORS as caught:
-                    failure = failure_of(caught)
-                    break
-                if not page:
-                    return
-                self._gate.successes += 1
-                tries.progress()
-                tries.attempts = 0
-                begin = page[0]["path"]
-                returns[begin] += 1
-                if returns[begin] > 3:  # keys that differ by a slash at an end are equal here
-                    failure = RequestFailure(Cause.ENDLESS, detail=repr(begin))
-                    break
-                last = page[-1]["path"]
-                yield page
-            await self._retry_or_raise(failure, tries)
+            page = await self._attempt(request, tries)
+            if not page:
+                return
+            tries.attempts = 0
+            last = page[-1]["path"]
+            yield page
 
     async def level(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
         """List the objects and the directories directly in a directory.

@@ -44,12 +44,14 @@ _EXPIRED = re.compile(
     r"ExpiredToken|TokenRefreshRequired|RequestExpired|RequestTimeTooSkewed|token.{0,20} expired",
     re.I,
 )
-# Part of the debug dump of an error: the message of the system or of the client's libraries.
+# Parts of the debug dump of an error: the message of the system or of the client's libraries, and
+# the address.
 _WORDS = re.compile(
     r'(?:message|error): "([^"]{1,200})"'
     r"|InvalidCertificate\((?:\s*Other\w*\()*\s*(\w+)"  # for example UnknownIssuer
     r"|(InvalidContentType|BadScheme)"  # no TLS; allow_http is off
 )
+_ADDRESS = re.compile(r'"tcp connect error",\s+([0-9a-fA-F.:\[\]]+),')
 _MAX_MESSAGE = 400  # characters; a server may answer an error with a page
 CREDENTIAL_HOST = "169.254.169.254"  # serves credentials on AWS, GCP and Azure machines
 NO_CREDENTIALS = (
@@ -230,12 +232,13 @@ def _transport_cause(text: str, dump: str) -> Cause:
 
 
 def _innermost(dump: str) -> str:
-    """Return the innermost cause of a failed connection.
+    """Return the innermost cause of a failed connection, and the address.
 
     The text comes from the client's libraries: `reqwest`, `hyper`, `rustls`.
     """
     words = ["".join(each) for each in _WORDS.findall(dump)] or [""]
-    return words[-1]
+    address = _ADDRESS.search(dump)
+    return f"{words[-1]} ({address[1]})" if address is not None else words[-1]
 
 
 def describe_error(error: BaseException, secrets: tuple[str, ...] = ()) -> str:

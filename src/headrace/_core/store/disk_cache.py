@@ -7,6 +7,7 @@ bytes. docs/design/0011-the-disk-cache.md gives the reasons.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -163,8 +164,8 @@ class DiskCache:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # for changes of the attributes below; lookups need no lock
-        self._segments: list[_Segment | None] = []
-        self._numbers: dict[str, int] = {}
+        self._segments: dict[int, _Segment] = {}  # by the numbers in records
+        self._numbers = itertools.count()
         self._table = _Table(np.empty(0, RECORD), bytearray())
         self._recent: dict[bytes, _Entry] = {}  # own entries that are not in the table yet
         self._own: _Writer | None = None
@@ -245,7 +246,7 @@ class DiskCache:
         slot = bisect_right(table.lows, low) - 1
         while slot >= 0 and table.lows[slot] == low:
             _, other, start, length, crc, number = table.records[slot].item()
-            segment = self._segments[number]
+            segment = self._segments.get(number)
             if other == high and segment is not None and table.states[slot] < _DEAD:
                 return _Entry(name, segment, start, length, crc, table.states, slot)
             slot -= 1
@@ -267,30 +268,27 @@ class DiskCache:
 
     def _read_indices(self) -> None:
         """Sort new records of all segments into the table."""
-        stems = sorted(self._files())  # the oldest first
-        for stem in self._numbers.keys() - stems:  # evicted
-            self._segments[self._numbers.pop(stem)] = None
-        found = []
-        for stem in stems:
+        unknown = set(self._files())
+        for number, segment in [*self._segments.items()]:
+            if segment.stem not in unknown:  # evicted
+                del self._segments[number]
+            unknown.discard(segment.stem)
+        for stem in sorted(unknown):  # the oldest first
+            self._add(_Segment(os.path.join(self._folder, stem)))
+        found = [np.empty(0, RECORD)]
+        for number, segment in self._segments.items():
             with suppress(OSError):  # evicted meanwhile, or no descriptor is left
-                if stem not in self._numbers:
-                    self._add(_Segment(os.path.join(self._folder, stem)))
-                number = self._numbers[stem]
-                segment = self._segments[number]
-                if segment is not None:
-                    found.append(segment.new_records(number))
-        new = np.concatenate([np.empty(0, RECORD), *found])
+                found.append(segment.new_records(number))
+        new = np.concatenate(found)
         if len(new):
             records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
-            alive = np.array([segment is not None for segment in self._segments], dtype=bool)
-            old = alive[records["segment"]] & (states < _DEAD)
+            old = np.isin(records["segment"], [*self._segments]) & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
         self._recent = {}
 
     def _add(self, segment: _Segment) -> None:
-        self._numbers[segment.stem] = len(self._segments)
-        self._segments.append(segment)
+        self._segments[next(self._numbers)] = segment
 
     def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Append the entries that are missing."""

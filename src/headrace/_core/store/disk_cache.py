@@ -285,7 +285,8 @@ class DiskCache:
             old = np.isin(records["segment"], [*self._segments]) & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
-        self._recent = {}
+        # The table does not know which of the entries are dead.
+        self._recent = {name: each for name, each in self._recent.items() if each.state >= _DEAD}
 
     def _add(self, segment: _Segment) -> None:
         self._segments[next(self._numbers)] = segment

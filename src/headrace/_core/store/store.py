@@ -620,8 +620,11 @@ class Store:
                 returns.clear()
                 offset = last if self.traits.remote and not self.traits.web_server else None
                 going = obstore.list(store, prefix, offset=offset, chunk_size=PAGE)
-            async with asyncio.timeout(self._timeout):
-                found: Any = await anext(going, None)
+            try:
+                found: Any = await asyncio.wait_for(anext(going, None), self._timeout)
+            except TimeoutError:
+                detail = f"no page with keys within {self._timeout} s"
+                raise RequestFailure(Cause.TIMED_OUT, detail=detail) from None
             page: Sequence[ObjectMeta] = found or ()
             begin = page[0]["path"] if page else ""
             returns[begin] += 1

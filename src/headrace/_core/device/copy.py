@@ -78,7 +78,7 @@ class Copier:
                 kept.append(memory)
                 with torch.no_grad():
                     for tensor, offset in zip(others, ends, strict=False):
-                        _at(memory, offset, tensor, plain=True).copy_(tensor)
+                        _at(memory, offset, tensor).copy_(tensor)
                 placed.append(self._copy(memory, others, ends, moved))
             for key, thing in found["side"].items():
                 with self.streams.on(self._side):
@@ -225,9 +225,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return dense.stride()
 
 
-def _at(
-    region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False
-) -> torch.Tensor:
+def _at(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """Make a tensor at byte `offset` of `region`.
 
     The dtype and the shape are as of `like`. The tensor is not a view: views share a version
@@ -236,7 +234,7 @@ def _at(
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
     made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
-    return made.requires_grad_(like.requires_grad and not plain)
+    return made.requires_grad_(like.requires_grad)
 
 
 # Types without parts to replace.

@@ -60,12 +60,15 @@ def test_rank_is_found_in_environment(monkeypatch, variables, rank, world_size):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ("WORLD_SIZE=2", "WORLD_SIZE=2 is set, and RANK is not"),
-        ("WORLD_SIZE=2 LOCAL_RANK=1", "WORLD_SIZE=2 is set, and RANK is not"),
-        ("WORLD_SIZE=4 NODE_RANK=1 LOCAL_RANK=0", "NODE_RANK=1, but not LOCAL_WORLD_SIZE"),
+        ("WORLD_SIZE=2", "has only WORLD_SIZE=2"),
+        ("WORLD_SIZE=2 LOCAL_RANK=1", "has only WORLD_SIZE=2, LOCAL_RANK=1"),
+        (
+            "WORLD_SIZE=4 NODE_RANK=1 LOCAL_RANK=0",
+            "has only WORLD_SIZE=4, NODE_RANK=1, LOCAL_RANK=0",
+        ),
         ("WORLD_SIZE=2 RANK=2", "rank 2 is not one of 2"),
         ("WORLD_SIZE=two RANK=0", "WORLD_SIZE='two'"),
-        ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not"),
+        ("RANK=1", "has only RANK=1"),
         ("SLURM_JOB_NAME=bash SLURM_PROCID=1 SLURM_NTASKS=2", "may be that of a shell"),
     ],
 )

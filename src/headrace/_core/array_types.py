@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias, cast, overload
 
@@ -15,16 +16,11 @@ AnyArray: TypeAlias = NDArray[Any]
 AnyDType: TypeAlias = np.dtype[np.generic]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Indices(Sequence[int]):
     """Batch indices from a computed order, in an array."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: IntArray) -> None:
-        self.array = array
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Indices, (self.array,)
+    array: IntArray
 
     def __len__(self) -> int:
         return len(self.array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,22 +32,20 @@ class CgroupLimits(NamedTuple):
 
         All limits are infinite on systems without control groups of version 2.
         """
-        groups = [
-            line.split(":", 2)[2]
-            for line in _text(membership).splitlines()
-            if line.startswith("0:")
-        ]
+        groups = [line for line in _text(membership).splitlines() if line.startswith("0::")]
         # Inside a container, the path may be a path of the host.
-        folder = root / "".join(groups).lstrip("/")
+        folder = root / "".join(groups).removeprefix("0::").lstrip("/")
         limits = cls()
         for each in (folder, *folder.parents):
-            if each != root and root not in each.parents:
-                return limits
-            cores = _numbers(each / "cpu.max")
-            memory = _numbers(each / "memory.max")
-            memory_left = memory[0] - _numbers(each / "memory.current", 0.0)[0]
-            found = cores[0] / cores[-1] if len(cores) > 1 else math.inf, memory[0], memory_left
-            limits = cls(*map(min, limits, found))
+            if each.is_relative_to(root):
+                quota, period = _numbers(each / "cpu.max", math.inf, 1.0)
+                (memory,) = _numbers(each / "memory.max", math.inf)
+                (used,) = _numbers(each / "memory.current", 0.0)
+                limits = cls(
+                    min(limits.cores, quota / period),
+                    min(limits.memory, memory),
+                    min(limits.memory_left, memory - used),
+                )
         return limits
 
 
@@ -65,8 +64,9 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _numbers(file: Path, missing: float = math.inf) -> list[float]:
-    return [math.inf if word == "max" else float(word) for word in _text(file).split()] or [missing]
+def _numbers(file: Path, *missing: float) -> Sequence[float]:
+    words = _text(file).split()
+    return [math.inf if word == "max" else float(word) for word in words] or missing
 
 
 def usable_cores() -> float:

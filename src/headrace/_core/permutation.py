@@ -119,27 +119,22 @@ class Permutation:
         Raises:
             IndexError: a position is out of range, or is no integer.
         """
-        array = (
-            np.arange(*positions.indices(self.n))
-            if isinstance(positions, slice)
-            else np.asarray(positions)
-        )
+        if isinstance(positions, slice):
+            positions = np.arange(*positions.indices(self.n))
+        array = np.asarray(positions)
         if not array.size:
             return np.empty(array.shape, dtype=np.int64)
         if array.dtype.kind not in "iu":
             raise IndexError(f"positions must be integers, not {array.dtype}")
-        least, greatest = int(array.min()), int(array.max())
-        if least < -self.n or greatest >= self.n:
-            wrong = least if least < -self.n else greatest
-            raise IndexError(f"position {wrong} is out of range for {self.n} values")
+        wrong = array[(array < -self.n) | (array >= self.n)]
+        if wrong.size:
+            raise IndexError(f"position {wrong[0]} is out of range for {self.n} values")
         flat = array.reshape(-1).astype(np.int64)
-        if least < 0:
-            flat[flat < 0] += self.n
+        flat[flat < 0] += self.n
         for first in range(0, len(flat), BLOCK):
-            flat[first : first + BLOCK] = self._at(flat[first : first + BLOCK].view(np.uint64))
-        return (
-            int(flat[0]) if isinstance(positions, int | np.integer) else flat.reshape(array.shape)
-        )
+            block = flat[first : first + BLOCK]
+            block[:] = self._at(block.view(np.uint64))
+        return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(map(np.ndarray.tolist, self.blocks()))
@@ -164,9 +159,7 @@ class Permutation:
         wanted = range(self.n)[start:stop:step]
         for first in range(0, len(wanted), BLOCK):
             part = wanted[first : first + BLOCK]
-            yield self._at(
-                np.arange(part.start, part.stop, part.step, dtype=np.int64).view(np.uint64)
-            )
+            yield self[np.arange(part.start, part.stop, part.step)]
 
     def _at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the values at positions within range.
@@ -184,33 +177,26 @@ class Permutation:
     def _permuted(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Pass values of the rectangle through the network once.
 
-        The argument is used as a buffer. Halves and hashes have 32 bits, and all steps are in
-        place: 64 bits throughout take 1.5 times as long.
+        The argument is used as a buffer. Halves and hashes have 32 bits: 64 bits throughout take 1.5
+        times as long.
         """
-        columns, wide = np.uint64(self._columns), values
-        quotients = wide // columns
-        halves = [quotients.astype(np.uint32)]
-        np.multiply(quotients, columns, out=quotients)
-        np.subtract(wide, quotients, out=wide)
-        halves.append(wide.astype(np.uint32))
-        hashed, other = np.empty_like(halves[0]), np.empty_like(halves[0])
+        columns = np.uint64(self._columns)
+        row, column = np.divmod(values, columns)
+        halves = [row.astype(np.uint32), column.astype(np.uint32)]
         for number, key in enumerate(self._keys):
-            changed, read = halves[number % 2], halves[1 - number % 2]
             side = self._columns if number % 2 else self._rows
-            np.add(read, key, out=hashed)
-            np.multiply(hashed, _FIRST, out=hashed)
-            np.right_shift(hashed, _FIFTEEN, out=other)
-            np.bitwise_xor(hashed, other, out=hashed)
-            np.multiply(hashed, _SECOND, out=hashed)
+            hashed = halves[1 - number % 2] + key
+            hashed *= _FIRST
+            hashed ^= hashed >> _FIFTEEN
+            hashed *= _SECOND
             # Map 32 random bits to range(side): take the high word of the product with `side`.
-            np.multiply(hashed, np.uint64(side), out=wide, dtype=np.uint64)
-            np.right_shift(wide, _WORD, out=wide)
-            np.copyto(hashed, wide, casting="unsafe")
-            np.add(changed, hashed, out=changed)
+            np.multiply(hashed, np.uint64(side), out=values, dtype=np.uint64)
+            values >>= _WORD
+            changed = values.astype(np.uint32)
+            changed += halves[number % 2]
             # Reduce the sum modulo `side`. If the sum is less than `side`, the difference wraps
             # around and is greater than the sum.
-            np.subtract(changed, np.uint32(side), out=other)
-            np.minimum(changed, other, out=changed)
-        np.multiply(halves[0], columns, out=wide, dtype=np.uint64)
-        np.add(wide, halves[1], out=wide)
-        return wide
+            halves[number % 2] = np.minimum(changed, changed - np.uint32(side))
+        np.multiply(halves[0], columns, out=values, dtype=np.uint64)
+        values += halves[1]
+        return values

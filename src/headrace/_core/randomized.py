@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
@@ -18,6 +19,7 @@ U = TypeVar("U")
 _WORD = (1 << 64) - 1
 
 
+@dataclass(slots=True)
 class CurrentSample:
     """The sample of the running user function.
 
@@ -30,13 +32,10 @@ class CurrentSample:
         calls: number of calls of randomized functions for the sample so far.
     """
 
-    __slots__ = ("calls", "key", "of_batch", "position")
-
-    def __init__(self, key: int, position: int | None = None) -> None:
-        self.key = key
-        self.position = position
-        self.of_batch = False
-        self.calls = 0
+    key: int
+    position: int | None = None
+    of_batch: bool = False
+    calls: int = 0
 
 
 current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample", default=None)

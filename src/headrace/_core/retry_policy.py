@@ -43,9 +43,9 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         for name in ("max_attempts", "burst"):
-            whole_number(f"RetryPolicy: {name}", getattr(self, name), 1)
+            whole_number(f"retry: RetryPolicy.{name}", getattr(self, name), 1)
         for name in ("initial_backoff", "max_backoff", "deadline", "retry_ratio"):
-            check_number(f"RetryPolicy: {name}", getattr(self, name), 0)
+            check_number(f"retry: RetryPolicy.{name}", getattr(self, name), 0)
 
     def max_backoff_after(self, attempt: int) -> float:
         """Return the upper bound of the wait after a failed attempt.
@@ -71,8 +71,4 @@ def as_policy(retry: RetryPolicy | int) -> RetryPolicy:
     Raises:
         TypeError: `retry` is neither a policy nor a number.
     """
-    if isinstance(retry, RetryPolicy):
-        return retry
-    if isinstance(retry, bool) or not isinstance(retry, int):
-        raise TypeError(f"retry must be a RetryPolicy or a number of attempts, but got {retry!r}")
-    return RetryPolicy(max_attempts=retry)
+    return retry if isinstance(retry, RetryPolicy) else RetryPolicy(max_attempts=retry)

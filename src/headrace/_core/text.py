@@ -64,10 +64,6 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
-            if name in ("options", "timeout", "retry"):
-                hint = (
-                    f". It is of a store: give headrace.Store(url, {name}=...) in place of the URL"
-                )
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 

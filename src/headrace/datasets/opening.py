@@ -104,7 +104,7 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
             answers = _parsed(data)
     with bound(carried, answers):
         made = make()
-    if answers.new:
+    if answers.changed:
         known, content = answers.dump()
         header = json.dumps(known, separators=(",", ":")).encode()
         whole = b"".join([len(header).to_bytes(8, "little"), header, content])

@@ -69,5 +69,5 @@ def test_a_policy_that_makes_no_sense_is_refused_and_an_int_is_a_number_of_attem
             RetryPolicy(**{name: value})
     assert as_policy(3) == RetryPolicy(max_attempts=3)
     for wrong in (True, "3", 2.0, None):
-        with pytest.raises(TypeError, match="retry must be"):
+        with pytest.raises(TypeError, match="max_attempts must be an int"):
             as_policy(wrong)

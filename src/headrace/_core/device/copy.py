@@ -6,7 +6,7 @@ The consumer's thread enqueues the copies.
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
 from copy import copy
@@ -47,7 +47,7 @@ class Copier:
         The batch is kept until the copies have ended.
         """
         self.reap()
-        found: dict[str, dict[int, Any]] = {"region": {}, "side": {}, "late": {}, "": {}}
+        found: defaultdict[str, dict[int, Any]] = defaultdict(dict)
 
         def look(leaf: Any) -> object:
             found[self._way(leaf)][id(leaf)] = leaf
@@ -78,7 +78,7 @@ class Copier:
                 kept.append(memory)
                 with torch.no_grad():
                     for tensor, offset in zip(others, ends, strict=False):
-                        _at(memory, offset, tensor, plain=True).copy_(tensor)
+                        _at(memory, offset, tensor).copy_(tensor)
                 placed.append(self._copy(memory, others, ends, moved))
             for key, thing in found["side"].items():
                 with self.streams.on(self._side):
@@ -153,17 +153,14 @@ class Copier:
         if isinstance(leaf, torch.Tensor):
             if _travels_in_a_region(leaf):
                 return "region"
-            return (
-                "late" if leaf.device != self.streams.device and leaf.device.type != "meta" else ""
-            )
+            return "" if leaf.device == self.streams.device or leaf.is_meta else "late"
         if not _moves(leaf):
             return ""
         return "side" if _names_its_memory(leaf) else "late"
 
     def _move_late(self, leaf: Any) -> object:
-        return (
-            leaf.to(self.streams.device, non_blocking=True) if self._way(leaf) == "late" else leaf
-        )
+        late = self._way(leaf) == "late"
+        return leaf.to(self.streams.device, non_blocking=True) if late else leaf
 
     def _sorted(
         self, tensors: list[torch.Tensor]
@@ -171,20 +168,20 @@ class Copier:
         """Return the tensors in page-locked slabs, by slab, and the others."""
         in_slab: dict[Slab, list[torch.Tensor]] = {}
         others: list[torch.Tensor] = []
-        last: Slab | None = None
+        slab: Slab | None = None
         for tensor in tensors:
             address, size = tensor.data_ptr(), _size(tensor)
-            if last is None or not 0 <= address - last.address <= last.size - size:
-                last = slab_at(address, size)
-            # A tensor without the alignment of the dtype is copied to an aligned place.
-            fits = last is not None and (address - last.address) % ALIGNMENT % tensor.itemsize == 0
+            # Most tensors are in the slab of the tensor before.
+            if slab is None or not 0 <= address - slab.address <= slab.size - size:
+                slab = slab_at(address, size)
             if (
-                last is not None
-                and fits
+                slab is not None
+                # A tensor without the alignment of the dtype is copied to an aligned place.
+                and (address - slab.address) % ALIGNMENT % tensor.itemsize == 0
                 and _is_plain(tensor)
-                and self._registry.register(last, self.streams)
+                and self._registry.register(slab, self.streams)
             ):
-                in_slab.setdefault(last, []).append(tensor)
+                in_slab.setdefault(slab, []).append(tensor)
             else:
                 others.append(tensor)
         return in_slab, others
@@ -211,9 +208,8 @@ def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's bytes are the values, without gaps."""
-    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return False
-    return tensor.stride() == _strides(tensor)
+    changed = tensor.is_conj() or tensor.is_neg()
+    return not changed and tensor.numel() > 0 and tensor.stride() == _strides(tensor)
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -225,16 +221,11 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
     A dense layout is kept. Any other layout becomes contiguous.
     """
-    return (
-        tensor.stride()
-        if tensor.is_contiguous()
-        else torch.empty_like(tensor, device="meta").stride()
-    )
+    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return dense.stride()
 
 
-def _at(
-    region: torch.Tensor, offset: int, like: torch.Tensor, *, plain: bool = False
-) -> torch.Tensor:
+def _at(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """Make a tensor at byte `offset` of `region`.
 
     The dtype and the shape are as of `like`. The tensor is not a view: views share a version
@@ -243,7 +234,11 @@ def _at(
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
     made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
-    return made.requires_grad_(like.requires_grad and not plain)
+    return made.requires_grad_(like.requires_grad)
+
+
+# Types without parts to replace.
+_VALUES = (torch.Tensor, str, bytes, bytearray, memoryview, range)
 
 
 def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
@@ -253,40 +248,30 @@ def _replaced(batch: object, leaf: Callable[[object], Any]) -> Any:
     memory, as torch requires. A container with both `to` and `record_stream` (a `TensorDict`) is a
     leaf: a copy of the items would lose the other state of the container.
     """
-    if isinstance(batch, torch.Tensor):
-        return leaf(batch)
     if isinstance(batch, PackedSequence):
-        orders = (batch.sorted_indices, batch.unsorted_indices)
-        moved = [None if order is None else leaf(order) for order in orders]
-        return PackedSequence(leaf(batch.data), batch.batch_sizes, *moved)
-    if isinstance(batch, str | bytes | bytearray | memoryview):
-        return batch
-    if isinstance(batch, Mapping | Sequence) and _moves(batch) and _names_its_memory(batch):
+        return PackedSequence(
+            leaf(batch.data),
+            batch.batch_sizes,
+            leaf(batch.sorted_indices),
+            leaf(batch.unsorted_indices),
+        )
+    if isinstance(batch, _VALUES) or (_moves(batch) and _names_its_memory(batch)):
         return leaf(batch)
     if isinstance(batch, Mapping):
         items = {key: _replaced(value, leaf) for key, value in batch.items()}
-        if type(batch) is dict:
-            return items
-        if isinstance(batch, MutableMapping):
-            clone = copy(batch)
-            clone.update(items)
-            return clone
-        return type(batch)(items)  # type: ignore[call-arg]
-    if isinstance(batch, tuple):
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(items)  # type: ignore[call-arg]
+        clone = copy(batch)
+        clone.update(items)
+        return clone
+    if isinstance(batch, Sequence):
         parts = [_replaced(value, leaf) for value in batch]
-        if hasattr(batch, "_fields"):
-            return type(batch)(*parts)
-        return type(batch)(parts)
-    if isinstance(batch, Sequence) and not isinstance(batch, range):
-        parts = [_replaced(value, leaf) for value in batch]
-        if type(batch) is list:
-            return parts
         if isinstance(batch, MutableSequence):
             copied = copy(batch)
             for number, part in enumerate(parts):
                 copied[number] = part
             return copied
-        return type(batch)(parts)  # type: ignore[call-arg]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # type: ignore[call-arg]
     return leaf(batch)
 
 

@@ -22,7 +22,6 @@ class DeviceStage:
     """Copies batches of a session to a device.
 
     Up to `depth` batches are copied before being taken. The stage owns the session and the copier.
-    Other attributes are the attributes of the session.
     """
 
     session: Any
@@ -34,19 +33,32 @@ class DeviceStage:
     _lock: Any = field(default_factory=threading.RLock)
     _closed: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
+    def __post_init__(self) -> None:
+        self.send = self.session.send
+        self.waits = self.session.waits
+        self.must_wait = self.session.must_wait
+        self.take_status = self.session.take_status
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.session.ended)
+
+    @property
+    def error(self) -> Any:
+        return self.session.error
+
+    @property
+    def is_current(self) -> bool:
+        return bool(self.session.is_current)
 
     def ready(self) -> int:
-        found: int = len(self._copying) + self.session.ready()
-        return found
+        return len(self._copying) + int(self.session.ready())
 
     def certain(self) -> int:
         for number, host in enumerate(self._copying):
             if host.empty:
                 return number
-        found: int = len(self._copying) + self.session.certain()
-        return found
+        return len(self._copying) + int(self.session.certain())
 
     def take(self) -> HostBatch | None:
         """Enqueue copies of arrived batches, and return the oldest batch.

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -53,11 +53,43 @@ def run_blocking(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Fut
 _local = threading.local()
 
 
+class Results:
+    """Results of calls in other threads, given to a loop in batches."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[asyncio.Future[Any], object, BaseException | None]] = deque()
+        self._flushing = False  # whether `deliver` is scheduled
+
+    def add(
+        self, future: asyncio.Future[Any], result: object, error: BaseException | None = None
+    ) -> None:
+        self._waiting.append((future, result, error))
+
+    def flush(self) -> None:
+        """Schedule `deliver` on the loop. Any thread may call `flush`."""
+        if not self._flushing:
+            self._flushing = True
+            with contextlib.suppress(RuntimeError):  # if the loop is closed, no caller is left
+                self._loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self) -> None:
+        """Set the results of all futures. Runs on the loop."""
+        self._flushing = False  # first, so that later results schedule another call
+        while self._waiting:
+            future, result, error = self._waiting.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+
 class _BatchedExecutor:
     """Executor for the calls of a loop.
 
-    Only `_work`, and `_call_on_loop` as part of `_work`, run in other threads. All other methods
-    run on the loop.
+    Only `_work` runs in other threads. All other methods run on the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -65,12 +97,11 @@ class _BatchedExecutor:
         self._calls: deque[
             tuple[asyncio.Future[object], Callable[..., object], tuple[object, ...]]
         ] = deque()
-        self._results: deque[tuple[asyncio.Future[object], BaseException | None, object]] = deque()
+        self._results = Results(loop)
         self._threads = 0
         self._wanted = 1
         self._resizing = False
         self._finished = 0
-        self._flushing = False  # whether `_set_results` is scheduled
 
     def submit(
         self, function: Callable[..., object], args: tuple[object, ...]
@@ -125,7 +156,7 @@ class _BatchedExecutor:
                 error = RuntimeError(f"{function!r} raised {caught!r}")
             except BaseException as caught:
                 error = caught
-            self._results.append((future, error, result))
+            self._results.add(future, result, error)
             self._finished += 1
             del future, function, args, result, error
             now = time.perf_counter()
@@ -135,33 +166,16 @@ class _BatchedExecutor:
                 since = 0.0
                 if now > until:
                     break
-                if not self._flushing:
-                    self._flushing = True
-                    self._call_on_loop(self._set_results)
-        self._call_on_loop(self._on_end)
-
-    def _call_on_loop(self, callback: Callable[[], None]) -> None:
+                self._results.flush()
         with contextlib.suppress(RuntimeError):  # if the loop is closed, no caller is left
-            self.loop.call_soon_threadsafe(callback)
-
-    def _set_results(self) -> None:
-        self._flushing = False  # first, so that later results schedule another flush
-        results = self._results
-        while results:
-            future, error, result = results.popleft()
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+            self.loop.call_soon_threadsafe(self._on_end)
 
     def _on_end(self) -> None:
         """Set results after the end of a thread.
 
         If calls wait and fewer threads than wanted are left, a new thread starts.
         """
-        self._set_results()
+        self._results.deliver()
         self._threads -= 1
         if self._calls and self._threads < self._wanted:
             self._start_thread()

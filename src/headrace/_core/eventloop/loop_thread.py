@@ -139,8 +139,11 @@ class LoopThread:
         try:
             # In a new context, without the caller's variables.
             self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
-        except RuntimeError as error:  # the loop is closed
-            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
+        except RuntimeError as error:
+            raise self._ended_error() from self._died or error
+
+    def _ended_error(self) -> EngineDiedError:
+        return EngineDiedError(why=str(self._died or "it was closed"))
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         try:
@@ -149,7 +152,7 @@ class LoopThread:
             future = context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()
-            raise EngineDiedError(why=str(self._died or "it was closed")) from self._died or error
+            raise self._ended_error() from self._died or error
         self._started.add(future)  # the future holds the task
         future.add_done_callback(self._started.discard)
         return future

@@ -3,8 +3,8 @@
 While a session runs, a callback on the loop (the beat) notes the time every 25 ms. A thread wakes
 when a beat is late by 25 ms. Then the thread samples the stack of the loop's thread every 10 ms
 until the beat comes. The time between samples counts for the function of user code in which the
-samples find the loop. Time in which the loop's thread waited for a core or for the GIL does not
-count. If the process was stopped, the watchdog wakes late too: at most 20 ms count for a sample.
+samples find the loop. If the process was stopped, or another thread held the GIL, the watchdog
+wakes late too: at most 20 ms count for a sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import traceback
 import types
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
@@ -39,17 +38,8 @@ _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # importing `sysconfig`: 1.6 ms
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
-_FUTEX = (b"202", b"98")  # numbers of the system call on x86-64 and on ARM
 _log = logging.getLogger("headrace")
 _reported: set[tuple[str, int]] = set()  # file and first line of each function reported
-
-
-class _Scheduled(NamedTuple):
-    """Counts of the kernel for a thread."""
-
-    cpu: float = 0.0  # seconds on a core
-    queued: float = 0.0  # seconds of waiting for a core
-    slices: int = 0  # number of times that the thread got a core
 
 
 class LoopWatch:
@@ -66,7 +56,6 @@ class LoopWatch:
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
-        self._at_beat = _Scheduled()
         # File of the loop's thread: nanoseconds on a core, nanoseconds of waiting for a core.
         self._times = Path()
         self._sessions = 0
@@ -110,29 +99,12 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        self._at_beat = self._scheduled()
-        self.queued_seconds = self._at_beat.queued
+        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+            self.queued_seconds = int(self._times.read_bytes().split()[1]) / 1e9
         self.due = time.monotonic() + BEAT
 
-    def _scheduled(self) -> _Scheduled:
-        with suppress(OSError, ValueError):  # not Linux, or no descriptor is left
-            cpu, queued, slices = map(int, self._times.read_bytes().split())
-            return _Scheduled(cpu / 1e9, queued / 1e9, slices)
-        return _Scheduled()
-
-    def _waits_for_gil(self, before: _Scheduled, found: _Scheduled, seconds: float) -> bool:
-        """Whether the loop's thread has only waited for the GIL.
-
-        A thread waits for the GIL in a futex, and wakes every 5 ms.
-        """
-        if found.cpu - before.cpu > seconds / 2 or found.slices == before.slices:
-            return False
-        with suppress(OSError):
-            return self._times.with_name("syscall").read_bytes().split()[0] in _FUTEX
-        return False
-
     def _run(self) -> None:
-        watched, pause, looked, before = math.inf, None, 0.0, _Scheduled()
+        watched, pause, looked = math.inf, None, 0.0
         awake = True
         while awake:
             with suppress(queue.Empty):
@@ -140,13 +112,11 @@ class LoopWatch:
             due, now = self.due, time.monotonic()
             if due != watched:
                 self._late.clear()
-                watched, before = due, self._at_beat
+                watched = due
             pause = None if math.isinf(due) else due + GRACE - now
             if pause is not None and pause <= 0:
-                found, seconds = self._scheduled(), min(now - looked, 2 * TICK)
-                if not self._waits_for_gil(before, found, seconds):
-                    self._sample(due, max(0.0, seconds - (found.queued - before.queued)))
-                pause, looked, before = TICK, now, found
+                self._sample(due, min(now - looked, 2 * TICK))
+                pause, looked = TICK, now
 
     def _sample(self, due: float, seconds: float) -> None:
         """Add `seconds` to the function in which the loop is."""

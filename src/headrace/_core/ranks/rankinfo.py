@@ -20,6 +20,8 @@ from headrace.errors import UnknownRankError
 
 T = TypeVar("T")
 _SINGLE = "single process"
+# Environment variables that launchers set on every node, for errors.
+_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 GROUP = "data_parallel="
 # Methods that read a whole stream and give each rank a part.
 _DIVIDERS = {
@@ -41,15 +43,6 @@ class RankInfo:
     rank: int
     world_size: int
     source: str = field(compare=False)
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables RANK and WORLD_SIZE.
-
-        Empty for a process that no launcher has started.
-        """
-        if self.source == _SINGLE:
-            return {}
-        return {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}
 
 
 _of_context: ContextVar[RankInfo | None] = ContextVar("headrace_rank", default=None)
@@ -173,11 +166,13 @@ def provided_rank(info: RankInfo) -> bound:
 def adopt_rank(info: RankInfo) -> None:
     """Set the rank of a loader's process.
 
-    The rank is set for `get_rank_info` and in the environment.
+    The rank is set for `get_rank_info`. If a launcher has started the job, the rank is set in the
+    environment too.
     """
     global _of_process
     _of_process = info
-    os.environ.update(info.environment())
+    if info.source != _SINGLE:
+        os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size))
 
 
 def _resolved() -> RankInfo:
@@ -187,10 +182,9 @@ def _resolved() -> RankInfo:
         )
     found = _from_rank() or _from_slurm() or _from_local_rank()
     if found is None:
-        if (_number("WORLD_SIZE") or 1) > 1:
-            raise _unknown("is set, and RANK is not")
-        if (_number("RANK") or 0) > 0 and "WORLD_SIZE" not in os.environ:
-            raise UnknownRankError(why=f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not")
+        if (_number("WORLD_SIZE") or 1) > 1 or (_number("RANK") or 0) > 0:
+            known = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+            raise UnknownRankError(why=f"the environment has only {', '.join(known)}")
         return RankInfo(0, 1, _SINGLE)
     if not 0 <= found.rank < found.world_size:
         raise UnknownRankError(
@@ -238,12 +232,8 @@ def _from_local_rank() -> RankInfo | None:
     on_node = _number("LOCAL_WORLD_SIZE")
     if on_node == world_size:
         node = 0
-    if node is None:
+    if node is None or (node and on_node is None):
         return None
-    if node and on_node is None:
-        raise _unknown(
-            f"is set, and NODE_RANK={node}, but not LOCAL_WORLD_SIZE, the number of ranks on a node"
-        )
     rank = node * (on_node or 0) + local
     return RankInfo(rank, world_size, "NODE_RANK, LOCAL_RANK and WORLD_SIZE")
 
@@ -254,10 +244,6 @@ def ranks_on_host() -> int:
     Launchers like torchrun set the number. 1 if no launcher has set the number.
     """
     return max(1, _number("LOCAL_WORLD_SIZE") or 1)
-
-
-def _unknown(why: str) -> UnknownRankError:
-    return UnknownRankError(why=f"WORLD_SIZE={os.environ['WORLD_SIZE']} {why}")
 
 
 def _number(variable: str) -> int | None:

@@ -24,28 +24,25 @@ class Answers:
         data: the bytes of the recorded answers.
 
     Attributes:
-        new: answers to requests made since the recording.
+        changed: whether requests were answered since the recording.
     """
 
     def __init__(self, known: dict[str, Any], data: memoryview) -> None:
-        self._known, self._data = known, data
-        self.new: dict[str, Any] = {}
+        self._answers = {name: _decoded(value, data) for name, value in known.items()}
+        self.changed = False
 
     async def get(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
         """Return the recorded answer, or make the request.
 
         The answer of a new request is recorded. A recorded `ObjectNotFoundError` is raised again.
         """
-        if name in self._known:
-            answer = self._decoded(self._known[name])
-        elif name in self.new:
-            answer = self.new[name]
-        else:
+        if name not in self._answers:
             try:
-                answer = await request()
+                self._answers[name] = await request()
             except ObjectNotFoundError as error:
-                answer = error
-            self.new[name] = answer
+                self._answers[name] = error
+            self.changed = True
+        answer = self._answers[name]
         if isinstance(answer, ObjectNotFoundError):
             raise copy.copy(answer)
         found: T = answer
@@ -53,20 +50,20 @@ class Answers:
 
     def dump(self) -> tuple[dict[str, Any], bytes]:
         """Return all answers as JSON values, and all bytes."""
-        data = bytearray(self._data)
-        return self._known | {
-            name: _encoded(answer, data) for name, answer in self.new.items()
-        }, bytes(data)
+        data = bytearray()
+        known = {name: _encoded(answer, data) for name, answer in self._answers.items()}
+        return known, bytes(data)
 
-    def _decoded(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [*map(self._decoded, value)]
-        ((kind, content),) = value.items()
-        if kind == "head":
-            return Head(*content)
-        if kind == "bytes":
-            return self._data[slice(*content)]
-        return ObjectNotFoundError(content)
+
+def _decoded(value: Any, data: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each, data) for each in value]
+    ((kind, content),) = value.items()
+    if kind == "head":
+        return Head(*content)
+    if kind == "bytes":
+        return data[slice(*content)]
+    return ObjectNotFoundError(content)
 
 
 def _encoded(value: Any, data: bytearray) -> Any:

@@ -47,15 +47,16 @@ class Tries:
         self.attempts = 0
         self.began: float = time.monotonic() if whole is None else whole.began
         self.renewed = False  # whether the credentials were renewed for this request
-        self._progressed: list[float] = [self.began] if whole is None else whole._progressed
+        self._whole = whole or self
+        self._progressed = self.began
 
     def progress(self) -> None:
         """Restart the deadline."""
-        self._progressed[0] = time.monotonic()
+        self._whole._progressed = time.monotonic()
 
     def within(self, seconds: float) -> bool:
         """Return whether the deadline allows an attempt after `seconds`."""
-        return time.monotonic() + seconds - self._progressed[0] < self.policy.deadline
+        return time.monotonic() + seconds - self._whole._progressed < self.policy.deadline
 
 
 class RetryGate:

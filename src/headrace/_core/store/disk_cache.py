@@ -7,6 +7,7 @@ bytes. docs/design/0011-the-disk-cache.md gives the reasons.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -66,10 +67,9 @@ class _Segment:
     A file is opened for each read, in 1 µs. So an evicted segment takes no room on the disk.
     """
 
-    def __init__(self, path: str, *, own: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.stem = os.path.basename(path)  # the name of both files
         self.path = path
-        self.own = own  # whether this process writes it
         self._consumed = 0  # bytes of the index that were read
 
     def new_records(self, number: int) -> Records:
@@ -113,15 +113,23 @@ def _opened(path: str) -> Iterator[int]:
 
 
 class _Entry(NamedTuple):
-    """An entry; the state is ``states[slot]``."""
+    """An entry of a segment."""
 
     name: bytes
     segment: _Segment
     start: int
     length: int
     crc: int
-    states: bytearray
-    slot: int
+    states: bytearray  # states of all entries of a table
+    slot: int  # position in the table
+
+    @property
+    def state(self) -> int:
+        return self.states[self.slot]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self.states[self.slot] = state
 
 
 class _Table:
@@ -156,8 +164,8 @@ class DiskCache:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # for changes of the attributes below; lookups need no lock
-        self._segments: list[_Segment | None] = []
-        self._numbers: dict[str, int] = {}
+        self._segments: dict[int, _Segment] = {}  # by the numbers in records
+        self._numbers = itertools.count()
         self._table = _Table(np.empty(0, RECORD), bytearray())
         self._recent: dict[bytes, _Entry] = {}  # own entries that are not in the table yet
         self._own: _Writer | None = None
@@ -201,13 +209,13 @@ class DiskCache:
         found = [None if entry is None else next(views) for entry in entries]
         counts = self.counts()
         counts.cache_hits += sum(view is not None for view in found)
-        counts.cache_damaged += sum(entry.states[entry.slot] == _DEAD for entry in there)
+        counts.cache_damaged += sum(entry.state == _DEAD for entry in there)
         return found
 
     def discard(self, names: Sequence[bytes]) -> None:
         """Forget entries with bytes that make no sample."""
         for entry in filter(None, map(self._find, names)):
-            entry.states[entry.slot] = _DEAD
+            entry.state = _DEAD
             self.counts().cache_damaged += 1
 
     async def write(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
@@ -230,7 +238,7 @@ class DiskCache:
         # missed.
         recent = self._recent.get(name)
         if recent is not None:
-            return recent if recent.states[0] < _DEAD else None
+            return recent if recent.state < _DEAD else None
         if not name:
             return None
         low, high = _HALVES.unpack(name)
@@ -238,7 +246,7 @@ class DiskCache:
         slot = bisect_right(table.lows, low) - 1
         while slot >= 0 and table.lows[slot] == low:
             _, other, start, length, crc, number = table.records[slot].item()
-            segment = self._segments[number]
+            segment = self._segments.get(number)
             if other == high and segment is not None and table.states[slot] < _DEAD:
                 return _Entry(name, segment, start, length, crc, table.states, slot)
             slot -= 1
@@ -258,66 +266,44 @@ class DiskCache:
             # A share of the time, for a cache of any size and any number of misses.
             self._next_refresh = time.monotonic() + REFRESH_SHARE * (time.monotonic() - began)
 
-    def _read_indices(self, *, own: bool = False) -> None:
-        """Sort new records of segments into the table.
-
-        With `own`, the segments of this process are read too.
-        """
-        stems = sorted(self._files())  # the oldest first
-        gone = self._numbers.keys() - stems
-        for stem in gone:  # evicted
-            self._segments[self._numbers.pop(stem)] = None
-        found = []
-        for stem in stems:
+    def _read_indices(self) -> None:
+        """Sort new records of all segments into the table."""
+        unknown = set(self._files())
+        for number, segment in [*self._segments.items()]:
+            if segment.stem not in unknown:  # evicted
+                del self._segments[number]
+            unknown.discard(segment.stem)
+        for stem in sorted(unknown):  # the oldest first
+            self._add(_Segment(os.path.join(self._folder, stem)))
+        found = [np.empty(0, RECORD)]
+        for number, segment in self._segments.items():
             with suppress(OSError):  # evicted meanwhile, or no descriptor is left
-                if stem not in self._numbers:
-                    self._add(_Segment(os.path.join(self._folder, stem)))
-                number = self._numbers[stem]
-                segment = self._segments[number]
-                if segment is not None and (own or not segment.own):
-                    found.append(segment.new_records(number))
-        new = np.concatenate([np.empty(0, RECORD), *found])
+                found.append(segment.new_records(number))
+        new = np.concatenate(found)
         if len(new):
             records, states = self._table.records, np.frombuffer(self._table.states, np.uint8)
-            alive = np.array([segment is not None for segment in self._segments], dtype=bool)
-            old = alive[records["segment"]] & (states < _DEAD)
+            old = np.isin(records["segment"], [*self._segments]) & (states < _DEAD)
             merged = bytearray(states[old].tobytes() + bytes(len(new)))
             self._table = _Table(np.concatenate([records[old], new]), merged)
-        if own or gone:
-            kept_recent = {} if own else self._recent
-            self._recent = {
-                name: each
-                for name, each in kept_recent.items()
-                if each.segment.stem in self._numbers
-            }
+        # The table does not know which of the entries are dead.
+        self._recent = {name: each for name, each in self._recent.items() if each.state >= _DEAD}
 
     def _add(self, segment: _Segment) -> None:
-        self._numbers[segment.stem] = len(self._segments)
-        self._segments.append(segment)
+        self._segments[next(self._numbers)] = segment
 
     def _append(self, names: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Append the entries that are missing."""
         with self._lock:
             new: dict[bytes, memoryview] = {}
-            room = math.inf if self._limit is None else self._limit // 2
+            nbytes, limit = 0, math.inf if self._limit is None else self._limit
             for name, view in zip(names, views, strict=True):
-                if (
-                    self._find(name) is None
-                    and name not in new
-                    and len(view) + RECORD.itemsize <= room
-                ):
-                    new[name] = view
-                    room -= len(view) + RECORD.itemsize
+                with_record = nbytes + len(view) + RECORD.itemsize
+                if name not in new and with_record <= limit / 2 and self._find(name) is None:
+                    new[name], nbytes = view, with_record
             if not new:
                 return
-            nbytes = sum(map(len, new.values())) + RECORD.itemsize * len(new)
             own = self._own
-            full = (
-                own is not None
-                and self._limit is not None
-                and own.end + nbytes > self._limit // PER_CACHE
-            )
-            if own is None or full or own.is_unlinked():
+            if own is None or own.end + nbytes > limit / PER_CACHE or own.is_unlinked():
                 self._make_room(nbytes)
                 secure_folder(self._folder)
                 own = self._own = _Writer(self._folder)
@@ -331,7 +317,7 @@ class DiskCache:
                 raise
             self._recent.update(zip(new, entries, strict=True))
             if len(self._recent) > RECENT:
-                self._read_indices(own=True)
+                self._read_indices()
 
     def _make_room(self, nbytes: int) -> None:
         """Evict the oldest segments until `nbytes`, and a segment, fit."""
@@ -370,17 +356,18 @@ def _read_entries(entries: Sequence[_Entry]) -> list[memoryview | None]:
     buffer = np.empty(sum(entry.length for entry in entries), np.uint8).data
     views: list[memoryview | None] = []
     end = 0
-    for name, segment, start, length, crc, states, slot in entries:
-        data = buffer[end : end + length]
-        end += length
+    for entry in entries:
+        data = buffer[end : end + entry.length]
+        end += entry.length
         try:
-            complete = segment.read_into(start, data)
+            complete = entry.segment.read_into(entry.start, data)
         except OSError:  # evicted, or an I/O error of the disk
-            states[slot] = _GONE
+            entry.state = _GONE
         else:
-            valid = states[slot] == _VALID or _checksum(name, start, data) == crc
-            states[slot] = _VALID if complete and valid else _DEAD
-        views.append(data.toreadonly() if states[slot] == _VALID else None)
+            known = entry.state == _VALID
+            valid = known or _checksum(entry.name, entry.start, data) == entry.crc
+            entry.state = _VALID if complete and valid else _DEAD
+        views.append(data.toreadonly() if entry.state == _VALID else None)
     return views
 
 
@@ -397,7 +384,7 @@ class _Writer:
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, f"{time.time_ns():016x}-{os.getpid():x}-{os.urandom(4).hex()}")
-        self.segment = _Segment(path, own=True)
+        self.segment = _Segment(path)
         self.end = 0  # bytes of the data
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         self._data = os.open(f"{path}.data", flags, 0o600)
@@ -473,12 +460,10 @@ def secure_folder(folder: str) -> None:
     status = os.stat(folder) if stat.S_ISLNK(link.st_mode) else link
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"the cache folder is not a folder: {folder}")
-    me, reason = os.geteuid(), ""
-    if status.st_mode & 0o022:
-        reason = f"other users may write to it (its mode is {status.st_mode & 0o7777:o})"
-    if status.st_uid != me:
-        reason = f"it belongs to user {status.st_uid}, and this process runs as user {me}"
-    if status is not link and link.st_uid not in (me, 0):
-        reason = f"it is a symbolic link created by user {link.st_uid}"
-    if reason:
+    me, mode = os.geteuid(), status.st_mode & 0o7777
+    if mode & 0o022 or status.st_uid != me or link.st_uid not in (me, 0):
+        reason = (
+            f"other users may write to it (it belongs to user {status.st_uid}, its link to user "
+            f"{link.st_uid}, its mode is {mode:o}, and this process runs as user {me})"
+        )
         raise CacheFolderError(folder=folder, reason=reason)

@@ -49,7 +49,7 @@ class Ranges(NamedTuple):
 
     def at(self, positions: NDArray[np.intp]) -> Ranges:
         """Return the ranges at `positions`."""
-        return Ranges(*(column[positions] for column in self))
+        return Ranges(self.objects[positions], self.starts[positions], self.stops[positions])
 
     def check(self, count: int) -> None:
         """Check the number of ranges and the bounds of each range.
@@ -58,13 +58,12 @@ class Ranges(NamedTuple):
             ValueError: there are not `count` ranges, or a range starts before 0 or ends before the
                 start.
         """
-        objects, starts, stops = self
-        if not len(objects) == len(starts) == len(stops) == count:
+        if not len(self.objects) == len(self.starts) == len(self.stops) == count:
             raise ValueError(
-                f"{count} ranges are {len(objects)} objects, {len(starts)} starts and "
-                f"{len(stops)} stops"
+                f"{count} ranges are {len(self.objects)} objects, {len(self.starts)} starts and "
+                f"{len(self.stops)} stops"
             )
-        if ((starts < 0) | (stops < starts)).any():
+        if ((self.starts < 0) | (self.stops < self.starts)).any():
             raise ValueError("a range must not begin before 0, or end before its beginning")
 
 
@@ -92,30 +91,27 @@ def plan_spans(
     Returns:
         The requests, in the order of objects and of starts.
     """
-    objects, starts, stops = ranges
-    ranges.check(len(starts))
-    wanted = np.flatnonzero(stops > starts)
+    ranges.check(len(ranges.starts))
+    wanted = np.flatnonzero(ranges.stops > ranges.starts)
     if not len(wanted):
         return []
     # All objects on a single line, too far apart to be joined: a single pass handles all objects.
-    numbers, places = np.unique(objects[wanted], return_inverse=True)
-    apart = int(stops.max()) + gap + 1
-    order = np.lexsort((starts[wanted], places))
-    begins = places[order] * apart + starts[wanted][order]
-    reach = np.maximum.accumulate(places[order] * apart + stops[wanted][order])
+    numbers, places = np.unique(ranges.objects[wanted], return_inverse=True)
+    apart = int(ranges.stops.max()) + gap + 1
+    begins = places * apart + ranges.starts[wanted]
+    order = np.argsort(begins, kind="stable")
+    reach = np.maximum.accumulate((places * apart + ranges.stops[wanted])[order])
+    begins, members = begins[order], wanted[order]
     borders = [0, *(np.flatnonzero(begins[1:] - reach[:-1] > gap) + 1).tolist(), len(order)]
     spans: list[Span] = []
     for first, end in itertools.pairwise(borders):
         while first < end:
             # At least the first range, and all ranges within the first.
             limit = max(int(begins[first]) + largest, int(reach[first]))
-            last = (
-                end if reach[end - 1] <= limit else int(np.searchsorted(reach, limit, side="right"))
-            )
-            place = int(places[order[first]])
-            origin = place * apart
-            start, stop = int(begins[first]) - origin, int(reach[last - 1]) - origin
-            spans.append(Span(int(numbers[place]), start, stop, wanted[order[first:last]]))
+            last = min(end, int(np.searchsorted(reach, limit, side="right")))
+            place, start = divmod(int(begins[first]), apart)
+            stop = int(reach[last - 1]) - place * apart
+            spans.append(Span(int(numbers[place]), start, stop, members[first:last]))
             first = last
     return spans
 
@@ -124,7 +120,6 @@ async def read_ranges(
     ranges: Ranges,
     read: Callable[[int, int, int], Awaitable[memoryview]],
     *,
-    gap: int = LARGEST_GAP,
     largest: int = LARGEST_SPAN,
 ) -> list[memoryview]:
     """Read ranges with the requests of `plan_spans`, all at once.
@@ -132,7 +127,6 @@ async def read_ranges(
     Args:
         ranges: the ranges to read.
         read: reads bytes of an object. Called with the object's number, the start and the stop.
-        gap: see `plan_spans`.
         largest: see `plan_spans`.
 
     Returns:
@@ -147,7 +141,7 @@ async def read_ranges(
                 ranges.starts[position] - span.start : ranges.stops[position] - span.start
             ]
 
-    await map_all(fill, plan_spans(ranges, gap=gap, largest=largest))
+    await map_all(fill, plan_spans(ranges, largest=largest))
     return views
 
 

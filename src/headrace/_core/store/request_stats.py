@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from headrace._core.batches import COUNTED, RequestCounts, counts_of
+from headrace._core.eventloop.blocking import Results
 from headrace._core.retry_policy import RetryPolicy
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class BodyReader:
         self.late = False
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[tuple[_Body, GetResult] | None] = SimpleQueue()
-        self._done: deque[tuple[_Body, Bytes | BaseException | None]] = deque()
-        self._settling = False
+        self._results = Results(self._loop)
         self._queued = 0  # bodies given to the thread so far, also bodies already read
         self._read = 0  # bodies that the thread has read so far
         self._due = 0  # value that `_read` must have reached at the next check
@@ -139,30 +138,14 @@ class BodyReader:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             future, result = entry
-            body: Bytes | BaseException | None = None
             if not future.cancelled():
                 try:
-                    body = result.bytes()
+                    self._results.add(future, result.bytes())
                 except BaseException as error:  # raised where it is awaited
-                    body = error
-            self._done.append((future, body))
+                    self._results.add(future, None, error)
             self._read += 1
-            del entry, future, result, body  # release before the next entry arrives
-            if not self._settling:
-                self._settling = True
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self._loop.call_soon_threadsafe(self._settle)
-
-    def _settle(self) -> None:
-        self._settling = False  # first: later bodies are settled below, or by another call
-        while self._done:
-            future, body = self._done.popleft()
-            if future.cancelled():
-                continue
-            if isinstance(body, BaseException):
-                future.set_exception(body)
-            else:
-                future.set_result(body)
+            del entry, future, result  # release before the next entry arrives
+            self._results.flush()
 
     def _check(self) -> None:
         self.late = self._read < self._due
@@ -174,7 +157,7 @@ class BodyReader:
         )
 
     def _give_back(self) -> None:
-        """Settle all bodies that wait for the thread with None."""
+        """Give up all bodies that wait for the thread."""
         with contextlib.suppress(Empty):
             while (entry := self._queue.get_nowait()) is not None:
                 self._queued -= 1

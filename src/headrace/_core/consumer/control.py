@@ -248,15 +248,16 @@ class LoaderControl:
         """
         order = self.order(loader)
         # A batch sampler draws batches, and not samples.
-        samples = 0 if order.sampler is None else batches * (order.batch_size or 1)
-        cursor = samples * order.sampler.num_replicas if order.shared else samples
+        cursor = 0 if order.sampler is None else batches * (order.batch_size or 1)
+        if order.shared:
+            cursor *= order.sampler.num_replicas
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # Earlier batches are drawn again, even from a sampler with a state.
         fresh = self._next_state(loader)._replace(
             sampler=None, streams={}, ranks=order.rank_of(rank).world_size
         )
-        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
+        self.resumed = (fresh._replace(batches=batches, cursor=cursor),)
 
     def skip_rest(self) -> None:
         """Skip the rest of the restored epoch.

@@ -46,7 +46,8 @@ def balanced_batches(
     n, order = len(lengths), Permutation(len(lengths), seed, epoch)
     windows = max(1, n // window)
     arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
-    for number in range(cursor.window, windows):
+    # The plan of a saved window may be another one, or may not exist.
+    for number in range(min(cursor.window, windows - 1), windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
         # At least one token, so that a batch has at most `max_tokens` samples.
         tokens = np.maximum(lengths[samples].astype(np.int64), 1)
@@ -58,7 +59,7 @@ def balanced_batches(
                 f"Make another one"
             )
         checksum = zlib.crc32(tokens.tobytes(), arguments)
-        if number == cursor.window and cursor.checksum not in (None, checksum):
+        if number <= cursor.window and cursor.checksum not in (None, checksum):
             raise StateError(
                 "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, "
                 "window= or seed=: what is left of the epoch would be other samples"

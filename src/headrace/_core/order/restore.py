@@ -18,7 +18,7 @@ from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
-from headrace._core.order.state import Fingerprint, LoaderState, Run
+from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
@@ -78,8 +78,8 @@ def check_batches(saved: LoaderState, loader: TorchLoader) -> None:
 
     Only map-style batches that were given out of order are checked.
     """
-    size = Run(*saved.run).batch_size if saved.delivered else 0
-    if size and size != loader.batch_size and not _of_stream(saved):
+    size = saved.run.batch_size
+    if saved.delivered and size not in (0, loader.batch_size) and not _of_stream(saved):
         raise StateError(
             f"batches were given out of order, with batch_size={size}, and batch_size is "
             f"{loader.batch_size} now: change batch_size after the end of epoch {saved.epoch}"
@@ -249,11 +249,9 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     the last batch's indices are another rank's, the indices are left out.
     """
     saved = states[rank.rank] if len(states) == rank.world_size else states[0]
-    if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (
-        rank.rank,
-        rank.world_size,
-    ):
-        saved = saved._replace(last_indices=None)
+    drawn = saved.last_draw
+    if drawn is not None and (drawn.rank, saved.ranks) != (rank.rank, rank.world_size):
+        saved = saved._replace(last_draw=None)
     return saved
 
 
@@ -263,11 +261,10 @@ def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
     The number holds for the present ranks and batch size. None for a stream, and for an order
     whose positions are not computed.
     """
-    if order.is_stream or not order.is_by_arithmetic:
+    if not order.is_by_arithmetic:
         return None
-    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-    if size is None:
-        return None
+    computed = order.computed
+    size = len(order.sampler if computed is None else computed.order_in(state.epoch))
     ranks = order.sampler.num_replicas if order.shared else 1
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
@@ -289,8 +286,7 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             # The epoch has ended on this rank. The state keeps the state of a user's dataset, for
             # later epochs.
             position = {
-                name: getattr(first, name)
-                for name in ("epoch", "batches", "cursor", "samples", "base_seed")
+                name: getattr(first, name) for name in ("epoch", "batches", "cursor", "base_seed")
             }
             streams = {
                 reader: {**stream, "ended": True} for reader, stream in state.streams.items()

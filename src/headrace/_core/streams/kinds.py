@@ -121,9 +121,10 @@ class Blocks(NamedTuple):
         """Values that determine an order."""
         return self.size, self.at_once, self.content
 
-    def firsts(self, n: int) -> IntArray:
-        """Return the first sample of each block, for `n` samples."""
-        return np.arange(0, n, self.size) if self.borders is None else self.borders
+    def counts(self, n: int) -> IntArray:
+        """Return the number of samples of each block, for `n` samples."""
+        firsts = np.arange(0, n, self.size) if self.borders is None else self.borders
+        return np.diff(firsts, append=n)
 
 
 def blocks_of(dataset: object) -> Blocks | None:

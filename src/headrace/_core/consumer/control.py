@@ -42,7 +42,6 @@ from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
     EpochSeeds,
     batches_left,
-    check_batches,
     check_data_parallel,
     check_fit,
     check_rank,
@@ -417,7 +416,6 @@ class LoaderControl:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self.fingerprint(loader, order))
-            check_batches(resumed, loader)
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws a new seed
@@ -474,7 +472,7 @@ class LoaderControl:
             begun.batches,
             *place,
             loader.num_workers,
-            self.spec.look_ahead(loader)[0],
+            self.spec.look_ahead(loader).least,
         )
         delivers: Session | DeviceStage = session
         finalize: Finish | None
@@ -549,7 +547,7 @@ class LoaderControl:
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
-            look_ahead=self.spec.look_ahead(loader)[0],
+            look_ahead=self.spec.look_ahead(loader).least,
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
             placement=self.counters.placement,
@@ -615,7 +613,7 @@ class LoaderControl:
             num_workers=self.search.least if automatic else loader.num_workers,
             options=engine_options(options),
             deferred=in_thread and assembler.runs_user_code,
-            look_ahead=spec.look_ahead(loader)[0],
+            look_ahead=spec.look_ahead(loader).least,
             drop_last=loader.drop_last,
             in_order=loader.in_order or spec.kind is DatasetKind.ASYNC_ITERABLE,
             base_seed=base_seed,

@@ -191,16 +191,8 @@ class EpochOrder:
 
         None restores nothing.
         """
-        if self.stateful is None or state is None:
-            return
-        try:
+        if self.stateful is not None and state is not None:
             load_copy(self.stateful, state, self.sampler_name)
-        except StateError:
-            raise
-        except Exception as error:  # user code
-            raise StateError(
-                f"{self.sampler_name}.load_state_dict has refused the state: {error!r}"
-            ) from error
 
     def sampler_state(self) -> object:
         """Return the state of the user's sampler, or None."""
@@ -222,11 +214,11 @@ class EpochOrder:
                 self.shared or self.samples_at_most
             )
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
-        values = {name: getattr(part, name) for name in names if getattr(part, name, "") != ""}
-        found = [
-            f"{name}={value.item() if isinstance(value, np.generic) else value!r}"
-            for name, value in values.items()
-        ]
+        found = []
+        for name in names:
+            value = getattr(part, name, "")
+            if value != "":
+                found.append(f"{name}={value.item() if isinstance(value, np.generic) else value!r}")
         if (
             type(part) in (SequentialSampler, *_WHOLE)
             and (size := self.size()) is not None
@@ -277,7 +269,7 @@ class EpochOrder:
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
             return drawn
-        if not resumed.over or self.is_stream:
+        if not resumed.over:
             return self._resumed_draws(resumed)
         if self.stateful is not None and resumed.sampler is not None:
             self.restore_sampler(resumed.sampler)

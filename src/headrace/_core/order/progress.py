@@ -134,7 +134,7 @@ class EpochProgress(Iterator[BatchPlan]):
         wanted = 2 if order.is_by_arithmetic else 1
         while True:
             missing = wanted - len(ahead)
-            if missing and not (order.is_stream and self.begun.over):
+            if missing:
                 self._draw(missing)
             if not ahead:
                 self._on_exhausted()

@@ -266,14 +266,11 @@ def children(dataset: Any) -> Iterator[Any]:
     Dicts, lists and tuples in attributes are searched too.
     """
     for value in list(getattr(dataset, "__dict__", {}).values()):
-        several = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else (value,)
-        )
-        for number, part in enumerate(several):
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            value = (value,)
+        for number, part in enumerate(value):
             if _is_dataset(part):
                 yield part
             elif number >= _FIRST:
@@ -309,8 +306,10 @@ def given_rank(stream: Any) -> RankInfo | None:
     """
     choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
     given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
-    (found,) = given if len(given) == 1 else (None,)
-    return None if found is None else RankInfo(found.index, found.count, "the dataset")
+    if len(given) != 1:
+        return None
+    found = given.pop()
+    return RankInfo(found.index, found.count, "the dataset")
 
 
 def propagate_epoch(
@@ -331,9 +330,9 @@ def propagate_epoch(
             # Not the data source of a sampler.
             if not (isinstance(part, Sampler) and isinstance(child, Dataset)):
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
-    elif not only_wanted or getattr(
-        part, "wants_epoch", (can := capabilities(part)).aget or can.aiter
-    ):
+        return
+    can = capabilities(part)
+    if not only_wanted or getattr(part, "wants_epoch", can.aget or can.aiter):
         part.set_epoch(epoch)
 
 

@@ -328,7 +328,7 @@ class EpochOrder:
             self.generator = decoded(cast(str, resumed.generator))
             torch.default_generator.set_state(self.generator)
         given = resumed.last_draw
-        checked = 1 if self.sampler is None or given is None else given.count
+        checked = 1 if self.sampler is None or given is None else given.indices
         last: deque[Any] = deque(maxlen=max(1, checked))
         drawn = samples = 0
         try:

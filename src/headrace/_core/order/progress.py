@@ -110,7 +110,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._samples = first
         # Batches given out before the restored state, after batches not given out: number of
         # samples by the number of the first sample.
-        self._delivered = {first + given.first: given.count for given in begun.delivered}
+        self._delivered = {first + given.first: given.samples for given in begun.delivered}
         drawn = _Drawn(None, first, first, begun.sampler)
         losses = Losses(begun.skipped, begun.lost)
         self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), losses)

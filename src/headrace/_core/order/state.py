@@ -65,7 +65,7 @@ class Run(NamedTuple):
 class LastDraw(NamedTuple):
     """Indices of the last batch of an order that is walked through."""
 
-    count: int
+    indices: int  # number of indices
     checksum: int
     rank: int
 
@@ -79,7 +79,7 @@ class Given(NamedTuple):
     """Samples of a batch given out after missing batches."""
 
     first: int  # number of the first sample, counted from the position of the state
-    count: int
+    samples: int  # number of samples
 
 
 class LostBatch(NamedTuple):

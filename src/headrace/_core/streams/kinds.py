@@ -305,7 +305,11 @@ def given_rank(stream: Any) -> RankInfo | None:
     Returns None if no rank was given, or several different ranks.
     """
     choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
-    given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
+    given = {
+        choice.given
+        for choice in choices
+        if isinstance(choice, RankChoice) and choice.given is not None
+    }
     if len(given) != 1:
         return None
     found = given.pop()

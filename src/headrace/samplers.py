@@ -14,6 +14,7 @@ from headrace._core.order.balanced import Cursor, balanced_batches, of_rank
 from headrace._core.order.samplers import BlockSampler, RankSampler
 from headrace._core.permutation import Permutation
 from headrace._core.ranks.distributed import RankChoice, ShardOptions
+from headrace._core.text import whole_number
 from headrace.errors import StateError
 
 __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
@@ -152,7 +153,10 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         world_size: int | None = None,
     ) -> None:
         Sampler.__init__(self)  # DistributedSampler.__init__ needs a process group
-        max_tokens, seed, window = map(operator.index, (max_tokens, seed, window))
+        self.max_tokens = whole_number("max_tokens", max_tokens, 1)
+        self.seed = whole_number("seed", seed, 0, 2**64 - 1)
+        self.window = whole_number("window", window, 1)
+        self.epoch = 0
         self._lengths = np.asarray(lengths)
         if (
             self._lengths.ndim != 1
@@ -163,21 +167,15 @@ class BalancedBatchSampler(DistributedSampler[Any]):
                 "lengths must be whole numbers, at least one, but got an array of type "
                 f"{self._lengths.dtype} and shape {self._lengths.shape}"
             )
-        # `min` and `max` first: `argmin` and `argmax` copy a read-only array.
-        if self._lengths.min() < 0 or self._lengths.max() > max_tokens:
-            index = int(
-                self._lengths.argmin() if self._lengths.min() < 0 else self._lengths.argmax()
+        least = self._lengths.min()
+        extreme = least if least < 0 else self._lengths.max()
+        if not 0 <= extreme <= self.max_tokens:
+            raise ValueError(
+                f"sample {np.argmax(self._lengths == extreme)} has {extreme} tokens, which must be "
+                f"0 to max_tokens={max_tokens}: leave it out, or divide it"
             )
-            what = (
-                f"sample {index} has {self._lengths[index]} tokens, "
-                f"which must be 0 to max_tokens={max_tokens}"
-            )
-            raise ValueError(f"{what}: leave it out, or divide it")
-        if max_tokens < 1 or window < 1:
-            raise ValueError(f"max_tokens={max_tokens} and window={window} must be at least 1")
-        self.max_tokens, self.window, self.seed, self.epoch = max_tokens, window, seed, 0
-        some = self._lengths[Permutation(len(self._lengths), seed, 0)[:1024]]
-        self.batch_size = max(1, int(max_tokens / max(1, some.mean())))
+        some = self._lengths[Permutation(len(self._lengths), self.seed)[:1024]]
+        self.batch_size = max(1, int(self.max_tokens / max(1, some.mean())))
         self._ranks = RankChoice(rank, world_size)
         # Epoch and position of the iterator advanced last.
         self._position: tuple[int, Cursor] | None = None
@@ -191,12 +189,10 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         """
         return self.max_tokens
 
-    _shard, rank, num_replicas, wants_epoch = (
-        RankSampler._shard,
-        RankSampler.rank,
-        RankSampler.num_replicas,
-        True,
-    )
+    wants_epoch = True
+    _shard = RankSampler._shard
+    rank = RankSampler.rank
+    num_replicas = RankSampler.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch.
@@ -251,15 +247,12 @@ class BalancedBatchSampler(DistributedSampler[Any]):
             state: a result of `state_dict`.
 
         Raises:
-            StateError: `state` is damaged, or does not fit `lengths` and `window`.
+            StateError: `state` is damaged.
         """
-        values: list[Any] = [state.get(name) for name in ("epoch", "window", "batches", "checksum")]
-        epoch, window, batches, checksum = values
-        whole = all(type(number) is int and number >= 0 for number in (epoch, window, batches))
-        if not whole or window >= max(1, len(self._lengths) // self.window):
-            raise StateError(
-                f"the state is damaged, or of other lengths: {window=}, {batches=} of {epoch=}"
-            )
-        self.epoch = epoch
+        numbers: list[Any] = [state.get(name) for name in ("epoch", "window", "batches")]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise StateError(f"the state is damaged: {dict(state)}")
+        self.epoch, window, batches = numbers
         self._position = None
+        checksum = state.get("checksum")
         self._restored = None if checksum is None else Cursor(window, batches, checksum)

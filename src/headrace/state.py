@@ -9,6 +9,7 @@ import torch.distributed
 
 from headrace._core.order.restore import of_all_ranks
 from headrace._core.order.state import states_from_dict, states_to_dict
+from headrace._core.ranks.rankinfo import has_process_group
 
 if TYPE_CHECKING:
     from headrace.loader import DataLoader
@@ -79,7 +80,7 @@ def gather_state(
         UnknownRankError: this process is not a member of `data_parallel=`.
     """
     gathered: list[Any] = [loader.state_dict()]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         group = loader._control.group if group is None else group
         gathered *= torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(gathered, gathered[0], group)

@@ -144,7 +144,14 @@ def test_a_hundred_million_lengths_in_a_file_take_the_memory_of_a_window(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "change", [{"lengths": MIXED[::-1]}, {"window": 600}, {"seed": 8}, {"lengths": MIXED[1:]}]
+    "change",
+    [
+        {"lengths": MIXED[::-1]},
+        {"lengths": MIXED[1:]},
+        {"lengths": MIXED[:400]},
+        {"window": 600},
+        {"seed": 8},
+    ],
 )
 def test_state_with_other_lengths_or_arguments_is_an_error(change):
     sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
@@ -169,7 +176,7 @@ def test_lengths_that_change_after_the_sampler_was_made_are_an_error():
 
 
 @pytest.mark.parametrize(
-    "change", [{"window": 99}, {"batches": -1}, {"epoch": -1}, {"window": "x"}]
+    "change", [{"window": -1}, {"batches": -1}, {"epoch": -1}, {"window": "x"}]
 )
 def test_damaged_state_is_an_error(change):
     sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
@@ -182,7 +189,7 @@ def test_wrong_arguments_are_errors():
     for lengths, max_tokens, what in (
         ([3, 9, 4], 8, "sample 1 has 9 tokens, which must be 0 to max_tokens=8"),
         ([3, -1, 4], 8, "sample 1 has -1 tokens"),
-        ([0, 0], 0, "max_tokens=0 and window=32768 must be at least 1"),
+        ([0, 0], 0, "max_tokens=0 must be at least 1"),
         ([], 8, "lengths must be whole numbers"),
         ([0.5], 8, "lengths must be whole numbers"),
         ([[1]], 8, "lengths must be whole numbers"),

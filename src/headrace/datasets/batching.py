@@ -89,7 +89,6 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
     """
 
     operation = "batch_by_tokens"
-    works_on_parts = True
     ranks_differ = True
     options = ("max_tokens", "padded", "boundaries")
     fields = ("counts", "longest", "tokens", "ended")

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,23 +43,28 @@ def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[A
     return made
 
 
-def computed_order(sampler: Any, seed: int = 0) -> tuple[bool, int] | None:
-    """Describe a sampler's order, if the order can be computed.
+class ComputedOrder(NamedTuple):
+    """Arguments that decide on a computed order."""
 
-    Returns:
-        Whether the order is shuffled, and the seed: the seed of the sampler, or else `seed`. None
-        for a sampler with an order that has to be drawn.
+    shuffle: bool
+    seed: int
+
+
+def computed_order(sampler: Any, seed: int = 0) -> ComputedOrder | None:
+    """Return a sampler's order, with the seed of the sampler or else `seed`.
+
+    None for a sampler with an order that has to be drawn.
     """
     if type(sampler) is SequentialSampler:
-        return False, seed
+        return ComputedOrder(False, seed)
     if type(sampler) is SeededRandomSampler:
-        return True, sampler.seed
+        return ComputedOrder(True, sampler.seed)
     whole = (
         type(sampler) is RandomSampler
         and not sampler.replacement
         and len(sampler) == len(sampler.data_source)
     )
-    return (True, seed) if whole else None
+    return ComputedOrder(True, seed) if whole else None
 
 
 class BatchwiseSampler(ElasticSampler):
@@ -91,11 +96,10 @@ class BatchwiseSampler(ElasticSampler):
         even_batches: bool = True,
     ) -> None:
         order = computed_order(sampler, seed)
-        shuffle, seed = order or (True, seed)
         super().__init__(
             len(sampler),
-            shuffle=shuffle,
-            seed=seed,
+            shuffle=order is None or order.shuffle,
+            seed=seed if order is None else order.seed,
             drop_last=drop_last,
             rank=rank.rank,
             world_size=rank.world_size,

@@ -375,8 +375,7 @@ def _divide(
     elif plain or batches is None:
         drop_last = plain and batches.drop_last
         if isinstance(generator, torch.Generator):
-            seeds = [generator.initial_seed()]
-            seed = broadcast_object_list(seeds)[0] if ranks > 1 else seeds[0]
+            (seed,) = broadcast_object_list([generator.initial_seed()])
         dealt = BatchwiseSampler(
             sampler, size, rank, seed, drop_last=drop_last, even_batches=accelerator.even_batches
         )
@@ -425,10 +424,10 @@ def _check_ranks(
     """
     if sampler is not None:
         with provided_rank(rank):
-            given = sampler.rank, sampler.num_replicas
-        if given != (rank.rank, rank.world_size):
+            own, ranks = sampler.rank, sampler.num_replicas
+        if (own, ranks) != (rank.rank, rank.world_size):
             raise ValueError(
-                f"{type(sampler).__name__} was given rank {given[0]} of {given[1]}, "
+                f"{type(sampler).__name__} was given rank {own} of {ranks}, "
                 f"and this is rank {rank.rank} of {rank.world_size}: "
                 "leave it out, since prepare() divides the dataset"
             )

@@ -16,25 +16,32 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headrace._core.consumer.control import trainers
 from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.state import LoaderState, states_from_dict, states_to_dict
+from headrace._core.ranks.rankinfo import has_process_group
 from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.resumable import State
-from headrace._core.torchcompat.private import tree_flatten
+from headrace._core.torchcompat.private import tree_leaves
 from headrace.loader import DataLoader
 
 __all__ = ["callbacks", "pytorch_lightning_callbacks"]
 
 _COUNTS = ("ready", "started", "processed", "completed")
+
+
+class _Begun(NamedTuple):
+    """An iteration of a training loader."""
+
+    batches: int = 0  # batches of earlier iterations in this epoch
+    ready: int = -1  # Lightning's count of all ready batches at the start of the iteration
 
 
 # Warnings point to this module, because programs often ignore the warnings of Lightning's modules.
@@ -47,8 +54,7 @@ class _Positions:
         package: name of the Lightning package.
         trainer: the running Trainer, or None.
         checkpoint: the continued checkpoint, until the end of the continued epoch.
-        begun: two numbers for each training loader: batches of earlier iterations in this epoch,
-            and Lightning's count of all ready batches at the start of the latest iteration.
+        begun: the latest iteration of each training loader.
         before_step: states of loaders before the running step, if steps take batches themselves.
         raised: amount by which Lightning's batch counts are too high until the first step. With
             raised counts, Lightning finds the end of the epoch.
@@ -57,7 +63,7 @@ class _Positions:
     package: str
     trainer: Any = None
     checkpoint: dict[str, Any] | None = None
-    begun: dict[Any, tuple[int, int]]
+    begun: dict[Any, _Begun]
     before_step: dict[Any, LoaderState]
     raised = 0
 
@@ -82,7 +88,7 @@ class _Positions:
             counts = vars(trainer.fit_loop.epoch_loop.batch_progress.current)
             counts.update((name, counts[name] - self.raised) for name in _COUNTS)
             self.raised = 0
-            loaders = tree_flatten(trainer.train_dataloader)[0]
+            loaders = tree_leaves(trainer.train_dataloader)
             self.before_step = {
                 each: self._position(each) for each in loaders if isinstance(each, DataLoader)
             }
@@ -111,12 +117,10 @@ class _Positions:
         # The call of `next()` that ended the epoch counts too.
         over = control.progress is not None and control.progress.over
         state = control.states(loader, int(over))[0]
-        untrained = (
-            0
-            if trained is None
-            else max(self.begun.get(loader, (0, 0))[0] + state.steps - trained, 0)
-        )
-        return control.states(loader, min(untrained, state.steps) + over)[0] if untrained else state
+        if trained is None:
+            return state
+        untrained = self.begun.get(loader, _Begun()).batches + state.steps - trained
+        return control.states(loader, min(max(untrained, 0), state.steps) + over)[0]
 
     def _state(
         self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
@@ -129,9 +133,8 @@ class _Positions:
         if control.resumed:
             return states_to_dict(control.resumed)
         state = kept.get(loader) or self._position(loader, trained)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         # During the handling of an error, other ranks do not take part in a collective call.
-        if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
+        if not has_process_group() or not control.is_of_rank(loader) or sys.exception() is not None:
             return states_to_dict((state,))
         gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
         torch.distributed.all_gather_object(gathered, state, control.group)
@@ -144,28 +147,26 @@ class _Positions:
             Whether the Trainer needs an empty iteration first.
         """
         trainer, control = self.trainer, loader._control
-        if not (trainer.training and loader in tree_flatten(trainer.train_dataloader)[0]):
+        if not (trainer.training and loader in tree_leaves(trainer.train_dataloader)):
             evaluated = (
                 trainer.val_dataloaders,
                 trainer.test_dataloaders,
                 trainer.predict_dataloaders,
             )
-            if loader in tree_flatten(evaluated)[0]:
+            if loader in tree_leaves(evaluated):
                 control.set_epoch(loader, trainer.current_epoch)
             return False
-        ready, over = (
-            trainer.fit_loop.epoch_loop.batch_progress.total.ready,
-            control.progress and control.progress.over,
-        )
-        before, ready_before = self.begun.get(loader, (0, -1))
-        earlier = control.states(loader, 1)[0].steps if over and ready_before >= 0 else 0
-        self.begun[loader] = before + earlier, ready
-        if ready_before < 0 and self.checkpoint is not None and "loops" in self.checkpoint:
+        ready = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        over = control.progress is not None and control.progress.over
+        begun = self.begun.get(loader, _Begun())
+        earlier = control.states(loader, 1)[0].steps if over and begun.ready >= 0 else 0
+        self.begun[loader] = _Begun(begun.batches + earlier, ready)
+        if begun.ready < 0 and self.checkpoint is not None and "loops" in self.checkpoint:
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
         if control.progress is None and not control.next_epoch:
             control.set_epoch(loader, trainer.current_epoch)
         # Lightning calls `iter()` again without training in between: stay in the epoch.
-        elif ready == ready_before and not over:
+        elif ready == begun.ready and not over:
             control.set_epoch(loader, control.next_epoch - 1)
         return False
 
@@ -177,9 +178,12 @@ class _Positions:
         """
         trainer, control = self.trainer, loader._control
         epoch, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
-        ended = _steps(epoch["current"])[:2] == (0, 0)
-        in_batch = _steps(batches["total"]) == (0, 0, 1)  # saved in `on_train_batch_end`
-        counted = in_batch and _steps(epoch["total"]) == (0, 1, 0) and batches["is_last_batch"]
+        begun, total = epoch["total"], batches["total"]
+        ended = epoch["current"]["ready"] == epoch["current"]["processed"]
+        # Saved in `on_train_batch_end`.
+        in_batch = total["ready"] == total["processed"] == total["completed"] + 1
+        in_epoch = begun["started"] == begun["processed"] + 1
+        counted = in_batch and in_epoch and batches["is_last_batch"]
         steps = trained = batches["current"]["completed"] + in_batch
         states = saved["state_dict"].get("combined_loader")
         pairs = (
@@ -196,12 +200,9 @@ class _Positions:
             trained = max(state.steps for state in known)
         if not control.resumed:
             if trained and not (states or counted or ended):
-                after = (
-                    f"the checkpoint was saved after batch {trained} of an epoch, "
-                    "and has no state of this loader"
-                )
                 warnings.warn(
-                    f"{after}: its first samples come again, its last ones do not",
+                    f"the checkpoint was saved after batch {trained} of an epoch, and has no state "
+                    "of this loader: its first samples come again, its last ones do not",
                     UserWarning,
                     stacklevel=1,
                 )
@@ -212,21 +213,10 @@ class _Positions:
         with control.ranked() as rank:
             left, more = control.batches_left(loader, rank), trained - steps
             self.raised += 0 if counted or ended else more  # counts restart in the next epoch
-            if left is not None and (others := len(loader) - left - trained):
-                # The number of ranks or the batch size changed. Lightning ends a continued epoch by
-                # the count of batches.
-                if len(tree_flatten(trainer.train_dataloader)[0]) == 1:
-                    more += others
-                elif (ranks := control.resumed[0].ranks) != rank.world_size:
-                    counts = (
-                        f"With several loaders, not on {ranks} ranks as before, "
-                        "Lightning's count is wrong"
-                    )
-                    warnings.warn(
-                        f"{counts}: this epoch may end too early or too late",
-                        UserWarning,
-                        stacklevel=1,
-                    )
+            # The number of ranks or the batch size may have changed. Lightning ends a continued
+            # epoch by the count of batches.
+            if left is not None and len(tree_leaves(trainer.train_dataloader)) == 1:
+                more += len(loader) - left - trained
             for each in (
                 batches["current"],
                 vars(trainer.fit_loop.epoch_loop.batch_progress.current),
@@ -242,7 +232,7 @@ class _Positions:
 
 
 def _stateful(loaders: Any) -> list[Any]:
-    found = tree_flatten(loaders)[0]
+    found = tree_leaves(loaders)
     return [
         each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
     ]
@@ -251,14 +241,6 @@ def _stateful(loaders: Any) -> list[Any]:
 def _steps_take_batches(trainer: Any) -> bool:
     """Whether training steps take batches from an iterator themselves."""
     return "dataloader_iter" in signature_of(trainer.lightning_module.training_step).parameters
-
-
-def _steps(counts: Mapping[str, int]) -> tuple[int, ...]:
-    """Return numbers of batches between the counts of Lightning.
-
-    The numbers are: ready and not started, started and not processed, processed and not completed.
-    """
-    return tuple(counts[before] - counts[after] for before, after in itertools.pairwise(_COUNTS))
 
 
 def callbacks(package: str = "lightning.pytorch") -> list[Any]:

@@ -75,7 +75,7 @@ def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | No
     if isinstance(getattr(order, "sampler", order), DistributedSampler):
         return None
     if (computed := computed_order(order)) and len(order) == len(loader.dataset):
-        return ElasticSampler(loader.dataset, shuffle=computed[0], seed=computed[1])
+        return ElasticSampler(loader.dataset, shuffle=computed.shuffle, seed=computed.seed)
     if ranks == 1:
         return None
     raise ValueError(

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -34,6 +34,15 @@ if is_datasets_available():
 __all__ = ["Trainer"]
 
 _NAME = "headrace_loader"  # beginning of the names of files in a checkpoint
+
+
+class _ContinuedEpoch(NamedTuple):
+    """Numbers of a continued epoch."""
+
+    epoch: int
+    before: int  # number of earlier batches, in whole steps
+    batches: int  # number of all batches
+    steps: int  # number of all steps
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -88,12 +97,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
-        self._resumed: tuple[int, int, int, int] | None = None
-        """Numbers of the continued epoch, or None.
-
-        Number of the epoch, number of earlier batches (in whole steps), and total numbers of
-        batches and of steps.
-        """
+        self._resumed: _ContinuedEpoch | None = None
         super().__init__(*args, **kwargs)
         config = self.args.accelerator_config
         if config.dispatch_batches or not config.even_batches:
@@ -143,7 +147,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
                 of_ranks = {"rank": rank, "world_size": ranks, "drop_last": drop_last}
-                sampler = ElasticSampler(dataset, shuffle=computed[0], seed=seed, **of_ranks)
+                sampler = ElasticSampler(dataset, shuffle=computed.shuffle, seed=seed, **of_ranks)
             order = {"batch_sampler": sampler} if rebalances else {**order, "sampler": sampler}
         loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -241,14 +245,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     "another Trainer saved it, or without one"
                 )
             state = LoaderState.from_dict(saved)
-            if (
-                dataloader._control.spec.kind is DatasetKind.ITERABLE
-                and state.ranks != args.world_size
-            ):
-                raise StateError(
-                    f"a torch stream of {state.ranks} ranks "
-                    f"cannot be divided among {args.world_size}"
-                )
             if not sized and state.steps % accumulation:
                 steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
                 raise StateError(f"{state.steps} batches of a stream of unknown length are {steps}")
@@ -266,7 +262,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             epoch, left = epoch + 1, batches
         steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
         before = steps_before * accumulation
-        self._resumed = epoch, before, before + left, steps_before + steps_left
+        self._resumed = _ContinuedEpoch(epoch, before, before + left, steps_before + steps_left)
         done = (epoch + 1) * steps_per_epoch - steps_left  # in steps of the present size
         if step == done or not sized:
             return values
@@ -286,18 +282,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         trained = super()._init_training_state(*args, **kwargs)
-        return trained if self._resumed is None else self._resumed[:2]
+        resumed = self._resumed
+        return trained if resumed is None else (resumed.epoch, resumed.before)
 
     def _run_epoch(self, **arguments: Any) -> None:
         resumed, self._resumed = self._resumed, None
         loader = arguments["train_dataloader"]
         if resumed is not None:
-            epoch, before, batches, steps = resumed
-            arguments.update(steps_in_epoch=batches, num_update_steps_per_epoch=steps)
+            arguments.update(
+                steps_in_epoch=resumed.batches, num_update_steps_per_epoch=resumed.steps
+            )
             # Streams of Hugging Face need the number, also before a restored epoch.
-            loader.set_epoch(epoch)
-            if before:  # accelerate.skip_first_batches drops the placeholders of earlier batches
-                rest = _Rest(loader, before)
+            loader.set_epoch(resumed.epoch)
+            if resumed.before:  # accelerate.skip_first_batches drops the placeholders
+                rest = _Rest(loader, resumed.before)
                 arguments["train_dataloader"] = torch.utils.data.DataLoader(
                     rest,
                     batch_size=None,

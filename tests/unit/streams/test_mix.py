@@ -11,7 +11,7 @@ import pytest
 import headrace as hr
 from headrace._core.streams.kinds import ranks_differ
 from headrace._core.streams.resumable import start_stream
-from tests.unit.streams.reading import Count, outcomes
+from tests.unit.streams.reading import Count
 
 
 def mix(weights, *, count=2, length=9000, **options):
@@ -159,19 +159,3 @@ def test_state_of_other_streams_or_weights_is_refused(weights, message):
 
     with pytest.raises(hr.StateError, match=re.escape(message)):
         make(weights).load_state_dict(make({"a": 1, "b": 2}).state_dict())
-
-
-async def test_state_of_many_streams_asks_only_those_that_were_drawn():
-    iterator = start_stream(mix([1] * 1000, count=1000, length=3))
-    iterator.state_dict()
-    asked = collections.Counter()
-    for number, part in enumerate(iterator._inner):
-        part.state_dict = lambda number=number, state=part.state_dict: (
-            asked.update([number]) or state()
-        )
-    samples = [await anext(iterator) for _ in range(5)]
-    state = iterator.state_dict()
-    assert set(asked) == set(drawn(samples))
-    restored = start_stream(mix([1] * 1000, count=1000, length=3))
-    restored.load_state_dict(json.loads(json.dumps(state)))
-    assert await outcomes(restored) == await outcomes(iterator)

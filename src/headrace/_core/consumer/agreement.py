@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from headrace._core.eventloop.waiting import CloseGuard, Readable, Waker
-from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo, has_process_group
 from headrace._core.text import shorten
 from headrace._core.torchcompat.private import default_store
 from headrace.errors import CoordinationError, LoaderClosedError, LoaderTimeoutError
@@ -48,7 +48,7 @@ def begin_agreement(
         given: The process group of the ranks; None for all ranks.
         timeout: Seconds to wait for other ranks; None for the timeout of the group.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not has_process_group():
         raise CoordinationError(
             f"coordinated=True: {rank.source} names {rank.world_size} ranks, but "
             "torch.distributed is not initialized: call "

@@ -42,7 +42,6 @@ from headrace._core.order.progress import EpochProgress
 from headrace._core.order.restore import (
     EpochSeeds,
     batches_left,
-    check_batches,
     check_data_parallel,
     check_fit,
     check_rank,
@@ -247,15 +246,16 @@ class LoaderControl:
         """
         order = self.order(loader)
         # A batch sampler draws batches, and not samples.
-        samples = 0 if order.sampler is None else batches * (order.batch_size or 1)
-        cursor = samples * order.sampler.num_replicas if order.shared else samples
+        cursor = 0 if order.sampler is None else batches * (order.batch_size or 1)
+        if order.shared:
+            cursor *= order.sampler.num_replicas
         if since is not None:
             batches, cursor = since.batches + batches, since.cursor + cursor
         # Earlier batches are drawn again, even from a sampler with a state.
         fresh = self._next_state(loader)._replace(
             sampler=None, streams={}, ranks=order.rank_of(rank).world_size
         )
-        self.resumed = (fresh._replace(batches=batches, samples=samples, cursor=cursor),)
+        self.resumed = (fresh._replace(batches=batches, cursor=cursor),)
 
     def skip_rest(self) -> None:
         """Skip the rest of the restored epoch.
@@ -415,7 +415,6 @@ class LoaderControl:
             self.past = resumed.past
             check_rank(resumed, order, rank)
             check_fit(resumed, self.fingerprint(loader, order))
-            check_batches(resumed, loader)
         order.leave_out(self.past.excluded)
         continued = order.resumed
         kept_seed = self._seeds.kept  # before the epoch draws a new seed
@@ -472,7 +471,7 @@ class LoaderControl:
             begun.batches,
             *place,
             loader.num_workers,
-            self.spec.look_ahead(loader)[0],
+            self.spec.look_ahead(loader).least,
         )
         delivers: Session | DeviceStage = session
         finalize: Finish | None
@@ -546,7 +545,7 @@ class LoaderControl:
         return Setup(
             concurrency=options["concurrency"],
             num_workers=loader.num_workers,
-            look_ahead=self.spec.look_ahead(loader)[0],
+            look_ahead=self.spec.look_ahead(loader).least,
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
             placement=self.counters.placement,
@@ -612,7 +611,7 @@ class LoaderControl:
             num_workers=self.search.least if automatic else loader.num_workers,
             options=engine_options(options),
             deferred=in_thread and assembler.runs_user_code,
-            look_ahead=spec.look_ahead(loader)[0],
+            look_ahead=spec.look_ahead(loader).least,
             drop_last=loader.drop_last,
             in_order=loader.in_order or spec.kind is DatasetKind.ASYNC_ITERABLE,
             base_seed=base_seed,

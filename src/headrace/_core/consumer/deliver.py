@@ -16,7 +16,7 @@ from headrace._core.error_policy import EpochFailures
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.spec import LoaderSpec
-from headrace._core.order.state import LOST_KEPT
+from headrace._core.order.state import LOST_KEPT, Losses, LostBatch, SkipCounts
 from headrace._core.text import shorten, warn_user
 from headrace._core.transport.pickling import PickledPayload
 from headrace.errors import NotPicklableError, ShardError, WorkerDiedError
@@ -36,7 +36,7 @@ class FailureHandler:
     Attributes:
         skips: Whether the policy can skip samples. Only then each batch has to pass `judge`.
         lost: Whether the last batch in `judge` lost all samples.
-        counts: The counts of the epoch for a state: `LoaderState.skipped` and `LoaderState.lost`.
+        losses: The losses of the epoch for a state.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class FailureHandler:
         self._uncoordinated = progress.rank.world_size > 1 and not coordinated
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
-        self._lost_batches = progress.begun.lost
-        self.counts: tuple[Any, ...] = *progress.begun.skipped, self._lost_batches
+        self.losses = Losses(progress.begun.skipped, progress.begun.lost)
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
@@ -90,9 +89,10 @@ class FailureHandler:
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch with this number."""
-        lost = self._epoch_number, number
-        if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
-            self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
+        lost = LostBatch(self._epoch_number, number)
+        earlier = self.losses.lost
+        if lost not in earlier:  # Ctrl-C may have interrupted the call before
+            self.losses = self.losses._replace(lost=(*earlier, lost)[-LOST_KEPT:])
         self._count()
 
     def check_epoch(self, *, whole: bool) -> None:
@@ -108,7 +108,8 @@ class FailureHandler:
 
     def _count(self) -> None:
         epoch = self._epoch
-        self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
+        skipped = SkipCounts(epoch.delivered, epoch.skipped, epoch.in_a_row)
+        self.losses = self.losses._replace(skipped=skipped)
 
     def _handle(self, host: HostBatch) -> Failure | None:
         """Count the failures of a batch, and warn of skipped samples.

@@ -13,7 +13,7 @@ from headrace._core.consumer.control import copied
 from headrace._core.consumer.rewind import with_exclusions
 from headrace._core.order.order import COMPUTED
 from headrace._core.order.samplers import RankSampler
-from headrace._core.order.state import LoaderState, Run
+from headrace._core.order.state import LoaderState
 from headrace._core.ranks.distributed import ShardOptions
 from headrace._core.streams.kinds import sample_key
 from headrace.errors import StateError
@@ -86,7 +86,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         begin, last = (
             LoaderState(0, own) if state is None else LoaderState.from_dict(state) for state in part
         )
-        if not last.run:  # no epoch has begun
+        if not last.run.ranks:  # no epoch has begun
             continue
         problems = own.differences(begin.fingerprint) or own.differences(last.fingerprint)
         if begin.delivered or last.delivered:
@@ -96,7 +96,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
                 f"it is of {last.ranks} ranks, and {order.sampler_name} does not divide the order "
                 f"among ranks: give the loader of a rank, with its sampler"
             )
-        run = Run(*last.run)
+        run = last.run
         begin = with_exclusions(order, begin, last.excluded)
         position = begin.epoch, begin.cursor
         later = (begin.epoch + begin.over, 0)  # after the end of an epoch: the next epoch
@@ -152,7 +152,7 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
 
     The ranks and the batch size are taken from `last`, the last state of a part of the run.
     """
-    batch_size = Run(*last.run).batch_size or order.batch_size or 1
+    batch_size = last.run.batch_size or order.batch_size or 1
     left = [np.empty(0, np.int64)]
     for rank in range(0 if state.over else last.ranks):
         own = _joined(

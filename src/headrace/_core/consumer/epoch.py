@@ -202,7 +202,7 @@ class Epoch:
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
-        counters, returned, counts = self._counters, refilled, self._failures.counts
+        counters, returned, losses = self._counters, refilled, self._failures.losses
         batch = host.data
         try:
             if step.error is not None:
@@ -217,12 +217,12 @@ class Epoch:
                 # The restored position stays. Later batches would leave out samples.
                 self._stop(raised)
             else:
-                self._progress.on_batch(host, counts, given=True)
+                self._progress.on_batch(host, losses, given=True)
                 self._on_counted()
                 self._counted = None
             del step, host  # the traceback holds this frame; avoid a cycle
             raise
-        self._progress.on_batch(host, counts, given=True)
+        self._progress.on_batch(host, losses, given=True)
         if counters.traced is not self._traced:
             self._follow_trace()
         if returned - self._cpu_read > CPU_READING:
@@ -305,7 +305,7 @@ class Epoch:
 
     def _record_skip(self, host: HostBatch) -> None:
         self._failures.skip_step(host.plan.number)
-        self._progress.on_batch(host, self._failures.counts, given=False)
+        self._progress.on_batch(host, self._failures.losses, given=False)
 
     def _take_next(self) -> Any:
         """The next `_Step`; None at this rank's end, or `WAIT`."""
@@ -348,7 +348,7 @@ class Epoch:
             elif failures.lost:
                 self._record_skip(host)
             elif not delivers:
-                progress.on_batch(host, failures.counts, given=False)
+                progress.on_batch(host, failures.losses, given=False)
             nbytes = times.nbytes
             if self._in_workers and type(host.data) is PickledPayload:
                 nbytes = host.data.nbytes

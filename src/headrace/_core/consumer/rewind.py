@@ -16,7 +16,7 @@ from headrace._core.consumer.epoch import BatchIterator
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
 from headrace._core.order.progress import EpochProgress
-from headrace._core.order.state import LoaderState, Past, Run, Triples
+from headrace._core.order.state import LoaderState, Past, Run
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
@@ -80,21 +80,17 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
             of_step = (run.batch_size or 1) * (run.ranks if order.shared else 1)
             first = run.cursor + (number - run.batches) * of_step
             stop = first + of_step
-            sampler.exclusions = tuple(
-                Exclusion(*each) for each in state.excluded[: run.exclusions]
-            )
+            sampler.exclusions = state.excluded[: run.exclusions]
             if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
             left_out.append(
                 Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop)))
             )
     state = with_exclusions(order, state, (*state.excluded, *left_out))
-    if not order.shared:
-        state = state._replace(samples=state.cursor)
     control.continue_from(loader, (state,))
 
 
-def with_exclusions(order: Any, state: LoaderState, excluded: Triples) -> LoaderState:
+def with_exclusions(order: Any, state: LoaderState, excluded: tuple[Exclusion, ...]) -> LoaderState:
     """Return a state with other exclusions.
 
     The position in the whole order stays the same.
@@ -267,9 +263,9 @@ def _run_of(
         StateError: The step is before the run, or on other ranks than `asked`.
     """
     number = present.number_of(epoch, step)
-    if not present.run or (epoch, number) >= (present.epoch, present.batches):
+    if not present.run.ranks or (epoch, number) >= (present.epoch, present.batches):
         present = present.noted(ranks, batch_size)
-    run = Run(*present.run)
+    run = present.run
     if (epoch, number) < (run.epoch, run.batches):
         raise StateError(
             f"step {step} of epoch {epoch} was made before the number of ranks, batch_size= or the "

@@ -35,18 +35,26 @@ class Cursor(NamedTuple):
     checksum: int | None = None
 
 
+class Planned(NamedTuple):
+    """A batch of the plan of all ranks."""
+
+    samples: IntArray
+    after: Cursor  # the position after the batch
+
+
 def balanced_batches(
     lengths: AnyArray, max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
-) -> Iterator[tuple[IntArray, Cursor]]:
+) -> Iterator[Planned]:
     """Yield the batches of all ranks from `cursor` on.
 
-    Each batch comes with the cursor after the batch. At least `window` samples are planned
+    At least `window` samples are planned
     together, or all samples if there are fewer.
     """
     n, order = len(lengths), Permutation(len(lengths), seed, epoch)
     windows = max(1, n // window)
     arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
-    for number in range(cursor.window, windows):
+    # The plan of a saved window may be another one, or may not exist.
+    for number in range(min(cursor.window, windows - 1), windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
         # At least one token, so that a batch has at most `max_tokens` samples.
         tokens = np.maximum(lengths[samples].astype(np.int64), 1)
@@ -58,7 +66,7 @@ def balanced_batches(
                 f"Make another one"
             )
         checksum = zlib.crc32(tokens.tobytes(), arguments)
-        if number == cursor.window and cursor.checksum not in (None, checksum):
+        if number <= cursor.window and cursor.checksum not in (None, checksum):
             raise StateError(
                 "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, "
                 "window= or seed=: what is left of the epoch would be other samples"
@@ -69,12 +77,10 @@ def balanced_batches(
         batches = np.split(samples[by_length[np.argsort(dealt, kind="stable")]], ends[:-1])
         shuffled = [*Permutation(len(batches), batch_seed(seed, epoch, number), epoch)]
         for at in range(cursor.batches if number == cursor.window else 0, len(batches)):
-            yield batches[shuffled[at]], Cursor(number, at + 1, checksum)
+            yield Planned(batches[shuffled[at]], Cursor(number, at + 1, checksum))
 
 
-def of_rank(
-    batches: Iterator[tuple[IntArray, Cursor]], shard: ShardOptions
-) -> Iterator[tuple[list[int], Cursor]]:
+def of_rank(batches: Iterator[Planned], shard: ShardOptions) -> Iterator[tuple[list[int], Cursor]]:
     """Yield the batches of a rank.
 
     Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting
@@ -84,9 +90,11 @@ def of_rank(
         # The last step may have fewer batches than ranks. Then several ranks divide a batch. If a
         # batch has fewer samples than ranks, some of its samples come twice.
         part, number = divmod(shard.index, len(step))
-        batch = step[number][0]
+        batch = step[number].samples
         own = batch[part :: len(range(number, shard.count, len(step)))]
-        yield (own if len(own) else batch[part % len(batch)][None]).tolist(), step[-1][1]
+        if not len(own):
+            own = batch[part % len(batch)][None]
+        yield own.tolist(), step[-1].after
 
 
 def _deal(tokens: IntArray, max_tokens: int) -> IntArray:

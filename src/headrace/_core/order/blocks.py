@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,21 @@ from numpy.typing import NDArray
 from headrace._core.array_types import IntArray
 from headrace._core.permutation import Permutation
 from headrace._core.seeding import batch_seed
+
+
+class _Group(NamedTuple):
+    """Blocks that are read side by side."""
+
+    number: int
+    begin: int  # place of the first sample
+    size: int  # number of samples
+
+
+class _KnownBlocks(NamedTuple):
+    """Numbers of the blocks of several groups."""
+
+    places: range
+    numbers: IntArray
 
 
 class BlockOrder:
@@ -52,9 +68,8 @@ class BlockOrder:
         self._lanes = lanes
         self._group_size = block_size * lanes
         self._blocks = Permutation(n // block_size, seed, epoch)
-        # Numbers of the blocks of several groups. A permutation of thousands of numbers costs as
-        # much as a permutation of a few.
-        self._known = range(0), np.empty(0, dtype=np.int64)
+        # A permutation of thousands of numbers costs as much as a permutation of a few.
+        self._known = _KnownBlocks(range(0), np.empty(0, dtype=np.int64))
         self._seed = batch_seed(seed, epoch, 1)
         # Position p is place (p + shift) mod n of all groups in turn. The last group may be
         # shorter than the others.
@@ -79,30 +94,29 @@ class BlockOrder:
         """Yield the indices at ascending positions, an array for each group."""
         while len(positions):
             place = (int(positions[0]) + self._shift) % self._n
-            number, begin, size = self._group_at(place)
-            start = int(positions[0]) - (place - begin)
-            end = bisect.bisect_left(positions, start + size)
+            group = self._group_at(place)
+            start = int(positions[0]) - (place - group.begin)
+            end = bisect.bisect_left(positions, start + group.size)
             part, positions = positions[:end], positions[end:]
             if isinstance(part, range):
                 part = np.arange(part.start, part.stop, part.step)
             if self._shuffle:
-                yield self._group(number, size, part - start)
+                yield self._group(group.number, group.size, part - start)
             else:
-                yield begin + self._group_in_order(size, part - start)
+                yield group.begin + self._group_in_order(group.size, part - start)
 
     def group_at(self, position: int) -> int:
         """Return the number of the group at a position."""
-        return self._group_at((position + self._shift) % self._n)[0]
+        return self._group_at((position + self._shift) % self._n).number
 
-    def _group_at(self, place: int) -> tuple[int, int, int]:
-        """Return number, first place and size of the group at a place."""
+    def _group_at(self, place: int) -> _Group:
         if self._borders is None:
             number = place // self._group_size
             begin = number * self._group_size
-            return number, begin, min(self._group_size, self._n - begin)
+            return _Group(number, begin, min(self._group_size, self._n - begin))
         number = int(np.searchsorted(self._starts, place, side="right")) - 1
         begin = int(self._starts[number])
-        return number, begin, int(self._starts[number + 1]) - begin
+        return _Group(number, begin, int(self._starts[number + 1]) - begin)
 
     def _group_in_order(self, size: int, within: IntArray) -> IntArray:
         each, longer = divmod(size, self._lanes)  # the first `longer` lanes have a sample more
@@ -147,13 +161,13 @@ class BlockOrder:
     def _numbers(self, group: int) -> IntArray:
         # Another thread may replace `self._known`.
         first, known = group * self._lanes, self._known
-        if first not in known[0]:
+        if first not in known.places:
             end = first + max(4096 // self._lanes, 1) * self._lanes
             # If the last block is not full, the block comes last in the last group.
-            known = range(first, end), np.append(self._blocks[first:end], len(self._blocks))
-            self._known = known
-        start = first - known[0].start
-        return known[1][start : start + self._lanes]
+            numbers = np.append(self._blocks[first:end], len(self._blocks))
+            self._known = known = _KnownBlocks(range(first, end), numbers)
+        start = first - known.places.start
+        return known.numbers[start : start + self._lanes]
 
 
 def _ranks_of(draws: NDArray[np.uint64]) -> IntArray:

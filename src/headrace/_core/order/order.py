@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from headrace._core.order.samplers import (
     integers,
 )
 from headrace._core.order.spec import TorchLoader, deciding_sampler
-from headrace._core.order.state import LoaderState, checksum, decoded
+from headrace._core.order.state import LoaderState, decoded, drawn_last
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.resumable import Stateful, load_copy
 from headrace.errors import StateError
@@ -126,14 +126,6 @@ class EpochOrder:
         )
         # State of a user's sampler before the epoch's first draw.
         self.sampler_at_start: object = None
-        if (
-            resumed is not None
-            and not (stream or self.shared)
-            and self.is_by_arithmetic
-            and not resumed.delivered
-        ):
-            # The cursor counts the samples of all ranks, if the state was saved by several ranks.
-            resumed = resumed._replace(samples=resumed.cursor)
         # State before the epoch, to be restored at the first draw.
         self._between: LoaderState | None = None
         # If the state has a state of the default generator, an order has been drawn.
@@ -146,7 +138,7 @@ class EpochOrder:
         # State to continue from, in this order's numbers. None for the whole epoch.
         self.resumed = resumed
         # Number of the first sample drawn, among this rank's samples.
-        self.first_sample = 0 if resumed is None or self.shared else resumed.samples
+        self.first_sample = 0 if resumed is None or self.shared else resumed.cursor
         # State of the generator before the first draw. None if no generator is used.
         self.generator: torch.Tensor | None = None
         if resumed is None and self.is_walked and self._generator is not None:
@@ -199,16 +191,8 @@ class EpochOrder:
 
         None restores nothing.
         """
-        if self.stateful is None or state is None:
-            return
-        try:
+        if self.stateful is not None and state is not None:
             load_copy(self.stateful, state, self.sampler_name)
-        except StateError:
-            raise
-        except Exception as error:  # user code
-            raise StateError(
-                f"{self.sampler_name}.load_state_dict has refused the state: {error!r}"
-            ) from error
 
     def sampler_state(self) -> object:
         """Return the state of the user's sampler, or None."""
@@ -230,11 +214,11 @@ class EpochOrder:
                 self.shared or self.samples_at_most
             )
             names = (*_ARGUMENTS, "num_replicas") if of_ranks else _ARGUMENTS
-        values = {name: getattr(part, name) for name in names if getattr(part, name, "") != ""}
-        found = [
-            f"{name}={value.item() if isinstance(value, np.generic) else value!r}"
-            for name, value in values.items()
-        ]
+        found = []
+        for name in names:
+            value = getattr(part, name, "")
+            if value != "":
+                found.append(f"{name}={value.item() if isinstance(value, np.generic) else value!r}")
         if (
             type(part) in (SequentialSampler, *_WHOLE)
             and (size := self.size()) is not None
@@ -258,25 +242,22 @@ class EpochOrder:
         except Exception:
             return None
 
-    def leave_out(self, exclusions: Sequence[Sequence[int]]) -> None:
+    def leave_out(self, exclusions: tuple[Exclusion, ...]) -> None:
         """Leave samples out of the order from now on.
 
         Only an order whose positions are computed has exclusions.
         """
         if self.computed is not None:
-            self.computed.exclusions = tuple(itertools.starmap(Exclusion, exclusions))
+            self.computed.exclusions = exclusions
 
     def draws(self) -> Iterator[object]:
         """Return the loader's draws, from the resume point if there is one."""
-        if self.resumed is not None and self.resumed.over and not self.is_stream:
-            if self.stateful is not None and self.resumed.sampler is not None:
-                self.restore_sampler(self.resumed.sampler)
-            elif self.is_walked and self._generator is not None:  # for the order of later epochs
-                next(self._resumed_draws(self.resumed), None)
-            return iter(())
-        if self.resumed is None:
-            if self.is_by_arithmetic:
-                return self._computed_from(0)
+        resumed = self.resumed
+        if self.is_by_arithmetic:
+            if resumed is not None and resumed.over:
+                return iter(())
+            return self._computed_from(0 if resumed is None else resumed.cursor)
+        if resumed is None:
             if self._between is not None:
                 between, self._between = self._between, None
                 self.restore_generator(between)
@@ -288,7 +269,13 @@ class EpochOrder:
             if self._at_once and isinstance(self.sampler, DistributedSampler):
                 return itertools.chain(list(itertools.islice(drawn, 1)), drawn)
             return drawn
-        return self._resumed_draws(self.resumed)
+        if not resumed.over:
+            return self._resumed_draws(resumed)
+        if self.stateful is not None and resumed.sampler is not None:
+            self.restore_sampler(resumed.sampler)
+        elif self._generator is not None:  # for the order of later epochs
+            next(self._resumed_draws(resumed), None)
+        return iter(())
 
     @property
     def batch_size(self) -> int | None:
@@ -304,17 +291,12 @@ class EpochOrder:
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
-        if self.is_by_arithmetic and not self.is_stream:
-            return self._computed_from(resumed.cursor if self.shared else resumed.samples)
-        if self.stateful is not None and resumed.sampler is not None:
+        if self.is_stream or (self.stateful is not None and resumed.sampler is not None):
             self.restore_sampler(resumed.sampler)  # before the sampler's iterator is made
             draws: Iterator[object] = iter(self._decides)
-        elif self.is_stream:
-            draws = iter(self._decides)
         else:
-            draws = self._walked(
-                resumed, resumed.batches if self.sampler is None else resumed.samples
-            )
+            count = resumed.batches if self.sampler is None else resumed.cursor
+            draws = self._walked(resumed, count)
         if self.sampler is None or self.batch_size is None:
             return draws
         return iter(BatchSampler(cast(Any, draws), self.batch_size, self.drop_last))
@@ -345,9 +327,8 @@ class EpochOrder:
             trainers = torch.default_generator.get_state()
             self.generator = decoded(cast(str, resumed.generator))
             torch.default_generator.set_state(self.generator)
-        checked = (
-            1 if self.sampler is None or resumed.last_indices is None else resumed.last_indices[0]
-        )
+        given = resumed.last_draw
+        checked = 1 if self.sampler is None or given is None else given.indices
         last: deque[Any] = deque(maxlen=max(1, checked))
         drawn = samples = 0
         try:
@@ -357,7 +338,7 @@ class EpochOrder:
                 last.append(draw)
                 drawn += 1
                 # A trainer knows only the number of batches.
-                if self.sampler is None and not resumed.samples:
+                if self.sampler is None and not resumed.cursor:
                     samples += self.samples_at_most or len(cast(Any, draw))
         finally:
             if trainers is not None:
@@ -373,7 +354,7 @@ class EpochOrder:
             if self.sampler is not None
             else tuple(last[-1] if last else ())
         )
-        if resumed.last_indices is not None and checksum(indices) != resumed.last_indices[:2]:
+        if given is not None and given != drawn_last(indices, given.rank):
             raise StateError(
                 f"{self.sampler_name} gives another order than when the state was saved. Derive "
                 f"the order from a seed and the epoch, or give the sampler state_dict() and "

@@ -16,7 +16,7 @@ from headrace._core.array_types import COMPUTED_INDICES
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
 from headrace._core.failure import interrupted
 from headrace._core.order.order import EpochOrder
-from headrace._core.order.state import LoaderState, checksum, encoded
+from headrace._core.order.state import Given, LoaderState, Losses, drawn_last, encoded
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.seeding import batch_seed, random_key
 from headrace._core.streams.resumable import State, state_of_dataset
@@ -42,7 +42,7 @@ class _Point(NamedTuple):
     streams: Mapping[int | None, StreamState]  # stream states by worker; None for the loader
     last_worker: int  # worker of the last batch
     delivered: tuple[_Drawn, ...]  # batches given out after the gap
-    skipped: tuple[Any, ...]  # counts of `on_error`, and the lost batches
+    losses: Losses
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
         return {reader: load_state(state) for reader, state in self.streams.items()}
@@ -98,8 +98,6 @@ class EpochProgress(Iterator[BatchPlan]):
                 part.world_size,
                 order.sampler.dealt_at_once,
             )
-        elif order.is_stream:
-            self._ranks = part.world_size
         self.session_start = SessionStart(
             batch=begun.batches,
             streams=begun.streams if restored else {},
@@ -110,15 +108,12 @@ class EpochProgress(Iterator[BatchPlan]):
         self._drawn: dict[int, _Drawn] = {}  # plans not given out yet
         self._beyond: dict[int, _Drawn] = {}  # plans given out after a gap
         self._samples = first
-        # Batches given out before the restored state, after batches not given out. First
-        # samples are numbered as in this epoch's progress.
-        self._delivered = [
-            (start - begun.samples + first, count) for start, count in begun.delivered
-        ]
-        self._given = {} if order.is_stream else dict(self._delivered)
+        # Batches given out before the restored state, after batches not given out: number of
+        # samples by the number of the first sample.
+        self._delivered = {first + given.first: given.samples for given in begun.delivered}
         drawn = _Drawn(None, first, first, begun.sampler)
-        skipped = *begun.skipped, begun.lost
-        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), skipped)
+        losses = Losses(begun.skipped, begun.lost)
+        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), losses)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         self._number = begun.batches  # number of the next plan
         # Draw of the plan after the next plan, if the order is computed.
@@ -139,12 +134,12 @@ class EpochProgress(Iterator[BatchPlan]):
         wanted = 2 if order.is_by_arithmetic else 1
         while True:
             missing = wanted - len(ahead)
-            if missing and not (order.is_stream and self.begun.over):
+            if missing:
                 self._draw(missing)
             if not ahead:
                 self._on_exhausted()
                 raise StopIteration
-            given = self._given.get(self._samples)
+            given = None if order.is_stream else self._delivered.get(self._samples)
             if not given:
                 break
             self._samples += given
@@ -215,7 +210,7 @@ class EpochProgress(Iterator[BatchPlan]):
         self._most = self._number
         self._sampler_at_end = self._order.sampler_state()
 
-    def on_batch(self, host: HostBatch, skipped: tuple[Any, ...], *, given: bool) -> None:
+    def on_batch(self, host: HostBatch, losses: Losses, *, given: bool) -> None:
         """Record a batch.
 
         If the batch is `given`, `next()` returns the batch or raises the batch's error. Otherwise
@@ -225,16 +220,16 @@ class EpochProgress(Iterator[BatchPlan]):
         number = host.plan.number
         drawn = self._drawn.get(number)
         if drawn is not None:  # otherwise a call of `next()` that Ctrl-C interrupted recorded it
-            batches, last, streams, last_worker, *_ = self._last
-            if host.worker is not None:
-                last_worker = host.worker
+            before = self._last
+            batches, last, streams = before.batches, before.drawn, before.streams
+            last_worker = before.last_worker if host.worker is None else host.worker
             if host.stream_state is not None:  # batches of a reader come in order
                 streams = {**streams, host.worker: host.stream_state}
             beyond = {**self._beyond, number: drawn}
             while batches in beyond:
                 last, batches = beyond.pop(batches), batches + 1
-            delivered = tuple(beyond[each] for each in sorted(beyond)) if beyond else ()
-            point = _Point(batches, last, streams, last_worker, delivered, skipped)
+            delivered = tuple(beyond[each] for each in sorted(beyond))
+            point = _Point(batches, last, streams, last_worker, delivered, losses)
             # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
             self._last = point
             self._beyond = beyond
@@ -255,7 +250,7 @@ class EpochProgress(Iterator[BatchPlan]):
         part = self._part
         rank = part.rank if kept and self._of_rank else None
         return fresh._replace(
-            streams=kept, rank=rank, ranks=part.world_size, lost=self._last.skipped[3]
+            streams=kept, rank=rank, ranks=part.world_size, lost=self._last.losses.lost
         )
 
     def state(self, lag: int = 0) -> LoaderState:
@@ -275,14 +270,17 @@ class EpochProgress(Iterator[BatchPlan]):
         cursor = self._origin + samples * self._ranks
         checked = None
         if plan is not None and order.is_walked and order.stateful is None:
-            checked = (*checksum(plan.indices), self._part.rank)
-        earlier = [(first, count) for first, count in self._delivered if first + count > samples]
-        since = [(drawn.before, drawn.samples - drawn.before) for drawn in point.delivered]
-        of_rank = (
-            self._of_rank
-            or bool(earlier or since)
-            or (order.is_of_one_rank and self._part.world_size > 1)
-        )
+            checked = drawn_last(plan.indices, self._part.rank)
+        earlier = [
+            Given(first - samples, count)
+            for first, count in self._delivered.items()
+            if first + count > samples
+        ]
+        delivered = earlier + [
+            Given(drawn.before - samples, drawn.samples - drawn.before) for drawn in point.delivered
+        ]
+        of_one_rank = order.is_of_one_rank and self._part.world_size > 1
+        of_rank = self._of_rank or bool(delivered) or of_one_rank
         streams = point.loaded_streams()
         if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread
@@ -292,7 +290,6 @@ class EpochProgress(Iterator[BatchPlan]):
             cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
         return self.begun._replace(
             cursor=cursor,
-            samples=samples,
             # Batches after these `batches` may be in `delivered`.
             batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
@@ -300,10 +297,10 @@ class EpochProgress(Iterator[BatchPlan]):
             ranks=self._part.world_size,
             generator=encoded(order.generator),
             sampler=self._sampler_at_end if over and not self.begun.over else point.drawn.sampler,
-            last_indices=self.begun.last_indices if checked is None else checked,
+            last_draw=self.begun.last_draw if checked is None else checked,
             streams=streams,
             next_worker=(point.last_worker + 1) % self._readers,
-            delivered=(*earlier, *since),
-            skipped=point.skipped[:3],
-            lost=point.skipped[3],
+            delivered=tuple(delivered),
+            skipped=point.losses.skipped,
+            lost=point.losses.lost,
         )

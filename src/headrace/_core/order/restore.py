@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     IterableDataset,
     IterDataPipe,
     RandomSampler,
@@ -17,10 +17,10 @@ from torch.utils.data import (
 from headrace._core.failure import Failure, Stage
 from headrace._core.order.order import EpochOrder
 from headrace._core.order.samplers import SeededRandomSampler
-from headrace._core.order.spec import LoaderSpec, TorchLoader, samplers_of
-from headrace._core.order.state import Fingerprint, LoaderState, Run
+from headrace._core.order.spec import LoaderSpec, TorchLoader, deciding_sampler, samplers_of
+from headrace._core.order.state import Fingerprint, LoaderState
 from headrace._core.ranks.distributed import check_given_rank
-from headrace._core.ranks.rankinfo import RankInfo
+from headrace._core.ranks.rankinfo import RankInfo, has_process_group
 from headrace._core.streams.kinds import DatasetKind, ranks_differ, splits_by_rank
 from headrace._core.text import warn_user
 from headrace.errors import StateError
@@ -44,18 +44,28 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     """Raise `StateError` if this rank cannot continue the state.
 
     A state of another rank, or of another number of ranks, is accepted if ranks do not matter.
+    Batches given out of order need the same batch size.
     """
+    size = saved.run.batch_size
+    if saved.delivered and not order.is_stream and size not in (0, order.batch_size):
+        raise StateError(
+            f"batches were given out of order, with batch_size={size}, and batch_size is "
+            f"{order.batch_size} now: change batch_size after the end of epoch {saved.epoch}"
+        )
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
-    begun = saved.rank is not None or not (saved.over or saved.is_between_epochs)
-    if order.is_stream and begun and saved.ranks != rank.world_size:
+    divided = None
+    if order.is_stream and (saved.rank is not None or not (saved.over or saved.is_between_epochs)):
+        divided = "each rank reads a part of the stream"
+    elif saved.rank is None and saved.batches and order.may_be_divided:
+        divided = f"{order.sampler_name} may give each rank other samples"
+    if divided is not None and saved.ranks != rank.world_size:
         raise StateError(
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
-            f"each rank reads its part of the stream, and continues only among as many ranks. Use "
-            f"{saved.ranks} ranks until the end of epoch {saved.epoch}. Any number of ranks can "
-            f"continue map-style data, as shards with an index are "
-            f"(headrace.TarDataset.index(...))."
+            f"{divided}. Use {saved.ranks} ranks until the end of epoch {saved.epoch}. Any number "
+            f"of ranks can continue the epoch of a headrace.ElasticSampler, and of shards with an "
+            f"index (headrace.TarDataset.index(...))."
         )
     if saved.rank is not None:
         raise StateError(
@@ -64,25 +74,6 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
             f"on every rank those of all, from headrace.gather_state(loader) or "
             f"headrace.merge_states. Of a map-style dataset with seed= or a "
             f"headrace.ElasticSampler, and in_order=True, one state fits all."
-        )
-    if saved.ranks != rank.world_size and saved.batches and order.may_be_divided:
-        raise StateError(
-            f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "
-            f"{order.sampler_name} may give each rank other samples. Any number of ranks can "
-            f"continue the epoch of a headrace.ElasticSampler."
-        )
-
-
-def check_batches(saved: LoaderState, loader: TorchLoader) -> None:
-    """Raise `StateError` if the size of batches has changed.
-
-    Only map-style batches that were given out of order are checked.
-    """
-    size = Run(*saved.run).batch_size if saved.delivered else 0
-    if size and size != loader.batch_size and not _of_stream(saved):
-        raise StateError(
-            f"batches were given out of order, with batch_size={size}, and batch_size is "
-            f"{loader.batch_size} now: change batch_size after the end of epoch {saved.epoch}"
         )
 
 
@@ -106,7 +97,13 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
     checked = several or spec.kind.is_async or isinstance(spec.source, IterDataPipe)
     if rank.world_size > 1 and checked and "ranks" not in done:
         done.add("ranks")
-        if (spec.kind.is_iterable or _draws_all(loader)) and not splits_by_rank(spec.source):
+        # Whether neither `sampler=` nor `batch_sampler=` divides the dataset.
+        draws_all = deciding_sampler(loader) is loader.sampler and type(loader.sampler) in (
+            RandomSampler,
+            SequentialSampler,
+            SeededRandomSampler,
+        )
+        if (spec.kind.is_iterable or draws_all) and not splits_by_rank(spec.source):
             remedy = (
                 "Split it by its .split(), or have it read the part of its rank, which "
                 "headrace.get_rank_info() returns in __aiter__, and declare this by an attribute: "
@@ -118,7 +115,12 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
             warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
-        elif _may_wait_for_ever(spec):
+        elif (
+            has_process_group()
+            and spec.kind.is_iterable
+            and ranks_differ(spec.source)
+            and not spec.options["coordinated"]
+        ):
             warn_user(
                 f"the {rank.world_size} ranks may get different numbers of batches, since each "
                 f"reads shards of its own or draws from a mix, or a filter, pack or "
@@ -128,38 +130,16 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
             )
 
 
-def _may_wait_for_ever(spec: LoaderSpec) -> bool:
-    """Whether a rank may end an epoch while other ranks wait.
-
-    A collective operation waits for all ranks.
-    """
-    trains_together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    unequal = spec.kind.is_iterable and ranks_differ(spec.source)
-    return trains_together and unequal and not spec.options["coordinated"]
-
-
-def _draws_all(loader: TorchLoader) -> bool:
-    """Whether the loader itself made the sampler.
-
-    The loader makes a sampler if neither `sampler=` nor `batch_sampler=` is given.
-    """
-    batches, sampler = loader.batch_sampler, loader.sampler
-    own = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
-    return own and type(sampler) in (RandomSampler, SequentialSampler, SeededRandomSampler)
-
-
 def check_data_parallel(loader: TorchLoader, rank: RankInfo, seed: int | None) -> None:
     """Raise `ValueError` if ranks would get different batches.
 
     Ranks of the same data-parallel rank have to get the same batches.
     """
     for part in samplers_of(loader):
-        given = getattr(part, "rank", None), getattr(part, "num_replicas", None)
-        if isinstance(given[0], int) and isinstance(given[1], int):
-            check_given_rank(f"the loader's {type(part).__name__}", given[0], given[1], rank)
-    world = rank.world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
+        own, ranks = getattr(part, "rank", None), getattr(part, "num_replicas", None)
+        if isinstance(own, int) and isinstance(ranks, int):
+            check_given_rank(f"the loader's {type(part).__name__}", own, ranks, rank)
+    world = torch.distributed.get_world_size() if has_process_group() else 1
     if world > rank.world_size:
         shared = (
             f"data_parallel= has {rank.world_size} of {world} ranks, "
@@ -184,8 +164,7 @@ class EpochSeeds:
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
-        self._seed = spec.options["seed"]
-        self._is_async = spec.kind.is_async
+        self._spec = spec
         self.kept: int | None = None
 
     def draw(
@@ -195,51 +174,48 @@ class EpochSeeds:
 
         The seeds of the batches are derived from the base seed.
         """
+        saved = None if resumed is None else resumed.base_seed
+        if resumed is not None and loader.persistent_workers:
+            self.kept = resumed.kept_seed
         try:
-            return self._draw(loader, order, resumed)
+            if resumed is None or order.resumed is None:
+                draws = order.draws()
+                twice = loader.num_workers and not (self._spec.kind.is_async or self.kept)
+                base_seed = self._base_seed(loader, saved)
+                # torch calls iter() twice too. A sampler that draws in `__iter__` depends on the
+                # calls.
+                return order.draws() if twice else draws, base_seed
+            order.restore_generator(resumed)
+            # If the user gives a generator, the base seed is drawn as in the saved run. So later
+            # epochs draw the same numbers.
+            if saved is None or (loader.generator is not None and resumed.kept_seed is None):
+                drawn = self._base_seed(loader)
+            draws = order.draws()
         except StateError:
             raise
         except Exception as error:  # user code: the sampler
             raise Failure.caught(
                 error, stage=Stage.SAMPLING, batch=0
             ).exception() from error.__cause__
-
-    def _draw(
-        self, loader: TorchLoader, order: EpochOrder, resumed: LoaderState | None
-    ) -> tuple[Iterator[Any], int]:
-        saved = None if resumed is None else resumed.base_seed
-        if resumed is not None and loader.persistent_workers:
-            self.kept = resumed.kept_seed
-        if resumed is None or order.resumed is None:
-            draws = order.draws()
-            twice = loader.num_workers and not (self._is_async or self.kept)
-            base_seed = self._base_seed(loader, saved)
-            # torch calls iter() twice too. A sampler that draws in `__iter__` depends on the calls.
-            return order.draws() if twice else draws, base_seed
-        order.restore_generator(resumed)
-        # If the user gives a generator, the base seed is drawn as in the saved run. So later epochs
-        # draw the same numbers.
-        again = loader.generator is not None and resumed.kept_seed is None
-        drawn = self._base_seed(loader) if saved is None or again else 0
-        draws = order.draws()
         if saved is None:
             return draws, drawn
-        if loader.persistent_workers and not self._is_async:
+        if self._spec.reads_in_persistent_workers(loader):
             self.kept = saved
         return draws, saved
 
     def _base_seed(self, loader: TorchLoader, saved: int | None = None) -> int:
-        if self._seed is not None:
-            return self._seed
+        seed: int | None = self._spec.options["seed"]
+        if seed is not None:
+            return seed
         # The same draws as torch's, in the same place: the same torch.manual_seed gives the same
         # order. Drawn at each iter(), but only once for persistent workers.
-        if self.kept is None:
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-            drawn = drawn if saved is None else saved
-            if not (loader.persistent_workers and not self._is_async):
-                return drawn
+        if self.kept is not None:
+            return self.kept
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        drawn = drawn if saved is None else saved
+        if self._spec.reads_in_persistent_workers(loader):
             self.kept = drawn
-        return self.kept
+        return drawn
 
 
 def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
@@ -249,11 +225,9 @@ def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     the last batch's indices are another rank's, the indices are left out.
     """
     saved = states[rank.rank] if len(states) == rank.world_size else states[0]
-    if saved.last_indices is not None and (saved.last_indices[2], saved.ranks) != (
-        rank.rank,
-        rank.world_size,
-    ):
-        saved = saved._replace(last_indices=None)
+    drawn = saved.last_draw
+    if drawn is not None and (drawn.rank, saved.ranks) != (rank.rank, rank.world_size):
+        saved = saved._replace(last_draw=None)
     return saved
 
 
@@ -263,11 +237,10 @@ def batches_left(order: EpochOrder, state: LoaderState) -> int | None:
     The number holds for the present ranks and batch size. None for a stream, and for an order
     whose positions are not computed.
     """
-    if order.is_stream or not order.is_by_arithmetic:
+    if not order.is_by_arithmetic:
         return None
-    size = order.size() if order.computed is None else len(order.computed.order_in(state.epoch))
-    if size is None:
-        return None
+    computed = order.computed
+    size = len(order.sampler if computed is None else computed.order_in(state.epoch))
     ranks = order.sampler.num_replicas if order.shared else 1
     left = 0 if state.over else max(0, size - state.cursor)
     drops = order.shared and order.sampler.drop_last
@@ -288,14 +261,17 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
         if state.epoch == first.epoch + 1 and state.is_between_epochs and _of_stream(state):
             # The epoch has ended on this rank. The state keeps the state of a user's dataset, for
             # later epochs.
-            position = {
-                name: getattr(first, name)
-                for name in ("epoch", "batches", "cursor", "samples", "base_seed")
-            }
             streams = {
                 reader: {**stream, "ended": True} for reader, stream in state.streams.items()
             }
-            state = state._replace(**position, over=not streams, streams=streams)
+            state = state._replace(
+                epoch=first.epoch,
+                batches=first.batches,
+                cursor=first.cursor,
+                base_seed=first.base_seed,
+                over=not streams,
+                streams=streams,
+            )
         differences = first.fingerprint.differences(state.fingerprint)
         if state.epoch != first.epoch:
             differences.append(f"epoch was {state.epoch}, and is {first.epoch}")
@@ -315,10 +291,10 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             )
         return (left[0],)
     missing = iter(sorted(set(range(first.ranks)) - {state.rank for state in states}))
-    numbered = [
-        each if each.rank is not None else each._replace(rank=next(missing, None)) for each in every
-    ]
-    ordered = sorted(numbered, key=lambda state: -1 if state.rank is None else state.rank)
+    for number, state in enumerate(every):
+        if state.rank is None:
+            every[number] = state._replace(rank=next(missing, first.ranks))
+    ordered = sorted(every, key=operator.attrgetter("rank"))
     ranks = [state.rank for state in ordered]
     if ranks != list(range(first.ranks)):
         raise StateError(

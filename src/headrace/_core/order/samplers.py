@@ -76,13 +76,11 @@ def dealt(
     first = cursor + shard.index
     if exact:
         rounds = len(range(first, n, step))
-    end = first + rounds * step
-    # At most a single position is beyond the end.
-    beyond = [position % n for position in range(first, end, step)[-1:] if position >= n]
-    parts = [
-        range(first, min(end, n), step),
-        *(range(position, position + 1) for position in beyond),
-    ]
+    positions = range(first, first + rounds * step, step)
+    parts = [range(first, min(positions.stop, n), step)]
+    if positions and positions[-1] >= n:  # at most a single position is beyond the end
+        wrapped = positions[-1] % n
+        parts.append(range(wrapped, wrapped + 1))
     if isinstance(order, range):
         return iter(parts)
     return itertools.chain.from_iterable(taken(order, part) for part in parts)
@@ -108,8 +106,9 @@ class CursorSampler(ABC):
     drop_last: bool = False
     exact: bool = False
     exclusions: tuple[Exclusion, ...] = ()
-    # The order computed last, after its key: epoch and exclusions.
-    _left: tuple[object, Order] = (), range(0)
+    # The order computed last, and the epoch and exclusions of the order.
+    _remaining: Order = range(0)
+    _remaining_key: object = None
 
     @property
     @abstractmethod
@@ -132,9 +131,10 @@ class CursorSampler(ABC):
         if not self.exclusions:
             return self._order(epoch)
         key = epoch, self.exclusions
-        if self._left[0] != key:
-            self._left = key, without(self._order(epoch), epoch, self.exclusions)
-        return self._left[1]
+        if self._remaining_key != key:
+            self._remaining = without(self._order(epoch), epoch, self.exclusions)
+            self._remaining_key = key
+        return self._remaining
 
     def whole(self, epoch: int, position: int) -> int:
         """Return a remaining sample's position in the whole order."""
@@ -209,13 +209,9 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
             )
         self.dataset: Any = dataset
         self.exact = bool(exact)
-        self.seed, self.shuffle, self.drop_last, self.epoch = (
-            operator.index(seed),
-            bool(shuffle),
-            bool(drop_last),
-            0,
-        )
-        Permutation(0, self.seed, 0)  # checks the seed
+        self.seed = whole_number("seed", seed, 0, 2**64 - 1)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
         self._length = (
             operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
         )
@@ -245,13 +241,11 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """Number of samples of each rank in a whole epoch."""
-        count, length = (
-            self.num_replicas,
-            len(self.order_in(self.epoch)) if self.exclusions else self._length,
-        )
+        shard = self._shard()
+        length = len(self.order_in(self.epoch)) if self.exclusions else self._length
         if self.exact:
-            return len(range(self.rank, length, count))
-        return length // count if self.drop_last else -(-length // count)
+            return len(range(shard.index, length, shard.count))
+        return length // shard.count if self.drop_last else -(-length // shard.count)
 
     @property
     def total_size(self) -> int:  # type: ignore[override]

@@ -69,6 +69,13 @@ def is_automatic(loader: TorchLoader) -> bool:
     return bool(vars(loader)["num_workers"] == "auto")
 
 
+class LookAheadBounds(NamedTuple):
+    """Bounds of the number of batches planned ahead."""
+
+    least: int
+    most: int
+
+
 class LoaderSpec(NamedTuple):
     """Dataset and headrace's own options of a loader.
 
@@ -105,8 +112,8 @@ class LoaderSpec(NamedTuple):
         """
         return loader.persistent_workers and not self.kind.is_async
 
-    def look_ahead(self, loader: TorchLoader) -> tuple[int, int]:
-        """Return the least and the most batches planned ahead."""
+    def look_ahead(self, loader: TorchLoader) -> LookAheadBounds:
+        """Return how many batches are planned ahead."""
         options, fetches = self.options, most_fetches(self.options)
         # A hedged fetch takes a bit more than twice the usual time. Meanwhile the other fetches
         # must not run dry.
@@ -124,23 +131,20 @@ class LoaderSpec(NamedTuple):
             workers, prefetch_factor=given, concurrency=concurrency, batch_size=batch_size
         )
         # Samples ahead in the sampler. Neighbouring ranges, and blocks, are then read together.
-        samples = (
-            getattr(loader.sampler, "samples_ahead", 0)
-            if joined_part(self.source, loader.sampler)
-            else 0
-        )
+        samples = 0
+        if joined_part(self.source, loader.sampler):
+            samples = getattr(loader.sampler, "samples_ahead", 0)
         if given is None:
             least = max(least, samples // (batch_size or 1) + 1)  # whole groups of blocks
         # Batches on the device keep no worker busy, and so do not count.
         if self.device is not None:
             least += options["device_prefetch"]
         most = least
-        if given is not None:
-            pass
-        elif self.kind is DatasetKind.ASYNC_ITERABLE:
-            most = MOST_SMALL
-        elif free and self.kind is DatasetKind.MAP and loader.in_order:
-            most = min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers)
-        elif free and self.kind is DatasetKind.ASYNC_MAP and not samples:
-            most = most_ahead(least, concurrency=fetches, batch_size=batch_size)
-        return least, max(least, most)
+        if given is None:
+            if self.kind is DatasetKind.ASYNC_ITERABLE:
+                most = MOST_SMALL
+            elif free and self.kind is DatasetKind.MAP and loader.in_order:
+                most = min(MOST_SMALL, MOST_OF_A_WORKER * loader.num_workers)
+            elif free and self.kind is DatasetKind.ASYNC_MAP and not samples:
+                most = most_ahead(least, concurrency=fetches, batch_size=batch_size)
+        return LookAheadBounds(least, max(least, most))

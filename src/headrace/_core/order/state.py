@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from headrace._core.order.exclusion import Exclusion
 from headrace._core.streams.resumable import State
 from headrace.errors import StateError
-
-
-def checksum(indices: Sequence[object]) -> tuple[int, int]:
-    """Return the number of indices and a checksum of the indices."""
-    return len(indices), zlib.crc32(repr(tuple(indices)).encode())
 
 
 def encoded(state: torch.Tensor | None) -> str | None:
@@ -33,20 +30,8 @@ def decoded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
-VERSION: Final = 5
+VERSION: Final = 6
 LOST_KEPT = 256  # number of lost batches in a state
-
-# Fields with default values in a state before an epoch.
-_WITHIN = (
-    "cursor",
-    "samples",
-    "batches",
-    "over",
-    "last_indices",
-    "next_worker",
-    "delivered",
-    "skipped",
-)
 
 
 class Fingerprint(NamedTuple):
@@ -69,28 +54,62 @@ class Fingerprint(NamedTuple):
 class Run(NamedTuple):
     """Batches since the last change of ranks, batch size or exclusions."""
 
-    epoch: int
-    batches: int  # number of the first batch in the epoch
-    cursor: int  # cursor of the state before the first batch
-    ranks: int
-    batch_size: int  # 0 if a batch sampler decides
+    epoch: int = 0
+    batches: int = 0  # number of the first batch in the epoch
+    cursor: int = 0  # cursor of the state before the first batch
+    ranks: int = 0  # 0 before the first epoch
+    batch_size: int = 0  # 0 if a batch sampler decides
     exclusions: int = 0  # number of the state's exclusions in force
 
 
-RunValues: TypeAlias = tuple[()] | tuple[int, int, int, int, int, int]
-"""Values of a `Run`; empty before the first epoch."""
+class LastDraw(NamedTuple):
+    """Indices of the last batch of an order that is walked through."""
 
-Triple: TypeAlias = tuple[int, int, int]
-Triples: TypeAlias = tuple[Triple, ...]
-Pairs: TypeAlias = tuple[tuple[int, int], ...]
+    indices: int  # number of indices
+    checksum: int
+    rank: int
+
+
+def drawn_last(indices: Sequence[object], rank: int) -> LastDraw:
+    """Return the record of the indices of a batch."""
+    return LastDraw(len(indices), zlib.crc32(repr(tuple(indices)).encode()), rank)
+
+
+class Given(NamedTuple):
+    """Samples of a batch given out after missing batches."""
+
+    first: int  # number of the first sample, counted from the position of the state
+    samples: int  # number of samples
+
+
+class LostBatch(NamedTuple):
+    """A batch that lost all its samples."""
+
+    epoch: int
+    number: int
+
+
+class SkipCounts(NamedTuple):
+    """Numbers of samples of an epoch."""
+
+    delivered: int = 0
+    skipped: int = 0
+    in_a_row: int = 0  # skipped since the last delivered sample
+
+
+class Losses(NamedTuple):
+    """Samples and batches that an epoch has lost."""
+
+    skipped: SkipCounts
+    lost: tuple[LostBatch, ...]
 
 
 class Past(NamedTuple):
     """Fields of a state that describe earlier batches."""
 
-    run: RunValues = ()
-    excluded: Triples = ()  # see `Exclusion`
-    lost: Pairs = ()  # see `LoaderState`
+    run: Run = Run()
+    excluded: tuple[Exclusion, ...] = ()
+    lost: tuple[LostBatch, ...] = ()
 
 
 class LoaderState(NamedTuple):
@@ -100,7 +119,6 @@ class LoaderState(NamedTuple):
     fingerprint: Fingerprint  # fingerprint of the loader
     # Number of samples given out in the epoch, over all ranks if the ranks share an order.
     cursor: int = 0
-    samples: int = 0  # number of samples given out on this rank
     batches: int = 0  # number of batches given out on this rank
     over: bool = False  # whether the sampler has ended
     rank: int | None = None  # rank of the state; None if all ranks have the same state
@@ -112,34 +130,31 @@ class LoaderState(NamedTuple):
     sampler_epoch: int | None = None
     generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
     sampler: object = None  # state of a user's sampler after the samples given out
-    # Number of indices of the last batch, checksum of the indices, rank. Only of an order that is
-    # walked through.
-    last_indices: Triple | None = None
+    last_draw: LastDraw | None = None
     # Stream state of each worker that reads a stream. The key None is the loader itself.
     streams: Mapping[int | None, Mapping[str, object]] = {}
     next_worker: int = 0  # worker of the next batch
-    # Batches given out after missing batches: first sample and number of samples of each batch.
-    delivered: Pairs = ()
-    run: RunValues = ()
-    excluded: Triples = ()  # samples to leave out; see `Exclusion`
-    lost: Pairs = ()  # the last batches that lost all their samples: epoch, and number of the batch
-    skipped: Triple = (0, 0, 0)  # samples of the epoch delivered, skipped, and skipped in a row
+    delivered: tuple[Given, ...] = ()  # batches given out after missing batches
+    run: Run = Run()
+    excluded: tuple[Exclusion, ...] = ()  # samples to leave out
+    lost: tuple[LostBatch, ...] = ()  # the last lost batches
+    skipped: SkipCounts = SkipCounts()
 
     @property
     def is_between_epochs(self) -> bool:
         """Whether the state lies before an epoch, with nothing drawn."""
-        return all(getattr(self, name) == self._field_defaults[name] for name in _WITHIN)
+        return not (self.batches or self.delivered or self.over)
 
     def noted(self, ranks: int, batch_size: int) -> LoaderState:
         """Return the state with ranks, batch size and exclusions noted.
 
         A new run begins if a value differs from the last run's value.
         """
-        read_by = ranks, batch_size, len(self.excluded)
-        if self.run[3:] == read_by:
-            return self
-        begun = (self.epoch, self.batches, self.cursor) if self.run else (0, 0, 0)
-        return self._replace(run=Run(*begun, *read_by))
+        last, excluded = self.run, len(self.excluded)
+        run = last._replace(ranks=ranks, batch_size=batch_size, exclusions=excluded)
+        if last.ranks and run != last:
+            run = run._replace(epoch=self.epoch, batches=self.batches, cursor=self.cursor)
+        return self._replace(run=run)
 
     @property
     def past(self) -> Past:
@@ -148,7 +163,7 @@ class LoaderState(NamedTuple):
     @property
     def steps(self) -> int:
         """Number of steps made in the epoch."""
-        lost = sum(epoch == self.epoch for epoch, _ in self.lost)
+        lost = sum(each.epoch == self.epoch for each in self.lost)
         return self.batches + len(self.delivered) - lost
 
     def number_of(self, epoch: int, step: int) -> int:
@@ -157,14 +172,14 @@ class LoaderState(NamedTuple):
         Raises:
             StateError: the state does not know the number.
         """
-        if len(self.lost) == LOST_KEPT and epoch <= self.lost[0][0]:
+        if len(self.lost) == LOST_KEPT and epoch <= self.lost[0].epoch:
             raise StateError(
                 f"step {step} of epoch {epoch} is not known: {LOST_KEPT} batches have lost all "
                 f"their samples since"
             )
         number = step
-        for of, lost in self.lost:
-            number += of == epoch and lost <= number
+        for lost in self.lost:
+            number += lost.epoch == epoch and lost.number <= number
         return number
 
     def _to_values(self) -> State:
@@ -176,11 +191,12 @@ class LoaderState(NamedTuple):
         streams = sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
         values: State = {
             **self._asdict(),
-            "fingerprint": tuple(self.fingerprint),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
-            "run": tuple(self.run),
-            "excluded": tuple(map(tuple, self.excluded)),
         }
+        for name in _RECORDS:
+            values[name] = values[name] and tuple(values[name])
+        for name in _LISTS:
+            values[name] = tuple(map(tuple, values[name]))
         return {**values, "checksum": _checksum(values)}
 
     @classmethod
@@ -194,28 +210,26 @@ class LoaderState(NamedTuple):
         return states[0]
 
     @classmethod
-    def _from_values(cls, saved: Mapping[str, Any]) -> LoaderState:
-        values = dict(saved)
+    def _from_values(cls, saved: object) -> LoaderState:
+        values: State = dict(saved) if isinstance(saved, Mapping) else {}
         if values.pop("checksum", None) != _checksum(values):
             raise StateError("the state is damaged, or was edited: its checksum does not match")
-        if other := values.keys() ^ set(cls._fields):
-            raise StateError(
-                f"the state is of another release of headrace, whose fields differ in "
-                f"{sorted(other)}"
-            )
-        for name in _TUPLES:
-            values[name] = _as_tuple(values[name])
-        values["fingerprint"] = Fingerprint(*values["fingerprint"])
+        for name, record in _RECORDS.items():
+            values[name] = values[name] and record(*values[name])
+        for name, record in _LISTS.items():
+            values[name] = tuple(itertools.starmap(record, values[name]))
         values["streams"] = dict(values["streams"])
         return cls(**values)
 
 
-_TUPLES = ("last_indices", "delivered", "run", "excluded", "lost", "skipped")
-
-
-def _as_tuple(value: Any) -> Any:
-    """Return the value with tuples in place of JSON's lists."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+# Fields that are plain tuples in a saved state.
+_RECORDS: Mapping[str, Any] = {
+    "fingerprint": Fingerprint,
+    "last_draw": LastDraw,
+    "run": Run,
+    "skipped": SkipCounts,
+}
+_LISTS: Mapping[str, Any] = {"delivered": Given, "excluded": Exclusion, "lost": LostBatch}
 
 
 def states_to_dict(states: Sequence[LoaderState]) -> State:
@@ -231,22 +245,12 @@ def states_to_dict(states: Sequence[LoaderState]) -> State:
 
 def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
     """Return the checked states of a dict of `states_to_dict`."""
-    if not isinstance(state, Mapping) or "version" not in state:
-        keys = list(state) if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise StateError(f"this is no state of a headrace.DataLoader: {keys}")
-    if state["version"] != VERSION:
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
         raise StateError(
-            f"the state has format version {state['version']!r}, but this release of headrace "
-            f"reads {VERSION}"
+            f"this is no state of a headrace.DataLoader in format version {VERSION}: {state!r:.80}"
         )
-    saved = state.get("state")
-    if not (
-        isinstance(saved, list | tuple)
-        and saved
-        and all(isinstance(values, Mapping) for values in saved)
-    ):
-        raise StateError(f"the state is damaged: {saved!r:.80} is not a list of states")
-    return tuple(LoaderState._from_values(values) for values in saved)
+    saved: Any = state.get("state") or [None]
+    return tuple(map(LoaderState._from_values, saved))
 
 
 def _checksum(state: Mapping[str, object]) -> str:

@@ -175,8 +175,13 @@ def adopt_rank(info: RankInfo) -> None:
         os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size))
 
 
+def has_process_group() -> bool:
+    """Whether `torch.distributed` is initialized. Torch may be built without the package."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _resolved() -> RankInfo:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         return RankInfo(
             torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
         )

@@ -253,7 +253,6 @@ class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self.dataset = dataset
         self._shown = shown
         self._operator = operator
-        self.works_on_parts: bool = operator.works_on_parts
         self.ranks_differ: bool = operator.ranks_differ
         self._options = options
         self.equal_on_ranks = _is_endless(self)

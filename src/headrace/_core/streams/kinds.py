@@ -121,9 +121,10 @@ class Blocks(NamedTuple):
         """Values that determine an order."""
         return self.size, self.at_once, self.content
 
-    def firsts(self, n: int) -> IntArray:
-        """Return the first sample of each block, for `n` samples."""
-        return np.arange(0, n, self.size) if self.borders is None else self.borders
+    def counts(self, n: int) -> IntArray:
+        """Return the number of samples of each block, for `n` samples."""
+        firsts = np.arange(0, n, self.size) if self.borders is None else self.borders
+        return np.diff(firsts, append=n)
 
 
 def blocks_of(dataset: object) -> Blocks | None:
@@ -265,14 +266,11 @@ def children(dataset: Any) -> Iterator[Any]:
     Dicts, lists and tuples in attributes are searched too.
     """
     for value in list(getattr(dataset, "__dict__", {}).values()):
-        several = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else (value,)
-        )
-        for number, part in enumerate(several):
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            value = (value,)
+        for number, part in enumerate(value):
             if _is_dataset(part):
                 yield part
             elif number >= _FIRST:
@@ -307,9 +305,15 @@ def given_rank(stream: Any) -> RankInfo | None:
     Returns None if no rank was given, or several different ranks.
     """
     choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
-    given = {choice.given for choice in choices if isinstance(choice, RankChoice)} - {None}
-    (found,) = given if len(given) == 1 else (None,)
-    return None if found is None else RankInfo(found.index, found.count, "the dataset")
+    given = {
+        choice.given
+        for choice in choices
+        if isinstance(choice, RankChoice) and choice.given is not None
+    }
+    if len(given) != 1:
+        return None
+    found = given.pop()
+    return RankInfo(found.index, found.count, "the dataset")
 
 
 def propagate_epoch(
@@ -330,9 +334,9 @@ def propagate_epoch(
             # Not the data source of a sampler.
             if not (isinstance(part, Sampler) and isinstance(child, Dataset)):
                 propagate_epoch(child, epoch, only_wanted=only_wanted, visited=visited)
-    elif not only_wanted or getattr(
-        part, "wants_epoch", (can := capabilities(part)).aget or can.aiter
-    ):
+        return
+    can = capabilities(part)
+    if not only_wanted or getattr(part, "wants_epoch", can.aget or can.aiter):
         part.set_epoch(epoch)
 
 

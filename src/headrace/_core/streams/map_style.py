@@ -7,7 +7,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -240,6 +240,14 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
         return sample_key(self.dataset, index)
 
 
+class _OfPart(NamedTuple):
+    """Samples of a part among some indices."""
+
+    number: int  # of the part
+    slots: list[int]  # places of the samples among the indices
+    indices: list[object]  # within the part
+
+
 class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     """Samples of datasets in succession; made by `headrace.concat`.
 
@@ -265,17 +273,14 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     @functools.cached_property
     def blocks(self) -> Blocks | None:
         """The smallest blocks of the parts, if all parts have blocks."""
-        found = [blocks for source in self.sources if (blocks := blocks_of(source)) is not None]
-        if len(found) < len(self.sources):
+        found: list[Any] = [blocks_of(source) for source in self.sources]
+        if None in found:
             return None
         at_once = min(blocks.at_once for blocks in found)
         if all(blocks.borders is None for blocks in found):
             return Blocks(min(blocks.size for blocks in found), at_once)
-        lengths = [len(source) for source in self.sources]
-        firsts = [blocks.firsts(length) for blocks, length in zip(found, lengths, strict=True)]
-        counts = [
-            np.diff(first, append=length) for first, length in zip(firsts, lengths, strict=True)
-        ]
+        parts = zip(found, self.sources, strict=True)
+        counts = [blocks.counts(len(source)) for blocks, source in parts]
         content = " ".join(blocks.content for blocks in found)
         joined = Blocks.whole(0, 0, np.concatenate(counts).tolist(), content)
         return joined._replace(
@@ -302,19 +307,14 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             ranges=all(part.ranges for part in parts),
         )
 
-    def _by_part(self, indices: Sequence[object]) -> list[tuple[int, Sequence[int], list[object]]]:
-        """Group `indices` by part.
-
-        Returns:
-            For each part with samples: the number of the part, the slots of the samples in
-            `indices`, and the indices within the part.
-        """
-        parts: dict[int, tuple[int, list[int], list[object]]] = {}
+    def _by_part(self, indices: Sequence[object]) -> list[_OfPart]:
+        """Group `indices` by part."""
+        parts: dict[int, _OfPart] = {}
         for slot, index in enumerate(indices):
-            part, inner = self.locate(index)
-            _, slots, inners = parts.setdefault(part, (part, [], []))
-            slots.append(slot)
-            inners.append(inner)
+            number, inner = self.locate(index)
+            part = parts.setdefault(number, _OfPart(number, [], []))
+            part.slots.append(slot)
+            part.indices.append(inner)
         return list(parts.values())
 
     async def aget(self, index: object) -> object:
@@ -323,16 +323,15 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         return (part, sample) if self.numbered else sample
 
     async def agets(self, indices: Sequence[object]) -> Sequence[object]:
-        samples: list[object] = [None] * len(indices)
-
-        async def fetch(part: int, slots: Sequence[int], inner: list[object]) -> None:
-            for slot, sample in zip(slots, await fetch_all(self.sources[part], inner), strict=True):
-                samples[slot] = (part, sample) if self.numbered else sample
-
         parts = self._by_part(indices)
+        fetches = (fetch_all(self.sources[part.number], part.indices) for part in parts)
+        columns: list[Sequence[object]] = await asyncio.gather(*fetches)
         if len(parts) == 1 and not self.numbered:
-            return await fetch_all(self.sources[parts[0][0]], parts[0][2])
-        await asyncio.gather(*itertools.starmap(fetch, parts))
+            return columns[0]
+        samples: list[object] = [None] * len(indices)
+        for part, column in zip(parts, columns, strict=True):
+            for slot, sample in zip(part.slots, column, strict=True):
+                samples[slot] = (part.number, sample) if self.numbered else sample
         return samples
 
     def sample_key(self, index: object) -> str | None:
@@ -344,10 +343,11 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
     def ranges(self, indices: Sequence[object]) -> Ranges:
         order: list[int] = []
         several: list[Ranges] = []
-        for part, slots, inner in self._by_part(indices):
-            ranges: Ranges = self.sources[part].ranges(inner)
-            order.extend(slots)
-            several.append(ranges._replace(objects=ranges.objects * len(self.sources) + part))
+        for part in self._by_part(indices):
+            ranges: Ranges = self.sources[part.number].ranges(part.indices)
+            objects = ranges.objects * len(self.sources) + part.number
+            order.extend(part.slots)
+            several.append(ranges._replace(objects=objects))
         if not several:
             return Ranges.of([])
         return Ranges(*map(np.concatenate, zip(*several, strict=True))).at(np.argsort(order))

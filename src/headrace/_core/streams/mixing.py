@@ -68,8 +68,6 @@ class Mix(StreamOperation[object]):
         self._key = spawn_key()
         self._occurrences = [*_occurrences(datasets)]
         self._inner = [self._start(number) for number in range(count)]
-        self._states: list[State | None] = [None] * count
-        self._touched = {*range(count)}  # streams with outdated entries in `_states`
         # Number of the current block of random numbers, and the random numbers.
         self._block, self._numbers = -1, list[float]()
         # Ends of the streams' ranges among the random numbers, and the last non-empty range.
@@ -108,7 +106,6 @@ class Mix(StreamOperation[object]):
                 await self._end()
                 break
             chosen = bisect.bisect_right(self._ends, self._draw() * self._ends[-1], hi=self._last)
-            self._touched.add(chosen)
             try:
                 sample = await anext(self._inner[chosen])
             except StopAsyncIteration:
@@ -157,24 +154,18 @@ class Mix(StreamOperation[object]):
         self._over = True
         await self.aclose()
 
-    def _inner_state(self) -> list[State | None]:
-        for number in self._touched:
-            self._states[number] = self._inner[number].state_dict()
-        self._touched.clear()
-        return self._states.copy()
+    def _inner_state(self) -> list[State]:
+        return [stream.state_dict() for stream in self._inner]
 
     def _restore_inner(self, state: State) -> None:
         for stream, saved in zip(self._inner, state["inner"], strict=True):
-            if saved is not None:  # otherwise the stream was never read
-                stream.load_state_dict(saved)
+            stream.load_state_dict(saved)
 
     async def aclose(self) -> None:
         self._closed = True
         await close_all(*self._inner)
 
     def _restored(self) -> None:
-        self._touched = {*range(len(self._inner))}
-        self._weighed_until = 0
         for number, passes in enumerate(self._passes):
             if passes:
                 self._inner[number] = self._start(number)

@@ -102,7 +102,6 @@ class Repeat(Concat):
 
     operation = "repeat"
     options = ("times",)
-    works_on_parts = True
 
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__([dataset])
@@ -170,7 +169,6 @@ class ShuffleBuffer(ReplayOperation[T]):
 
     operation = "shuffle"
     options = ("size",)
-    works_on_parts = True
     fields = ("order", "window")
 
     def __init__(self, source: AsyncIterable[T], buffer_size: int, order: Order) -> None:

@@ -36,7 +36,6 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
     """
 
     operation = "pack"
-    works_on_parts = True
     ranks_differ = True
     options = ("seq_len", "strategy", "window")
     fields = ("used", "opened", "filled", "queued", "ended")

@@ -92,6 +92,7 @@ class _Chunk:
     first: int  # number of the first sample
     position: State | None  # position before the first sample, if known
     samples: list[object] = field(default_factory=list)
+    task: Any = None  # the request for the outcomes
 
 
 class Steps(ReplayOperation[Any]):
@@ -105,7 +106,6 @@ class Steps(ReplayOperation[Any]):
 
     operation = "map, filter"
     fields = ("read",)
-    works_on_parts = True
     ranks_differ = True  # because of filters
 
     def __init__(self, source: Any, steps: tuple[Step, ...]) -> None:
@@ -121,8 +121,7 @@ class Steps(ReplayOperation[Any]):
         self._run, self._parallel = (None, int) if prepare is None else prepare(steps)
         self._held = 0  # samples read, without a received outcome
         self._unsent: _Chunk | None = None
-        # Sent chunks in order, with tasks for the outcomes.
-        self._sent: deque[tuple[_Chunk, asyncio.Task[list[object]]]] = deque()
+        self._sent: deque[_Chunk] = deque()  # in order
         self._in_flight: set[asyncio.Task[list[object]]] = set()
         self._outcomes: deque[object] = deque()
         self._reader: asyncio.Task[None] | None = None
@@ -148,11 +147,11 @@ class Steps(ReplayOperation[Any]):
             ):
                 raise StopAsyncIteration
             if self._sent:
-                await asyncio.wait((self._sent[0][1],))  # cancelling the wait loses nothing
+                await asyncio.wait((self._sent[0].task,))  # cancelling the wait loses nothing
                 if not self._closed:
                     self._mark = self._latest_mark()
-                    chunk, task = self._sent.popleft()
-                    outcomes = task.result()
+                    chunk = self._sent.popleft()
+                    outcomes = chunk.task.result()
                     kept = [
                         place for place, outcome in enumerate(outcomes) if outcome is not NOTHING
                     ]
@@ -218,10 +217,11 @@ class Steps(ReplayOperation[Any]):
         if chunk is None or len(self._in_flight) > self._parallel() or self._closed:
             return
         task = asyncio.get_running_loop().create_task(self._outcomes_of(chunk.samples, chunk.first))
+        chunk.task = task
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
         task.add_done_callback(self._send)
-        self._sent.append((chunk, task))
+        self._sent.append(chunk)
         self._unsent = None
         self._changed.set()
 
@@ -249,8 +249,8 @@ class Steps(ReplayOperation[Any]):
     def _latest_mark(self) -> Mark:
         if self._run is None or self._mark is None:
             return self._new_mark()
-        if not self._outcomes and self._sent and self._sent[0][0].position is not None:
-            return Mark(self._given, self._errors, self._sent[0][0].position)
+        if not self._outcomes and self._sent and self._sent[0].position is not None:
+            return Mark(self._given, self._errors, self._sent[0].position)
         return self._mark
 
     async def aclose(self) -> None:

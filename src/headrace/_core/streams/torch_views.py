@@ -219,9 +219,9 @@ class _StreamAdapter(_Adapter, IterableDataset[object]):
     """A stream that yields each sample once in a torch loader.
 
     The number of workers does not matter. Streams of shards, and streams made by `split`, divide
-    the shards or samples among the workers. Any other async stream is read only by the first
-    worker, as headrace's loader reads the stream once: a second iterator need not yield the same
-    samples.
+    the shards or samples among the workers, also below `map`. Any other async stream is read only
+    by the first worker, as headrace's loader reads the stream once: a second iterator need not
+    yield the same samples.
     """
 
     def __init__(self, dataset: object, *, divided: bool = False) -> None:
@@ -241,22 +241,14 @@ class _StreamAdapter(_Adapter, IterableDataset[object]):
         with reading_divided(self._divided):
             if not capabilities(stream).aiter:
                 return iter(stream)
-            if _splits_over_workers(stream):
-                return SyncStream(*plan(stream))
+            source, functions = plan(stream)
+            divides = getattr(source, "splits_over_workers", False)
             worker = get_worker_info()
-            return (
-                SyncStream(*plan(stream), whole=True)
-                if worker is None or worker.id == 0
-                else iter(())
-            )
+            if divides or worker is None or worker.id == 0:
+                return SyncStream(source, functions, whole=not divides)
+            return iter(())
 
 
 class _SizedStreamAdapter(_StreamAdapter):
     def __len__(self) -> int:
         return len(self._adapted)
-
-
-def _splits_over_workers(stream: Any) -> bool:
-    while getattr(stream, "works_on_parts", False) and hasattr(stream, "dataset"):
-        stream = stream.dataset
-    return getattr(stream, "splits_over_workers", False)

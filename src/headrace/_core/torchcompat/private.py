@@ -14,8 +14,8 @@ import torch
 from torch._utils import KeyErrorMessage as KeyErrorMessage
 from torch.autograd import profiler as profiler  # `_is_profiler_enabled`: 1 µs with cold caches
 from torch.utils._pytree import keystr as keystr
-from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker

@@ -208,19 +208,6 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
 
-    async def aget(self, index: int) -> ObjectSample:
-        """Fetch the object at `index`.
-
-        As with a list, negative indices count from the end.
-
-        Raises:
-            IndexError: `index` is out of range.
-            StoreError: the store refused or failed, on every attempt. Subclasses:
-                `ObjectNotFoundError`, `ObjectChangedError` since the listing, `ChecksumError` and
-                `StoreUnreachableError`.
-        """
-        return self.sample_of(index, await self.read_bytes(index))
-
     def extent(self, index: int) -> Extent:
         """Describe the bytes of the object at `index`, for a cache.
 

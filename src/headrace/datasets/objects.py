@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, Never, Self
+from typing import Any, NamedTuple, Self
 
 from headrace._core.store.head import check_form, strong
 from headrace._core.store.listing import (
@@ -21,7 +21,7 @@ from headrace._core.store.listing import (
 )
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_keywords, check_names, sample_repr
+from headrace._core.text import check_names, sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
@@ -117,9 +117,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         classes: Sequence[str] | None = None,
-        **unknown: Never,
     ) -> None:
-        check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
         check_names("keys", keys)
         if keys is not None and suffix is not None:
             raise ValueError("suffix= is about a listing, and with keys= nothing is listed")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +16,6 @@ from headrace._core.batches import Rows, is_table
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
     collate,
-    collate_int_fn,
     collate_tensor_fn,
     default_collate_fn_map,
     keystr,
@@ -189,22 +186,17 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
-    plain = _is_plain(first)
-    size = len(batch) * first.nbytes if plain else 0
+    size = len(batch) * first.nbytes if _is_plain(first) else 0
     # Torch stacks small batches in the loader's process.
     if (
-        plain
-        and (_destination is not None or size >= HUGE)
+        size >= (HUGE if _destination is None else 1)
         and set(map(type, batch)) == {torch.Tensor}
+        and set(map(_DTYPE, batch)) == {first.dtype}
     ):
-        uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
-        try:
-            if not uniform:
-                return torch.stack(list(batch), 0)
+        # Unequal shapes, a gradient, or another irregular tensor.
+        with contextlib.suppress(RuntimeError):
             contiguous = size < HUGE or all(map(torch.Tensor.is_contiguous, batch))
             return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
-        except RuntimeError:  # unequal shapes, a gradient, or another irregular tensor
-            pass
     # Torch stacks irregular tensors, or raises the error.
     return collate_tensor_fn(batch, **options)  # type: ignore[no-any-return]
 
@@ -243,25 +235,15 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
-    if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
-        with contextlib.suppress(OverflowError):  # torch raises the error below
-            # Takes a fifth of the time of `torch.tensor`.
-            return torch.frombuffer(array("q", batch), dtype=torch.int64)
-    return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
-
-
-_STACKING = ((torch.Tensor, collate_tensor_fn, _stack), (int, collate_int_fn, _stack_ints))
-
-
 def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:
-    """Collate with stacking functions for the destination.
+    """Collate with tensors stacked into the destination.
 
-    Functions registered by a user stay in place.
+    A function registered by a user stays in place.
     """
     functions = {**default_collate_fn_map, **ours}
-    replaced = {kind: stack for kind, torchs, stack in _STACKING if functions.get(kind) is torchs}
-    return collate(batch, collate_fn_map=functions | replaced)
+    if stacks_tensors():
+        functions[torch.Tensor] = _stack
+    return collate(batch, collate_fn_map=functions)
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:
@@ -280,5 +262,4 @@ def draws_nothing(function: CollateFn) -> bool:
 
     True for the default functions of torch and of this module.
     """
-    called = function.func if isinstance(function, functools.partial) else function
-    return is_default(called) or called is default_convert
+    return is_default(function) or function is default_convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,17 +145,11 @@ def _kind(leaf: Any) -> str:
     )
 
 
-class Destination(Protocol):
-    """Memory for batches in place of the heap."""
-
-    def empty(self, size: int) -> memoryview | None:
-        """Return `size` uninitialised bytes, or None without enough room."""
+_destination: Callable[[int], memoryview | None] | None = None
+"""Allocates bytes for batches in place of the heap. Returns None without enough room."""
 
 
-_destination: Destination | None = None
-
-
-def collate_into(destination: Destination) -> None:
+def collate_into(destination: Callable[[int], memoryview | None]) -> None:
     """Set the destination of `destined` collate functions.
 
     The destination is global to the process. A worker process makes a single batch at a time.
@@ -209,7 +203,7 @@ def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | 
     torch.
     """
     size = rows * row.nbytes
-    memory = None if _destination is None else _destination.empty(size)
+    memory = None if _destination is None else _destination(size)
     if memory is None and size >= HUGE and (contiguous or _destination is not None):
         room = np.empty(size + 64, np.uint8)
         start = -room.ctypes.data % 64  # align to a cache line, as torch does

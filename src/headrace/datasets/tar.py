@@ -15,7 +15,7 @@ from headrace.datasets.indexed import IndexedDataset
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
-__all__ = ["IndexedTarDataset", "TarDataset", "tar_decoder"]
+__all__ = ["IndexedTarDataset", "TarDataset"]
 
 _SUFFIXES = (".tar", *(f".tar{suffix}" for suffix in SUFFIXES), *TAR_SUFFIXES)
 
@@ -117,18 +117,13 @@ class TarDataset(ShardedStream[dict[str, Any]]):
 
     def index_decoder(self, shard: Shard) -> TarSamples:
         """Return the decoder for indexing a shard, with all fields."""
-        return tar_decoder(shard)
+        return TarSamples(shard.name, uniform=True)
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedTarDataset:
         if self._member_limit != MEMBER_LIMIT:
             raise ValueError("member_limit= is an option of the stream alone")
         uniform = self._uniform and self._fields is None
         return IndexedTarDataset(opened, unpacked_bytes, self._fields, uniform)
-
-
-def tar_decoder(shard: Shard) -> TarSamples:
-    """Return the decoder for indexing a shard."""
-    return TarSamples(shard.name, uniform=True)
 
 
 class IndexedTarDataset(IndexedDataset[dict[str, Any]]):

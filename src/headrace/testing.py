@@ -34,6 +34,7 @@ CONCURRENCY = 64
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 # Event loops that a loader may use.
 _LOOPS: tuple[_LoopFactory, ...] = (asyncio.new_event_loop, new_event_loop)
+_ARRAYS: Any = ((torch.Tensor, torch.equal), (np.ndarray, np.array_equal))
 
 
 def same(left: object, right: object) -> bool:
@@ -49,18 +50,10 @@ def same(left: object, right: object) -> bool:
         >>> same((torch.ones(2), memoryview(b"a")), (torch.ones(2), memoryview(b"a")))
         True
     """
-    if isinstance(left, torch.Tensor):
-        return (
-            isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and torch.equal(left, right)
-        )
-    if isinstance(left, np.ndarray):
-        return (
-            isinstance(right, np.ndarray)
-            and left.dtype == right.dtype
-            and np.array_equal(left, right)
-        )
+    for kind, equal in _ARRAYS:
+        if isinstance(left, kind):
+            alike = isinstance(right, kind) and left.dtype == right.dtype
+            return alike and bool(equal(left, right))
     if isinstance(left, dict):
         return (
             isinstance(right, dict)

@@ -209,6 +209,7 @@ class CachedDataset(AsyncDataset[T_co]):
             data = await dataset.read_bytes(index)
             return data, dataset.sample_of(index, data)
 
+        sample: T_co
         data, sample = await loaded(fetch)
         # Before the sample is given: the last sample of an epoch is cached too.
         await self._cache.write([name], [data])

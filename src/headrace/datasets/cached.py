@@ -17,7 +17,6 @@ from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
 from headrace._core.shards.unpacked import loaded
 from headrace._core.store.disk_cache import DiskCache
-from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -289,17 +288,19 @@ class _CachedShards(CachedDataset[T_co]):
         if not missing:
             data = views[0].obj
         else:
-            starts = np.array(missing) * CACHE_BLOCK + (start - begin)
-            stops = np.minimum(starts + CACHE_BLOCK, size)
-            wanted = Ranges(np.full_like(starts, number), starts, stops)
-            read = functools.partial(self.dataset.read_range, index=index)
-            fetched = await read_ranges(wanted, read, largest=1 << 40)
-            if [*map(len, fetched)] != (stops - starts).tolist():
+            # One request, from the first missing block to the last.
+            low, high = missing[0], missing[-1] + 1
+            first = start - begin + low * CACHE_BLOCK
+            last = min(start - begin + high * CACHE_BLOCK, size)
+            fetched = await self.dataset.read_range(number, first, last, index=index)
+            if len(fetched) != last - first:
                 raise ValueError("read_range gave another number of bytes than were asked for")
-            for place, view in zip(missing, fetched, strict=True):
-                views[place] = view
+            views[low:high] = [
+                fetched[place : place + CACHE_BLOCK]
+                for place in range(0, len(fetched), CACHE_BLOCK)
+            ]
             data = b"".join(views)
-            await self._cache.write([names[place] for place in missing], fetched)
+            await self._cache.write(names[low:high], views[low:high])
         return memoryview(data)[begin : begin + stop - start].toreadonly()
 
 

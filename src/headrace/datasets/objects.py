@@ -212,35 +212,32 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         Raises:
             IndexError: `index` is out of range.
         """
-        key, size, etag, checksum = self._object(index)
+        try:
+            key = self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
+        size = UNKNOWN if self._sizes is None else self._sizes[index]
         return Extent(
-            self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum
+            store=self._store.store_id,
+            key=key,
+            version=None if self._etags is None else self._etags[index] or None,
+            start=0,
+            length=None if size == UNKNOWN else size,
+            checksum=None if self._checksums is None else self._checksums[index] or None,
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors as of `aget`."""
-        key, size, etag, checksum = self._object(index)
-        if size == UNKNOWN:
-            return self._store.read_all(key, index=index, etag=etag, checksum=checksum)
-        return self._store.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+        found = self.extent(index)
+        version: Any = {"index": index, "etag": found.version, "checksum": found.checksum}
+        if found.length is None:
+            return self._store.read_all(found.key, **version)
+        return self._store.read(found.key, 0, found.length, size=found.length, **version)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """Make the sample at `index` from the object's bytes."""
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
-        )
-
-    def _object(self, index: int) -> tuple[str, int, str | None, str | None]:
-        """Return key, size, entity tag and checksum."""
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        return (
-            key,
-            UNKNOWN if self._sizes is None else self._sizes[index],
-            None if self._etags is None else self._etags[index] or None,
-            None if self._checksums is None else self._checksums[index] or None,
         )
 
 

@@ -164,10 +164,10 @@ class TableDataset(IndexedShards[Any]):
         else:
             wanted, order = self._by_group(indices)
         read = await self._tables([number for number, _ in wanted])
-        parts = [
-            _Part(self._groups[number], read[number], self._passed(number, rows))
-            for number, rows in wanted
-        ]
+        parts: list[_Part] = []
+        for number, rows in wanted:
+            passing = self._passing[number][rows] if self._passing else rows
+            parts.append(_Part(self._groups[number], read[number], passing))
         # A thread would take longer for few rows, and for slices. Slices are not copied.
         if len(indices) <= _FEW or (self.gives_tables and isinstance(indices, range)):
             return self._samples(parts, order)
@@ -214,16 +214,6 @@ class TableDataset(IndexedShards[Any]):
         wanted, begins = np.unique(numbers, return_index=True)
         # For no indices, `np.split` returns one empty part: `strict=False` drops the part.
         return [*zip(wanted.tolist(), np.split(rows, begins[1:]), strict=False)], order
-
-    def _passed(self, number: int, rows: _Rows) -> _Rows:
-        """Return row numbers in a row group, for rows after the filter."""
-        if not self._passing:
-            return rows
-        return (
-            self._passing[number][rows.start : rows.stop]
-            if isinstance(rows, range)
-            else self._passing[number][rows]
-        )
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Return the tables of row groups."""

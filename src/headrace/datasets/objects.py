@@ -199,9 +199,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         return dataset
 
     def _hold(self, catalog: Catalog, labels: Labels, classes: Sequence[str] | None) -> None:
-        self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
+        self._catalog = catalog
+        self._keys = catalog.keys
         self._set_labels(labels, classes)
-        self._checksums = catalog.checksums
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
@@ -216,14 +216,15 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             key = self._keys[index]
         except IndexError:
             raise IndexError(f"index {index} is out of range for {self!r}") from None
-        size = UNKNOWN if self._sizes is None else self._sizes[index]
+        catalog = self._catalog
+        size = UNKNOWN if catalog.sizes is None else catalog.sizes[index]
         return Extent(
             store=self._store.store_id,
             key=key,
-            version=None if self._etags is None else self._etags[index] or None,
+            version=None if catalog.etags is None else catalog.etags[index] or None,
             start=0,
             length=None if size == UNKNOWN else size,
-            checksum=None if self._checksums is None else self._checksums[index] or None,
+            checksum=None if catalog.checksums is None else catalog.checksums[index] or None,
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:

@@ -65,9 +65,7 @@ def test_tensors_with_gradients_collate_as_in_torch(same):
     same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
 
 
-@parity(
-    "torch: without workers a batch can be resized in place; here not if the batch is large"
-)
+@parity("torch: without workers a batch can be resized in place; here not if the batch is large")
 def test_batches_cannot_be_resized_in_place(same):
     dataset = Made(lambda i: (i, torch.zeros(1 << 20)))
 

@@ -11,7 +11,7 @@ import numpy as np
 from headrace._core.shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
-__all__ = ["clip_file", "read_track"]
+__all__ = ["VideoTrack", "clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +16,6 @@ from headrace._core.batches import Rows, is_table
 from headrace._core.text import add_note
 from headrace._core.torchcompat.private import (
     collate,
-    collate_int_fn,
     collate_tensor_fn,
     default_collate_fn_map,
     keystr,
@@ -148,17 +145,11 @@ def _kind(leaf: Any) -> str:
     )
 
 
-class Destination(Protocol):
-    """Memory for batches in place of the heap."""
-
-    def empty(self, size: int) -> memoryview | None:
-        """Return `size` uninitialised bytes, or None without enough room."""
+_destination: Callable[[int], memoryview | None] | None = None
+"""Allocates bytes for batches in place of the heap. Returns None without enough room."""
 
 
-_destination: Destination | None = None
-
-
-def collate_into(destination: Destination) -> None:
+def collate_into(destination: Callable[[int], memoryview | None]) -> None:
     """Set the destination of `destined` collate functions.
 
     The destination is global to the process. A worker process makes a single batch at a time.
@@ -189,22 +180,17 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
-    plain = _is_plain(first)
-    size = len(batch) * first.nbytes if plain else 0
+    size = len(batch) * first.nbytes if _is_plain(first) else 0
     # Torch stacks small batches in the loader's process.
     if (
-        plain
-        and (_destination is not None or size >= HUGE)
+        size >= (HUGE if _destination is None else 1)
         and set(map(type, batch)) == {torch.Tensor}
+        and set(map(_DTYPE, batch)) == {first.dtype}
     ):
-        uniform = size > 0 and set(map(_DTYPE, batch)) == {first.dtype}
-        try:
-            if not uniform:
-                return torch.stack(list(batch), 0)
+        # Unequal shapes, a gradient, or another irregular tensor.
+        with contextlib.suppress(RuntimeError):
             contiguous = size < HUGE or all(map(torch.Tensor.is_contiguous, batch))
             return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
-        except RuntimeError:  # unequal shapes, a gradient, or another irregular tensor
-            pass
     # Torch stacks irregular tensors, or raises the error.
     return collate_tensor_fn(batch, **options)  # type: ignore[no-any-return]
 
@@ -217,7 +203,7 @@ def output(row: torch.Tensor, rows: int, *, contiguous: bool) -> torch.Tensor | 
     torch.
     """
     size = rows * row.nbytes
-    memory = None if _destination is None else _destination.empty(size)
+    memory = None if _destination is None else _destination(size)
     if memory is None and size >= HUGE and (contiguous or _destination is not None):
         room = np.empty(size + 64, np.uint8)
         start = -room.ctypes.data % 64  # align to a cache line, as torch does
@@ -243,25 +229,15 @@ def _is_plain(tensor: object) -> bool:
     )
 
 
-def _stack_ints(batch: Sequence[int], **options: Any) -> torch.Tensor:
-    if set(map(type, batch)) == {int} and torch.get_default_device().type == "cpu":
-        with contextlib.suppress(OverflowError):  # torch raises the error below
-            # Takes a fifth of the time of `torch.tensor`.
-            return torch.frombuffer(array("q", batch), dtype=torch.int64)
-    return collate_int_fn(batch, **options)  # type: ignore[no-any-return]
-
-
-_STACKING = ((torch.Tensor, collate_tensor_fn, _stack), (int, collate_int_fn, _stack_ints))
-
-
 def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> object:
-    """Collate with stacking functions for the destination.
+    """Collate with tensors stacked into the destination.
 
-    Functions registered by a user stay in place.
+    A function registered by a user stays in place.
     """
     functions = {**default_collate_fn_map, **ours}
-    replaced = {kind: stack for kind, torchs, stack in _STACKING if functions.get(kind) is torchs}
-    return collate(batch, collate_fn_map=functions | replaced)
+    if stacks_tensors():
+        functions[torch.Tensor] = _stack
+    return collate(batch, collate_fn_map=functions)
 
 
 def _collate_as_torch_into_destination(batch: object) -> object:
@@ -280,5 +256,4 @@ def draws_nothing(function: CollateFn) -> bool:
 
     True for the default functions of torch and of this module.
     """
-    called = function.func if isinstance(function, functools.partial) else function
-    return is_default(called) or called is default_convert
+    return is_default(function) or function is default_convert

@@ -36,18 +36,20 @@ from headrace._core.shards.indexing import (
     part_key,
     with_heads,
 )
+from headrace._core.shards.tar import TarSamples
 from headrace._core.store.listing import require_pyarrow
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
 from headrace._core.streams.composition import plan
 from headrace.datasets.parquet import TableDataset
-from headrace.datasets.tar import tar_decoder
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 from headrace.telemetry.progress import progress
 
 __all__ = ["Packed", "pack"]
+
+_INDEXING = Indexing(lambda shard: TarSamples(shard.name, uniform=True))
 
 Format = Literal["tar", "parquet", "tokens"]
 # Written after each shard. Readers of directories ignore names with an underscore in front.
@@ -263,7 +265,7 @@ def _index(store: Store, shards: list[_Json]) -> None:
         return
     found = loop.run(with_heads([Shard(store, shard["name"]) for shard in shards]))
     if found:
-        loop.run(build_index(found, Indexing(tar_decoder), place))
+        loop.run(build_index(found, _INDEXING, place))
 
 
 def _begun(store: Store, arguments: _Json) -> _Json:
@@ -301,13 +303,12 @@ def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
     loop.run(store.put(key, path))
     if isinstance(writer, _TarWriter):
         shard = Shard(store, key, loop.run(store.head(key)))
-        indexing = Indexing(tar_decoder)
-        decoder = IndexingDecoder(shard, indexing)
+        decoder = IndexingDecoder(shard, _INDEXING)
         with path.open("rb") as file:
             for piece in iter(lambda: file.read(PIECE), b""):
                 decoder.feed(piece)
         decoder.finish()
-        loop.run(store.put(part_key(Shard(store, NAME), shard, indexing), decoder.index()))
+        loop.run(store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index()))
     size = path.stat().st_size
     os.unlink(path)
     return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}

@@ -34,6 +34,7 @@ CONCURRENCY = 64
 _LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 # Event loops that a loader may use.
 _LOOPS: tuple[_LoopFactory, ...] = (asyncio.new_event_loop, new_event_loop)
+_ARRAYS: Any = ((torch.Tensor, torch.equal), (np.ndarray, np.array_equal))
 
 
 def same(left: object, right: object) -> bool:
@@ -49,18 +50,10 @@ def same(left: object, right: object) -> bool:
         >>> same((torch.ones(2), memoryview(b"a")), (torch.ones(2), memoryview(b"a")))
         True
     """
-    if isinstance(left, torch.Tensor):
-        return (
-            isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and torch.equal(left, right)
-        )
-    if isinstance(left, np.ndarray):
-        return (
-            isinstance(right, np.ndarray)
-            and left.dtype == right.dtype
-            and np.array_equal(left, right)
-        )
+    for kind, equal in _ARRAYS:
+        if isinstance(left, kind):
+            alike = isinstance(right, kind) and left.dtype == right.dtype
+            return alike and bool(equal(left, right))
     if isinstance(left, dict):
         return (
             isinstance(right, dict)
@@ -124,9 +117,7 @@ class DatasetContract(_Contract):
         Resumed epochs and retries fetch samples again.
         """
         dataset = self.make_dataset()
-        for index in self.indices(dataset):
-            first, second = _run(dataset.aget(index)), _run(dataset.aget(index))
-            assert self.equal(first, second), f"index {index} gave {first!r}, then {second!r}"
+        self._assert_same_samples(dataset, lambda index: _run(dataset.aget(index)), "another aget")
 
     def test_indexing_equals_aget(self) -> None:
         """Synchronous indexing gives the same samples as `aget`.
@@ -135,11 +126,7 @@ class DatasetContract(_Contract):
         """
         dataset = self.make_dataset()
         self._skip_without(dataset, "__getitem__")
-        for index in self.indices(dataset):
-            item, sample = dataset[index], _run(dataset.aget(index))
-            assert self.equal(item, sample), (
-                f"dataset[{index}] is {item!r}, aget({index}) {sample!r}"
-            )
+        self._assert_same_samples(dataset, dataset.__getitem__, "indexing")
 
     def test_agets_equals_aget_in_order(self) -> None:
         """`agets` gives the same samples as `aget`, in order.
@@ -153,11 +140,8 @@ class DatasetContract(_Contract):
         assert len(together) == len(indices), (
             f"agets of {len(indices)} indices gave {len(together)} samples"
         )
-        for index, sample in zip(indices, together, strict=True):
-            alone = _run(dataset.aget(index))
-            assert self.equal(sample, alone), (
-                f"agets gave {sample!r} for index {index}, aget {alone!r}"
-            )
+        samples = dict(zip(indices, together, strict=True))
+        self._assert_same_samples(dataset, samples.__getitem__, "agets")
 
     def test_pickled_copy_gives_same_samples(self) -> None:
         """A pickled copy of the dataset gives the same samples.
@@ -165,12 +149,11 @@ class DatasetContract(_Contract):
         A loader pickles the dataset to fetch in another process.
         """
         dataset = self.make_dataset()
-        before = _run(dataset.aget(0))
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
         assert len(copy) == len(dataset), (
             f"the copy has {len(copy)} samples, the original {len(dataset)}"
         )
-        assert self.equal(_run(copy.aget(0)), before), "the copy has another first sample"
+        self._assert_same_samples(dataset, lambda index: _run(copy.aget(index)), "a pickled copy")
 
     def test_concurrent_fetches_are_independent(self) -> None:
         """Concurrent fetches give the same samples as single fetches.
@@ -186,11 +169,9 @@ class DatasetContract(_Contract):
             return await asyncio.gather(*(dataset.aget(index) for index in many))
 
         for factory in _LOOPS:
-            for index, sample in zip(many, _run(fetch(), factory), strict=True):
-                text = (
-                    f"index {index} gave {sample!r} in concurrent fetches, {alone[index]!r} alone"
-                )
-                assert self.equal(sample, alone[index]), text
+            together = zip(many, _run(fetch(), factory), strict=True)
+            wrong = [index for index, sample in together if not self.equal(sample, alone[index])]
+            assert not wrong, f"concurrent fetches gave other samples for the indices {wrong}"
 
     def test_index_past_the_end_raises(self) -> None:
         """An index past the end raises IndexError.
@@ -204,6 +185,13 @@ class DatasetContract(_Contract):
         except LookupError:
             return
         raise AssertionError(f"aget({len(dataset)}) gave {sample!r} instead of an IndexError")
+
+    def _assert_same_samples(self, dataset: Any, fetch: Callable[[int], Any], which: str) -> None:
+        for index in self.indices(dataset):
+            alone, sample = _run(dataset.aget(index)), fetch(index)
+            assert self.equal(sample, alone), (
+                f"{which} gave {sample!r} for index {index}, aget {alone!r}"
+            )
 
 
 class StreamContract(_Contract):

@@ -90,7 +90,6 @@ def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
         ],
         "LinesDataset": [lambda: hr.LinesDataset(tmp_path, shufle=True)],
         "TFRecordDataset": [lambda: hr.TFRecordDataset(tmp_path, shufle=True)],
-        "ObjectDataset": [lambda: hr.ObjectDataset(tmp_path, sufix=".jpg")],
         "index": [lambda: hr.TarDataset.index(tmp_path, field=["a"])],
     }
     public = {name: getattr(hr, name) for name in hr.__all__}

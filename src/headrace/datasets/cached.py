@@ -15,8 +15,8 @@ import numpy as np
 from headrace._core.array_types import IntArray
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.shards.discovery import Shard
+from headrace._core.shards.unpacked import loaded
 from headrace._core.store.disk_cache import DiskCache
-from headrace._core.store.ranges import Ranges, read_ranges
 from headrace._core.streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -29,14 +29,12 @@ from headrace._core.streams.kinds import (
 )
 from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positions
 from headrace.datasets.index_stream import IndexStream
-from headrace.errors import ShardError
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]
 
 
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another format would invalidate all existing entries
-_UNKNOWN = bytes(NAME_SIZE)
 # Bytes. At most `LARGEST_GAP`: two requests of one plan share no block.
 CACHE_BLOCK = 64 << 10
 _ASKED = 256  # samples from which the size of blocks is estimated
@@ -91,7 +89,16 @@ class Cacheable(AsyncDataset[T_co]):
         """Make the sample at `index` from bytes; raise an error for damaged bytes."""
 
     async def aget(self, index: int) -> T_co:
-        """Fetch the sample at `index`."""
+        """Fetch the sample at `index`.
+
+        As with a list, negative indices count from the end.
+
+        Raises:
+            IndexError: `index` is out of range.
+            StoreError: the store refused or failed, on every attempt. Subclasses:
+                `ObjectNotFoundError`, `ObjectChangedError` since the listing, `ChecksumError` and
+                `StoreUnreachableError`.
+        """
         return self.sample_of(index, await self.read_bytes(index))
 
     def cache(
@@ -128,24 +135,22 @@ class Cacheable(AsyncDataset[T_co]):
             ValueError: the store is in this process's memory, or `max_bytes` is not positive.
             OSError: the folder cannot be created.
         """
-        lineage = type(self).__mro__
-        first = {
-            name: next(c for c in lineage if name in vars(c))
-            for name in ("aget", "extent", "sample_of")
-        }
-        if lineage.index(first["aget"]) < min(
-            lineage.index(first["extent"]), lineage.index(first["sample_of"])
-        ):
-            raise TypeError(
-                f"{first['aget'].__name__} defines aget, but a cache calls read_bytes "
-                f"and sample_of. Define sample_of instead of aget."
-            )
+        self._refuse_own_aget("a cache")
         # Bytes from the `read_bytes` of a subclass may differ from the bytes of the ranges.
         reads: Any = type(self).read_bytes
         joined = capabilities(self).ranges and reads is RangedDataset.read_bytes
         kind: Any = _CachedShards if joined else CachedDataset
         cached: CachedDataset[T_co] = kind(self, DiskCache(folder, max_bytes), version)
         return cached
+
+    def _refuse_own_aget(self, what: str) -> None:
+        """Raise `TypeError` if a subclass defines `aget`, for what would not call the method."""
+        kind = type(self)
+        if kind.aget not in (Cacheable.aget, RangedDataset.aget):
+            raise TypeError(
+                f"{kind.__name__} defines aget, which {what} does not call; "
+                "define sample_of instead"
+            )
 
 
 class CachedDataset(AsyncDataset[T_co]):
@@ -175,10 +180,6 @@ class CachedDataset(AsyncDataset[T_co]):
         self._cache = cache
         self._version = version
         self._classes = getattr(dataset, "_classes", None)
-        self._hash = hashlib.blake2b(ascii((NAME_FORMAT, version)).encode(), digest_size=NAME_SIZE)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.dataset, self._cache, self._version)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -192,50 +193,30 @@ class CachedDataset(AsyncDataset[T_co]):
         Errors are errors of the dataset.
         """
         dataset = self.dataset
-        name = self._name(index)
-        if not name:
+        extent = dataset.extent(index)
+        if extent.length == 0:
             return dataset.sample_of(index, memoryview(b""))
+        name = self._name_of(extent)
         (data,) = await self._cache.read_many([name])
         if data is not None:
             # Fresh bytes will show whether the cache was at fault.
             with contextlib.suppress(Exception):
                 return dataset.sample_of(index, data)
             self._cache.discard([name])
-        try:
+
+        async def fetch() -> tuple[memoryview, T_co]:
             data = await dataset.read_bytes(index)
-            sample = dataset.sample_of(index, data)
-        except ShardError:  # perhaps damaged in transit: read once more
-            data = await dataset.read_bytes(index)
-            sample = dataset.sample_of(index, data)
+            return data, dataset.sample_of(index, data)
+
+        sample: T_co
+        data, sample = await loaded(fetch)
         # Before the sample is given: the last sample of an epoch is cached too.
         await self._cache.write([name], [data])
         return sample
 
-    @functools.cached_property
-    def _names(self) -> memoryview:
-        """Names of all entries, 0 for unknown names.
-
-        A name takes 5 to 40 µs, and reading a sample about 30 µs: each name is computed once.
-        """
-        return memoryview(np.zeros(NAME_SIZE * len(self), np.uint8))  # type: ignore[arg-type]
-
-    def _name(self, index: int) -> bytes:
-        """Return the name of a sample's entry, empty if the sample has no bytes."""
-        offset = NAME_SIZE * index
-        name = bytes(self._names[offset : offset + NAME_SIZE]) if index >= 0 else _UNKNOWN
-        if name == _UNKNOWN or not name:
-            extent = self.dataset.extent(index)
-            if extent.length == 0:
-                return b""
-            name = self._name_of(extent)
-            offset %= len(self._names)
-            self._names[offset : offset + NAME_SIZE] = name
-        return name
-
     def _name_of(self, extent: Extent) -> bytes:
-        digest = self._hash.copy()
-        digest.update(ascii(tuple(extent)).encode())
-        return digest.digest()
+        text = ascii((NAME_FORMAT, self._version)) + ascii(tuple(extent))
+        return hashlib.blake2b(text.encode(), digest_size=NAME_SIZE).digest()
 
     def sample_key(self, index: int) -> str | None:
         """Return the name of the sample in the dataset."""
@@ -307,17 +288,19 @@ class _CachedShards(CachedDataset[T_co]):
         if not missing:
             data = views[0].obj
         else:
-            starts = np.array(missing) * CACHE_BLOCK + (start - begin)
-            stops = np.minimum(starts + CACHE_BLOCK, size)
-            wanted = Ranges(np.full_like(starts, number), starts, stops)
-            read = functools.partial(self.dataset.read_range, index=index)
-            fetched = await read_ranges(wanted, read, largest=1 << 40)
-            if [*map(len, fetched)] != (stops - starts).tolist():
+            # One request, from the first missing block to the last.
+            low, high = missing[0], missing[-1] + 1
+            first = start - begin + low * CACHE_BLOCK
+            last = min(start - begin + high * CACHE_BLOCK, size)
+            fetched = await self.dataset.read_range(number, first, last, index=index)
+            if len(fetched) != last - first:
                 raise ValueError("read_range gave another number of bytes than were asked for")
-            for place, view in zip(missing, fetched, strict=True):
-                views[place] = view
+            views[low:high] = [
+                fetched[place : place + CACHE_BLOCK]
+                for place in range(0, len(fetched), CACHE_BLOCK)
+            ]
             data = b"".join(views)
-            await self._cache.write([names[place] for place in missing], fetched)
+            await self._cache.write(names[low:high], views[low:high])
         return memoryview(data)[begin : begin + stop - start].toreadonly()
 
 
@@ -373,11 +356,8 @@ class IndexedShards(AsyncDataset[T_co]):
             >>> dataset = TokenDataset("s3://bucket/tokens", 2048)  # doctest: +SKIP
             >>> dataset.stream(shuffle=True).take(100)  # doctest: +SKIP
         """
-        if isinstance(self, RangedDataset) and type(self).aget is not RangedDataset.aget:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} defines aget, which a stream does not call; define sample_of instead"
-            )
+        if isinstance(self, Cacheable):
+            self._refuse_own_aget("a stream")
         return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:

@@ -23,13 +23,6 @@ from headrace.datasets.objects import ObjectDataset, ObjectSample
 __all__ = ["CocoDataset"]
 
 _BOX_FIELDS = ("bbox", "category_id", "area", "iscrowd")
-_TENSORS = {
-    "ids": torch.int64,
-    "boxes": torch.float32,
-    "labels": torch.int64,
-    "area": torch.float32,
-    "iscrowd": torch.bool,
-}
 
 
 class CocoDataset(ObjectDataset):
@@ -123,34 +116,42 @@ class CocoDataset(ObjectDataset):
                 raise ValueError(f"no annotation is right: {said}")
             warn_user(f"{name}: {said} are left out")
         names = {name for marks in groups.values() for each in marks for name in each}
-        others, texts = sorted(names - {"id", "image_id", *(_BOX_FIELDS if has_boxes else ())}), []
-        for image in images:
-            marks = groups[image["id"]]
-            text: dict[str, Any] = {name: [each.get(name) for each in marks] for name in others}
-            text["image_id"], text["size"] = image["id"], [image.get("height"), image.get("width")]
-            text["ids"] = [each["id"] for each in marks]
-            if has_boxes:
-                boxes = np.array([each["bbox"] for each in marks], np.float64).reshape(-1, 4)
-                # A missing area is NaN here.
-                areas = np.array([each.get("area") for each in marks], np.float64)
-                text["area"] = np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist()
-                boxes[:, 2:] += boxes[:, :2]
-                text["boxes"] = boxes.tolist()
-                text["labels"] = [labels[each["category_id"]] for each in marks]
-                text["iscrowd"] = [bool(each.get("iscrowd")) for each in marks]
-            texts.append(json.dumps(text, default=bytes.decode))  # masks of pycocotools are bytes
-        self._fields = StringArray(texts)
+        self._others = sorted(names - {"id", "image_id", *(_BOX_FIELDS if has_boxes else ())})
+        self._label_of = labels if has_boxes else None  # by the id of a category
+        self._fields = StringArray(
+            json.dumps(
+                {
+                    "image_id": image["id"],
+                    "size": [image.get("height"), image.get("width")],
+                    "marks": groups[image["id"]],
+                },
+                default=bytes.decode,  # masks of pycocotools are bytes
+            )
+            for image in images
+        )
         return Catalog(StringArray(posixpath.normpath(image["file_name"]) for image in images))
 
     def target(self, index: int) -> dict[str, Any]:
         """Return the label at `index`, without reading the image."""
         index = range(len(self))[index]
         target: dict[str, Any] = json.loads(self._fields[index])
-        for name in _TENSORS.keys() & target.keys():
-            with contextlib.suppress(TypeError, ValueError):  # ids that are text
-                target[name] = torch.tensor(target[name], dtype=_TENSORS[name])
-        if "boxes" in target:
-            target["boxes"] = target["boxes"].reshape(-1, 4)
+        marks = target.pop("marks")
+        target |= {name: [each.get(name) for each in marks] for name in self._others}
+        target["ids"] = [each["id"] for each in marks]
+        with contextlib.suppress(TypeError, ValueError):  # ids that are text
+            target["ids"] = torch.tensor(target["ids"], dtype=torch.int64)
+        if self._label_of is not None:
+            boxes = np.array([each["bbox"] for each in marks], np.float64).reshape(-1, 4)
+            # A missing area is NaN here.
+            areas = np.array([each.get("area") for each in marks], np.float64)
+            areas = np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas)
+            boxes[:, 2:] += boxes[:, :2]
+            labels = [self._label_of[each["category_id"]] for each in marks]
+            crowds = [bool(each.get("iscrowd")) for each in marks]
+            target["area"] = torch.tensor(areas, dtype=torch.float32)
+            target["boxes"] = torch.tensor(boxes, dtype=torch.float32)
+            target["labels"] = torch.tensor(labels, dtype=torch.int64)
+            target["iscrowd"] = torch.tensor(crowds, dtype=torch.bool)
         return target
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:

@@ -19,14 +19,14 @@ from headrace._core.shards.reading import BadRecord
 from headrace._core.store.ranges import map_all
 from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import T_co, capabilities
+from headrace._core.streams.kinds import T_co
 from headrace._core.streams.resumable import StreamOperation
 
 __all__ = ["IndexStream"]
 
 # Blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold.
 _IN_ORDER = 32
-_SINGLY = 32  # samples fetched at once from a dataset without batches
+_SINGLY = 32  # samples fetched at once after a failed request
 # Samples of a call. The samples are made on the event loop, where other tasks wait up to 40 ms.
 _AT_MOST = 1 << 14
 
@@ -138,11 +138,10 @@ class _IndexIterator(StreamOperation[Any]):
         return asyncio.get_running_loop().create_task(self._next_block())
 
     async def _next_block(self) -> deque[Any]:
-        can, blocks = capabilities(self._dataset), self._dataset.blocks
+        blocks = self._dataset.blocks
         in_order = self._sampler.order_of == "samples"
         at_once = blocks.size * _IN_ORDER if in_order else -(-blocks.samples // self._reader[1])
-        most = _AT_MOST if can.agets or can.ranges else _SINGLY
-        indices = list(itertools.islice(self._rest, min(at_once, most)))
+        indices = list(itertools.islice(self._rest, min(at_once, _AT_MOST)))
         try:
             return deque(await self._dataset.agets(indices) if indices else ())
         except Exception:

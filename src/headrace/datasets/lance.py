@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import anyio.lowlevel
 import anyio.to_thread
 
 from headrace._core.extras import require
@@ -20,10 +19,6 @@ from headrace._core.text import check_names, short_repr
 from headrace.errors import StoreError
 
 __all__ = ["LanceDataset"]
-
-# Threads of an event loop for requests of lance. On two cores asyncio's own pool has six threads.
-_THREADS = 64
-_limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("headrace.lance")
 
 
 class LanceDataset(AsyncDataset[Any]):
@@ -117,10 +112,8 @@ class LanceDataset(AsyncDataset[Any]):
 
     async def _take(self, indices: Sequence[int]) -> Any:
         rows = positions(indices, len(self)).tolist()
-        if (limiter := _limiter.get(None)) is None:
-            _limiter.set(limiter := anyio.CapacityLimiter(_THREADS))
-        take = anyio.to_thread.run_sync(self._take_rows, rows, limiter=limiter)
-        taking = asyncio.ensure_future(take)
+        # On two cores asyncio's own pool has six threads, and anyio's pool has forty.
+        taking = asyncio.ensure_future(anyio.to_thread.run_sync(self._take_rows, rows))
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:

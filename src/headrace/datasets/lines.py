@@ -170,11 +170,6 @@ class _Lines(RecordDecoder):
     def _line(self, line: bytes, ending: int) -> Iterator[Any]:
         content, end = line.removesuffix(b"\r"), self._offset + len(line) + ending
         if not self._offset and self._format != "bytes":
-            if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise self._error(
-                    "UTF-16 or UTF-32, by its byte order mark; "
-                    "convert it to UTF-8, or read format='bytes'"
-                )
             content = content.removeprefix(codecs.BOM_UTF8)
         if self._format == "json" and not content.strip():
             self._passed(end)

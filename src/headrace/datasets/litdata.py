@@ -174,21 +174,18 @@ def _rows_of_arrow(
             check_unpacked(
                 unpacked_size(message.metadata, memoryview(message.body)), len(data), largest
             )
-        rows, size, left = list[bytes](), 0, file.rows
-        for batch in pyarrow.ipc.open_stream(stored):
-            # Without the check, wrong offsets would lead outside the batch's memory.
-            batch.validate(full=True)
-            left -= batch.num_rows
-            for start in range(0, batch.num_rows if left >= 0 else 0, _ROWS_AT_ONCE):
-                # marshal raises a `ValueError` for anything but plain values and bytes. Every
-                # Python reads version 2.
-                rows += [
-                    marshal.dumps(row, 2) for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist()
-                ]
-                size += sum(map(len, rows[-_ROWS_AT_ONCE:]))
-                check_unpacked(size, len(data), largest)
-        if left:
-            raise ValueError(f"{file.rows - left:,} rows, and {file.rows:,} in its index")
+        table = pyarrow.ipc.open_stream(stored).read_all()
+        # Without the check, wrong offsets would lead outside the table's memory.
+        table.validate(full=True)
+        if table.num_rows != file.rows:
+            raise ValueError(f"{table.num_rows:,} rows, and {file.rows:,} in its index")
+        # marshal raises a `ValueError` for anything but plain values and bytes. Every Python reads
+        # version 2.
+        rows = [
+            marshal.dumps(row, 2)
+            for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE)
+            for row in batch.to_pylist()
+        ]
         offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
         table = np.array([len(rows), *offsets.tolist()], "<u4")  # may raise an `OverflowError`
     return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)

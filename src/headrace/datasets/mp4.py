@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace._core.shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
-__all__ = ["clip_file", "read_track"]
+__all__ = ["VideoTrack", "clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
-# Frames in decoding order, ticks per second, boxes to copy into clips.
-VideoTrack = tuple[Array, int, tuple[bytes, ...]]
+
+
+class VideoTrack(NamedTuple):
+    """Video track of a file."""
+
+    frames: Array  # in decoding order
+    scale: int  # ticks per second
+    boxes: tuple[bytes, ...]  # to copy into clips
+
 
 _FRAME = np.dtype("<i8,<i8,<u4,<u4,?,?")
 # Times are in ticks, as in FFmpeg.
@@ -52,7 +59,7 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         raise shard.error(f"{what}; {remedy}", at)
     with shard_errors("no video that can be read by ranges", shard.name, at):
         track = _parse(await reader.take(at + header, at + length), size)
-    if (end := int(track[0]["offset"][-1]) + int(track[0]["size"][-1])) > size:
+    if (end := int(track.frames["offset"][-1]) + int(track.frames["size"][-1])) > size:
         raise TruncatedShardError(
             f"{size} bytes, but its video ends at {end}", shard=shard.name, offset=size
         )
@@ -128,8 +135,7 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     frames["duration"] = durations = _runs(track[b"stts"], ">u4,>u4", count)
     pts, shift, shown = np.cumsum(durations) - durations, 0, np.ones(count, bool)
     if b"ctts" in track:
-        pts += (delays := _runs(track[b"ctts"], ">u4,>i4", count))
-        _check(np.abs(delays).max() <= 1 << 28, "a delay that is out of range")
+        pts += _runs(track[b"ctts"], ">u4,>i4", count)
     frames["sync"][
         _rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else slice(None)
     ] = True
@@ -155,7 +161,7 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     copied = (
         b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED
     )
-    return frames, scale, (head, *copied)
+    return VideoTrack(frames, scale, (head, *copied))
 
 
 def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:

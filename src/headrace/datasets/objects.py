@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, Never, Self
+from typing import Any, NamedTuple, Self
 
 from headrace._core.store.head import check_form, strong
 from headrace._core.store.listing import (
@@ -21,7 +21,7 @@ from headrace._core.store.listing import (
 )
 from headrace._core.store.store import Store, StoreLike, as_store
 from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_keywords, check_names, sample_repr
+from headrace._core.text import check_names, sample_repr
 from headrace._core.transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
@@ -117,9 +117,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         classes: Sequence[str] | None = None,
-        **unknown: Never,
     ) -> None:
-        check_keywords("ObjectDataset.__init__", unknown, [*ObjectDataset.__init__.__annotations__])
         check_names("keys", keys)
         if keys is not None and suffix is not None:
             raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
@@ -201,25 +199,12 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         return dataset
 
     def _hold(self, catalog: Catalog, labels: Labels, classes: Sequence[str] | None) -> None:
-        self._keys, self._sizes, self._etags = catalog.keys, catalog.sizes, catalog.etags
+        self._catalog = catalog
+        self._keys = catalog.keys
         self._set_labels(labels, classes)
-        self._checksums = catalog.checksums
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store.url!r}, {len(self)} keys)"
-
-    async def aget(self, index: int) -> ObjectSample:
-        """Fetch the object at `index`.
-
-        As with a list, negative indices count from the end.
-
-        Raises:
-            IndexError: `index` is out of range.
-            StoreError: the store refused or failed, on every attempt. Subclasses:
-                `ObjectNotFoundError`, `ObjectChangedError` since the listing, `ChecksumError` and
-                `StoreUnreachableError`.
-        """
-        return self.sample_of(index, await self.read_bytes(index))
 
     def extent(self, index: int) -> Extent:
         """Describe the bytes of the object at `index`, for a cache.
@@ -227,35 +212,33 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         Raises:
             IndexError: `index` is out of range.
         """
-        key, size, etag, checksum = self._object(index)
+        try:
+            key = self._keys[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {self!r}") from None
+        catalog = self._catalog
+        size = UNKNOWN if catalog.sizes is None else catalog.sizes[index]
         return Extent(
-            self._store.store_id, key, etag, 0, None if size == UNKNOWN else size, checksum
+            store=self._store.store_id,
+            key=key,
+            version=None if catalog.etags is None else catalog.etags[index] or None,
+            start=0,
+            length=None if size == UNKNOWN else size,
+            checksum=None if catalog.checksums is None else catalog.checksums[index] or None,
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors as of `aget`."""
-        key, size, etag, checksum = self._object(index)
-        if size == UNKNOWN:
-            return self._store.read_all(key, index=index, etag=etag, checksum=checksum)
-        return self._store.read(key, 0, size, index=index, size=size, etag=etag, checksum=checksum)
+        found = self.extent(index)
+        version: Any = {"index": index, "etag": found.version, "checksum": found.checksum}
+        if found.length is None:
+            return self._store.read_all(found.key, **version)
+        return self._store.read(found.key, 0, found.length, size=found.length, **version)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """Make the sample at `index` from the object's bytes."""
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
-        )
-
-    def _object(self, index: int) -> tuple[str, int, str | None, str | None]:
-        """Return key, size, entity tag and checksum."""
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        return (
-            key,
-            UNKNOWN if self._sizes is None else self._sizes[index],
-            None if self._etags is None else self._etags[index] or None,
-            None if self._checksums is None else self._checksums[index] or None,
         )
 
 

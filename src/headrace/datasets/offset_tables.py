@@ -29,19 +29,6 @@ __all__ = [
 
 FieldDecoder = Callable[[memoryview], Any]
 
-_CHANNELS = {
-    "L": 1,
-    "P": 1,
-    "LA": 2,
-    "RGB": 3,
-    "YCbCr": 3,
-    "LAB": 3,
-    "HSV": 3,
-    "RGBA": 4,
-    "RGBX": 4,
-    "CMYK": 4,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
@@ -279,15 +266,14 @@ def raw_image(data: memoryview) -> ByteArray:
     The array is uint8 of shape (height, width) or (height, width, channels).
     """
     width, height, length = np.frombuffer(data[:12], "<u4").tolist()
-    mode, pixels = (
-        bytes(data[12 : 12 + length]).decode(),
-        np.frombuffer(data[12 + length :], np.uint8),
-    )
-    if mode not in _CHANNELS or pixels.size != width * height * _CHANNELS[mode]:
+    mode = bytes(data[12 : 12 + length]).decode()
+    pixels = np.frombuffer(data[12 + length :], np.uint8)
+    channels, rest = divmod(pixels.size, width * height)
+    if rest or mode[0] in "1IF":  # bits, or more than 8 bits a channel
         raise ValueError(
             f"{pixels.size} bytes are no raw image of {width} by {height} pixels in mode {mode!r}"
         )
-    return pixels.reshape((height, width, _CHANNELS[mode])[: 2 + (_CHANNELS[mode] > 1)]).copy()
+    return pixels.reshape((height, width, channels)[: 2 + (channels > 1)]).copy()
 
 
 def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:

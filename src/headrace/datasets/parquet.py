@@ -38,15 +38,18 @@ __all__ = ["ParquetDataset", "TableDataset"]
 
 _FEW = 16  # rows to convert on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file with filter columns read at the same time
-# Part of the row groups side by side that is planned ahead: an eighth for rows, all for tables.
-# Rows are Python objects and take five times the memory.
-_AHEAD = {"rows": 8, "arrow": 1}
+# Divides the row groups side by side, for the row groups with rows that are planned ahead. Rows are
+# Python objects and take five times the memory of tables. All row groups of tables are planned.
+_ROWS_AHEAD = 8
 
 
 class TableDataset(IndexedShards[Any]):
     """Base of `ParquetDataset` and `ArrowDataset`.
 
     `ParquetDataset` describes the options.
+
+    Attributes:
+        gives_tables: whether a sample is a table with one row.
     """
 
     _parts_name: ClassVar[str] = "row groups"
@@ -71,7 +74,7 @@ class TableDataset(IndexedShards[Any]):
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
-        self._format = format
+        self.gives_tables = format == "arrow"
         self._unpacked_bytes = whole_number("unpacked_bytes", unpacked_bytes, 1)
         self._unpacked = UnpackedShards(self._unpacked_bytes)
         filters = as_expression(filters)
@@ -80,7 +83,7 @@ class TableDataset(IndexedShards[Any]):
             find_shards(shards, suffixes=self._suffixes, store=store), on_error
         )
         # The columns of all files agree.
-        selections = select_columns(files, names, as_rows=format == "rows")
+        selections = select_columns(files, names, as_rows=not self.gives_tables)
         self._groups: list[RowGroup] = []
         # Numbers of the rows of each row group that pass the filter. Empty without a filter.
         self._passing: list[NDArray[np.uint32]] = []
@@ -117,11 +120,6 @@ class TableDataset(IndexedShards[Any]):
             self._groups.append(group)
             self._passing.append(rows)
 
-    @property
-    def gives_tables(self) -> bool:
-        """Whether a sample is a table with one row."""
-        return self._format == "arrow"
-
     def __repr__(self) -> str:
         passing = "" if self._filters is None else f", those with {self._filters}"
         parts = f"{len(self._groups)} {self._parts_name}"
@@ -139,7 +137,7 @@ class TableDataset(IndexedShards[Any]):
     def blocks(self) -> Blocks:
         """Row groups, as blocks of a random order."""
         nbytes = sum(group.nbytes for group in self._groups)
-        ahead = _AHEAD[self._format]
+        ahead = 1 if self.gives_tables else _ROWS_AHEAD
         return Blocks.whole(
             self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead
         )
@@ -166,18 +164,31 @@ class TableDataset(IndexedShards[Any]):
         else:
             wanted, order = self._by_group(indices)
         read = await self._tables([number for number, _ in wanted])
-        parts = [
-            _Part(self._groups[number], read[number], self._passed(number, rows))
-            for number, rows in wanted
-        ]
-        make: Callable[[Sequence[_Part], IntArray | None], Sequence[Any]]
-        make = _as_table if self._format == "arrow" else _as_rows
+        parts: list[_Part] = []
+        for number, rows in wanted:
+            passing = self._passing[number][rows] if self._passing else rows
+            parts.append(_Part(self._groups[number], read[number], passing))
         # A thread would take longer for few rows, and for slices. Slices are not copied.
-        if len(indices) <= _FEW or (
-            make is _as_table and order is None and all(part.is_slice for part in parts)
-        ):
-            return make(parts, order)
-        return await asyncio.to_thread(make, parts, order)
+        if len(indices) <= _FEW or (self.gives_tables and isinstance(indices, range)):
+            return self._samples(parts, order)
+        return await asyncio.to_thread(self._samples, parts, order)
+
+    def _samples(self, parts: Sequence[_Part], order: IntArray | None) -> Sequence[Any]:
+        """Return the rows of several row groups, as one table or as Python objects.
+
+        Args:
+            parts: the rows.
+            order: position ``order[n]`` of the result gets row n. None if the rows are in order.
+        """
+        import pyarrow
+
+        if self.gives_tables:
+            table = pyarrow.concat_tables([part.take() for part in parts])
+            return Rows(
+                table if order is None else _take(table.combine_chunks(), np.argsort(order))
+            )
+        made = [*chain.from_iterable(part.as_rows() for part in parts)]
+        return made if order is None else [made[place] for place in np.argsort(order).tolist()]
 
     def _neighbours(self, indices: range) -> list[_Wanted]:
         """Return the rows of each row group, for consecutive indices."""
@@ -198,22 +209,11 @@ class TableDataset(IndexedShards[Any]):
         numbers, rows, _ = self._rows(indices)
         order = None
         if bool((np.diff(numbers) < 0).any()):
-            kind = np.uint16 if len(self._groups) <= 1 << 16 else np.int64  # a sixth of the time
-            order = np.argsort(numbers.astype(kind), kind="stable")
+            order = np.argsort(numbers, kind="stable")
             numbers, rows = numbers[order], rows[order]
         wanted, begins = np.unique(numbers, return_index=True)
         # For no indices, `np.split` returns one empty part: `strict=False` drops the part.
         return [*zip(wanted.tolist(), np.split(rows, begins[1:]), strict=False)], order
-
-    def _passed(self, number: int, rows: _Rows) -> _Rows:
-        """Return row numbers in a row group, for rows after the filter."""
-        if not self._passing:
-            return rows
-        return (
-            self._passing[number][rows.start : rows.stop]
-            if isinstance(rows, range)
-            else self._passing[number][rows]
-        )
 
     async def _tables(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Return the tables of row groups."""
@@ -325,25 +325,22 @@ class _Part(NamedTuple):
     table: Any  # all rows of the row group
     rows: _Rows  # numbers of the wanted rows
 
-    @property
-    def is_slice(self) -> bool:
-        """Whether the rows are consecutive."""
-        rows = self.rows
-        if isinstance(rows, range):
-            return True
-        return (
-            len(rows) > 0
-            and int(rows[-1]) - int(rows[0]) == len(rows) - 1
-            and bool((np.diff(rows) == 1).all())
-        )
-
     def take(self) -> Any:
         """Return the rows as a table, without a copy if consecutive."""
-        return (
-            self.table.slice(int(self.rows[0]), len(self.rows))
-            if self.is_slice
-            else _take(self.table, self.rows)
-        )
+        if isinstance(self.rows, range):
+            return self.table.slice(self.rows.start, len(self.rows))
+        return _take(self.table, self.rows)
+
+    def as_rows(self) -> list[Any]:
+        """Return the rows as Python objects."""
+        try:
+            return self.take().to_pylist()  # type: ignore[no-any-return]
+        except Exception as error:  # OverflowError, UnicodeDecodeError and others
+            cause = f"{type(error).__name__}: {error}"
+            which = f"row {self.rows[0]:,} of it" if len(self.rows) == 1 else "some of its rows"
+            remedy = "read it with format='arrow'"
+            what = f"{which} cannot be converted to Python objects; {remedy}: {cause}"
+            raise self.group.error(what) from None
 
 
 def _take(table: Any, rows: Any) -> Any:
@@ -356,71 +353,3 @@ def _take(table: Any, rows: Any) -> Any:
         return pyarrow.concat_tables(
             [table.slice(row, 1) for row in rows.tolist()] or [table.slice(0, 0)]
         )
-
-
-def _as_table(parts: Sequence[_Part], order: IntArray | None) -> Rows:
-    """Return the rows of several row groups as one table.
-
-    Args:
-        parts: the rows.
-        order: position ``order[n]`` of the result gets row n. None if the rows are in order.
-    """
-    import pyarrow
-
-    if order is None and all(part.is_slice for part in parts):
-        return Rows(pyarrow.concat_tables([part.take() for part in parts]))
-    schema = parts[0].table.schema
-    columns = [_gathered(parts, place, order) for place in range(len(schema))]
-    others = [place for place, column in enumerate(columns) if column is None]
-    if others:
-        table = pyarrow.concat_tables(
-            [_take(part.table.select(others), part.rows) for part in parts]
-        )
-        if order is not None:
-            table = _take(table.combine_chunks(), np.argsort(order))
-        for place, column in zip(others, table.columns, strict=True):
-            columns[place] = column
-    return Rows(pyarrow.table(columns, schema=schema))
-
-
-def _gathered(parts: Sequence[_Part], place: int, order: IntArray | None) -> Any:
-    """Gather rows of a numeric column without nulls.
-
-    Takes less time than `take`. Returns None for other columns.
-    """
-    import pyarrow
-    from pyarrow.types import is_floating, is_integer
-
-    columns = [part.table.column(place) for part in parts]
-    kind = columns[0].type
-    if not (is_integer(kind) or is_floating(kind)) or any(column.null_count for column in columns):
-        return None
-    found = np.concatenate(
-        [np.asarray(column)[part.rows] for column, part in zip(columns, parts, strict=True)]
-    )
-    if order is not None:
-        found[order] = found.copy()
-    return pyarrow.array(found)
-
-
-def _as_rows(parts: Sequence[_Part], order: IntArray | None) -> list[Any]:
-    """Return the rows of several row groups as Python objects.
-
-    The arguments are those of `_as_table`.
-    """
-    made: list[Any] = []
-    for part in parts:
-        try:
-            made += part.take().to_pylist()
-        except Exception as error:  # OverflowError, UnicodeDecodeError and others
-            cause = f"{type(error).__name__}: {error}"
-            which = f"row {part.rows[0]:,} of it" if len(part.rows) == 1 else "some of its rows"
-            remedy = "read it with format='arrow'"
-            what = f"{which} cannot be converted to Python objects; {remedy}: {cause}"
-            raise part.group.error(what) from None
-    if order is None:
-        return made
-    samples: list[Any] = [None] * len(order)
-    for slot, sample in zip(order.tolist(), made, strict=True):
-        samples[slot] = sample
-    return samples

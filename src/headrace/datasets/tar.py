@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any, Unpack
 
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.indexing import OpenedIndex
-from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
+from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples
 from headrace._core.text import check_names
 from headrace.datasets.indexed import IndexedDataset
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
-__all__ = ["IndexedTarDataset", "TarDataset", "tar_decoder"]
+__all__ = ["TarDataset"]
 
 _SUFFIXES = (".tar", *(f".tar{suffix}" for suffix in SUFFIXES), *TAR_SUFFIXES)
 
@@ -117,57 +116,12 @@ class TarDataset(ShardedStream[dict[str, Any]]):
 
     def index_decoder(self, shard: Shard) -> TarSamples:
         """Return the decoder for indexing a shard, with all fields."""
-        return tar_decoder(shard)
+        return TarSamples(shard.name, uniform=True)
 
-    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedTarDataset:
+    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[dict[str, Any]]:
         if self._member_limit != MEMBER_LIMIT:
             raise ValueError("member_limit= is an option of the stream alone")
-        uniform = self._uniform and self._fields is None
-        return IndexedTarDataset(opened, unpacked_bytes, self._fields, uniform)
-
-
-def tar_decoder(shard: Shard) -> TarSamples:
-    """Return the decoder for indexing a shard."""
-    return TarSamples(shard.name, uniform=True)
-
-
-class IndexedTarDataset(IndexedDataset[dict[str, Any]]):
-    """The samples of indexed tar shards, map-style.
-
-    Made by `TarDataset.index`.
-
-    Args:
-        opened: the index of the shards.
-        unpacked_bytes: bytes of unpacked shards kept by each process.
-        fields: fields to return. Every sample must have all `fields`. None returns all fields of
-            each sample.
-        uniform: whether all samples of a shard must have the same fields.
-
-    Raises:
-        ShardError: samples of a shard have different fields.
-    """
-
-    def __init__(
-        self,
-        opened: OpenedIndex,
-        unpacked_bytes: int,
-        fields: tuple[str, ...] | None,
-        uniform: bool,
-    ) -> None:
-        super().__init__(opened, unpacked_bytes, functools.partial(_sample_decoder, fields))
         flawed = opened.numbers[opened.file.flawed[opened.numbers] > 0]
-        if uniform and len(flawed):
+        if self._uniform and self._fields is None and len(flawed):
             raise ShardError(opened.file.shard(flawed[0]).problem or "")
-        self._selected = None if fields is None else frozenset(fields)
-        self._names: dict[bytes, str] = {}  # fields by the part of a header after the key
-
-    def decode(self, number: int, start: int, data: memoryview) -> dict[str, Any]:
-        """Make a sample from the sample's members."""
-        sample = plain_sample(data, self._shards[number].name, self._names, self._selected)
-        if sample is None:
-            sample = self._decoder_of(self._shards[number]).whole_sample(data, start)
-        return sample
-
-
-def _sample_decoder(fields: tuple[str, ...] | None, shard: Shard) -> TarSamples:
-    return TarSamples(shard.name, fields=fields, uniform=False)
+        return super()._indexed(opened, unpacked_bytes)

@@ -10,7 +10,7 @@ from headrace._core.shards.compression import SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
-from headrace.errors import ShardError, TruncatedShardError
+from headrace.errors import TruncatedShardError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,9 +84,10 @@ class _Records(RecordDecoder):
         while len(held) >= at + 12:
             length = int.from_bytes(size := held[at : at + 8], "little")
             if not self._is_right(size, held[at + 8 : at + 12]) or length > _LARGEST:
-                raise self._error(
+                what = (
                     "length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed"
                 )
+                raise self._error(f"{self._name}: its {what}")
             if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length
                 break
@@ -94,7 +95,7 @@ class _Records(RecordDecoder):
             if self._is_right(record := held[at + 12 : end], held[end : end + 4]):
                 yield record
             else:
-                yield BadRecord(self._error("checksum is wrong"))
+                yield BadRecord(self._error(f"{self._name}: its checksum is wrong"))
             self._passed(self.complete)
             at = end + 4
         self._parts = [held[at:]]
@@ -115,6 +116,3 @@ class _Records(RecordDecoder):
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(
             masked, "little"
         )
-
-    def _error(self, what: str) -> ShardError:
-        return super()._error(f"{self._name}: its {what}")

@@ -133,10 +133,6 @@ class TokenDataset(RangedShards[torch.Tensor]):
         self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
         self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
 
-    def __repr__(self) -> str:
-        kind = f"windows of {self._seq_len}" if self._seq_len else "documents"
-        return f"{type(self).__name__}({len(self._shards)} shards, {len(self)} {kind})"
-
     @property
     def lengths(self) -> IntArray:
         """Number of tokens of each sample.
@@ -242,22 +238,15 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
 
     The upper halves of tokens of 32 or 64 bits are nearly 0.
     """
-    seem = width
-    for other in (4, 8):
-        values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{other}")
-        varied = len(values) >= 32 and (values % (1 << 16)).max() >= 16
-        if (
-            other > width > 1
-            and varied
-            and values.min() > -_VOCABULARY
-            and values.max() < _VOCABULARY
-        ):
-            seem = other
-    if seem == width:
+    if width not in (2, 4):
         return
-    what = f"these look like tokens of {8 * seem} bits, but are read as {8 * width}"
+    values = np.frombuffer(first[: len(first) // 8 * 8], f"<i{2 * width}")
+    varied = len(values) >= 32 and (values % (1 << 16)).max() >= 16
+    if not varied or values.min() <= -_VOCABULARY or values.max() >= _VOCABULARY:
+        return
+    what = f"these look like tokens of more bits, but are read as {8 * width}"
     if raw is None:
-        raise shard.error(f"{what}; give dtype='int{8 * seem}', or 'uint16' if it is right")
+        raise shard.error(f"{what}; give dtype='int32' or 'int64', or 'uint16' if it is right")
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 

@@ -121,15 +121,14 @@ class VideoDataset(RangedShards[VideoClip]):
 
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
         """Make the clip at `index` from the clip's bytes."""
-        number, (first, last, begin, end, _, _, seconds) = (
-            self.range(index)[0],
-            self._clips[index].tolist(),
-        )
-        frames, scale, boxes = self._tracks[number]
-        frames = frames[first:last]
-        times = np.sort(frames["pts"][(frames["pts"] >= begin) & (frames["pts"] < end)]) / scale
-        file = clip_file(boxes, frames, begin, end, data)
-        return VideoClip(self._shards[number].key, seconds, torch.from_numpy(times), file)
+        clip, number = self._clips[index], self.range(index)[0]
+        track = self._tracks[number]
+        frames = track.frames[clip["first"] : clip["last"]]
+        begin, end = int(clip["begin"]), int(clip["end"])
+        shown = (frames["pts"] >= begin) & (frames["pts"] < end)
+        times = torch.from_numpy(np.sort(frames["pts"][shown]) / track.scale)
+        file = clip_file(track.boxes, frames, begin, end, data)
+        return VideoClip(self._shards[number].key, float(clip["seconds"]), times, file)
 
 
 def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
@@ -137,7 +136,7 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
 
     `length` and `stride` are numbers of frames if `count` is true, else seconds.
     """
-    frames, scale, _ = track
+    frames, scale = track.frames, track.scale
     pts, shown = frames["pts"], np.flatnonzero(frames["shown"])
     shown = shown[np.argsort(pts[shown], kind="stable")]
     times = pts[shown]

@@ -150,24 +150,21 @@ class ZarrDataset(RangedDataset[Any]):
         return Ranges(blocks, rows, rows + 1)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
-        """Read neighbours in a block, for slices by `sample_of`."""
+        """Read neighbours in a block: for each sample, a view of each array."""
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
         keys = [(each, block) for each, (block, _) in enumerate(places)]
         chunks = await asyncio.gather(
             *(self._reads.get(key, partial(self._read_block, *key)) for key in keys)
         )
-        rows = _Rows(
-            [
-                chunk[row : row + stop - start]
-                for chunk, (_, row) in zip(chunks, places, strict=True)
-            ]
-        )
-        return rows if index is None else rows[:]
+        return [
+            [chunk[row + number, ...] for chunk, (_, row) in zip(chunks, places, strict=True)]
+            for number in range(stop - start)
+        ]
 
     def sample_of(self, index: int, data: Any) -> Any:
         """Return the sample in `data`."""
-        sample = [_tensor(values[0, ...]) for values in data.arrays]
+        sample = [_tensor(row) for row in data[0]]
         return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
 
     async def _read_block(self, number: int, block: int) -> AnyArray:
@@ -185,33 +182,13 @@ class ZarrDataset(RangedDataset[Any]):
         return np.moveaxis(np.asarray(values), axis, 0)
 
 
-class _Rows:
-    """Neighbouring samples of several arrays.
-
-    A slice is a copy. A view would keep the whole chunk in memory, and torch would pickle the whole
-    chunk.
-    """
-
-    def __init__(self, arrays: list[AnyArray]) -> None:
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self.arrays[0])
-
-    def __getitem__(self, rows: slice) -> _Rows:
-        types = [
-            each.dtype if each.dtype.isnative else each.dtype.newbyteorder("=")
-            for each in self.arrays
-        ]
-        return _Rows(
-            [
-                np.array(each[rows], type, order="C")
-                for each, type in zip(self.arrays, types, strict=True)
-            ]
-        )
-
-
 def _tensor(row: Any) -> Any:
+    """Return a copy as a tensor, or as NumPy's type.
+
+    A view would keep the whole chunk in memory, and torch would pickle the whole chunk.
+    """
+    type = row.dtype if row.dtype.isnative else row.dtype.newbyteorder("=")
+    row = np.array(row, type, order="C")
     try:
         return torch.from_numpy(row)
     except TypeError:

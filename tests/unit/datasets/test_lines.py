@@ -88,14 +88,6 @@ def test_lines_that_look_like_a_document_or_a_page_are_samples(tmp_path):
     assert list(hr.LinesDataset(tmp_path / "d.txt", format="text")) == ["<html>"]
 
 
-def test_utf_16_is_one_error_with_that_reason(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes("1\n2\n".encode("utf-16"))
-    samples = iter(hr.LinesDataset(tmp_path))
-    with pytest.raises(ShardError, match=r"UTF-16.*by its byte order mark; convert it"):
-        next(samples)
-    assert list(samples) == []
-
-
 @pytest.mark.parametrize(
     ("name", "lines"),
     [

@@ -177,7 +177,7 @@ class Worker:
     def __init__(self, channel: BlockingChannel, number: int, workers: int) -> None:
         self._channel = channel
         self._position = number, workers
-        collate_into(channel.arena)
+        collate_into(channel.arena.empty)
         self._tasks: dict[int, WorkerTask | Answer] = {}
         self._broken: BaseException | None = None
 

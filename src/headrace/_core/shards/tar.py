@@ -160,6 +160,15 @@ class TarSamples(Decoder):
         if self._contents:
             yield self._take()
 
+    def whole_sample(self, data: Buffer, offset: int) -> Any:
+        view = memoryview(data)
+        sample = plain_sample(view, self._shard, self._names, self._selected)
+        if sample is not None:
+            return sample
+        # The decoder may be used again, but not after the end of an archive.
+        fresh = TarSamples(self._shard, fields=self._selected, uniform=False)
+        return super(TarSamples, fresh).whole_sample(data, offset)
+
     def members(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes.
 

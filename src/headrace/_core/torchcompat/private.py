@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import collate as collate
-from torch.utils.data._utils.collate import collate_int_fn as collate_int_fn
 from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_fn
 from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory

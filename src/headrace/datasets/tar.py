@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._core.shards.discovery import Shard, Shards
 from headrace._core.shards.indexing import OpenedIndex
-from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples, plain_sample
+from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples
 from headrace._core.text import check_names
 from headrace.datasets.indexed import IndexedDataset
 from headrace.datasets.sharded import ShardedStream, StreamOptions
@@ -158,15 +158,6 @@ class IndexedTarDataset(IndexedDataset[dict[str, Any]]):
         flawed = opened.numbers[opened.file.flawed[opened.numbers] > 0]
         if uniform and len(flawed):
             raise ShardError(opened.file.shard(flawed[0]).problem or "")
-        self._selected = None if fields is None else frozenset(fields)
-        self._names: dict[bytes, str] = {}  # fields by the part of a header after the key
-
-    def decode(self, number: int, start: int, data: memoryview) -> dict[str, Any]:
-        """Make a sample from the sample's members."""
-        sample = plain_sample(data, self._shards[number].name, self._names, self._selected)
-        if sample is None:
-            sample = self._decoder_of(self._shards[number]).whole_sample(data, start)
-        return sample
 
 
 def _sample_decoder(fields: tuple[str, ...] | None, shard: Shard) -> TarSamples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -114,7 +114,6 @@ class Decoder(ABC):
         format: kind of the samples, as "tar". Set by decoders whose samples can be indexed. These
             decoders also set `complete`.
         complete: the byte after the last sample that was yielded.
-        ending: the bytes that end a shard after the last sample.
     """
 
     pages: bool = False
@@ -149,24 +148,26 @@ class Decoder(ABC):
         """Continue from a position; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
-    ending: bytes = b""
-
     def whole_sample(self, data: Buffer, offset: int) -> Any:
         """Return the sample encoded by bytes from an offset on.
 
-        Only for a format that can be indexed. The decoder is new. Without an `ending`, the decoder
-        may also have made a sample by `whole_sample` before.
+        Only for a format that can be indexed. The decoder is new, or has made a sample by
+        `whole_sample` before.
 
         Raises:
             ShardError: the sample cannot be made.
         """
         self.restore({"offset": offset, "number": None})
-        samples = [*self.feed(data), *self.feed(self.ending), *self.finish()]
-        if len(samples) != 1:
-            raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
-        if type(samples[0]) is BadRecord:
-            raise samples[0].error
-        return samples[0]
+        return only_sample([*self.feed(data), *self.finish()], offset)
+
+
+def only_sample(samples: Sequence[Any], offset: int) -> Any:
+    """Return the only sample; raise the error of a sample that cannot be made."""
+    if len(samples) != 1:
+        raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
+    if type(samples[0]) is BadRecord:
+        raise samples[0].error
+    return samples[0]
 
 
 class RecordDecoder(Decoder):

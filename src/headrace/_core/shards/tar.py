@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace._core.shards.reading import BadRecord, Decoder
+from headrace._core.shards.reading import BadRecord, Decoder, only_sample
 from headrace._core.streams.resumable import State
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
@@ -57,7 +57,6 @@ _DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
 # before the zeros of the header.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
 _PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
-_MOST_NAMES = 1024
 
 
 class Member(NamedTuple):
@@ -83,7 +82,7 @@ class TarSamples(Decoder):
     fields that all samples must have.
     """
 
-    format, ending = "tar", bytes(2 * TAR_BLOCK)
+    format = "tar"
 
     def __init__(
         self,
@@ -116,7 +115,6 @@ class TarSamples(Decoder):
         self._end = 0  # of the latest member
         self._broken: ShardError | None = None  # why the sample cannot be given
         # All samples.
-        self._names: dict[bytes, str] = {}  # fields, by the bytes after the key in headers
         self._seen: set[bytes] = set()
         self._others = 0  # members that belong to no sample
 
@@ -159,6 +157,14 @@ class TarSamples(Decoder):
             raise ShardError(f"{what}, so it has no samples", shard=self._shard)
         if self._contents:
             yield self._take()
+
+    def whole_sample(self, data: Buffer, offset: int) -> Any:
+        self._seen.clear()
+        self._zero_blocks = 0
+        self.restore({"offset": offset})
+        samples = [*self.feed(data)]
+        self._zero_blocks = 2  # the archive does not end here
+        return only_sample([*samples, *self.finish()], offset)
 
     def members(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes.
@@ -331,8 +337,8 @@ class TarSamples(Decoder):
             view: the next bytes of the archive.
             begin: position of `view` in the archive.
         """
-        limit, names, key = self._member_limit, self._names, self._key
-        selected, contents = self._selected, self._contents
+        limit, selected = self._member_limit, self._selected
+        key, contents = self._key, self._contents
         offset, end = self._offset, begin + len(view)
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
@@ -348,7 +354,7 @@ class TarSamples(Decoder):
                 return
             folder, slash, file = name.rpartition(b"/")
             first, _, rest = file.partition(b".")
-            field = names.get(rest) or plain_field(rest, names)
+            field = plain_field(rest)
             if field is None:
                 return
             try:
@@ -501,68 +507,17 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (folder + slash + stem, field.lower()) if stem and field else None
 
 
-def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
+@functools.lru_cache(1024)
+def plain_field(rest: bytes) -> str | None:
     """Return the field of a name in a header, or None.
 
-    None: the fast path cannot judge the name. The field is kept in `names`.
+    None: the fast path cannot judge the name.
 
     Args:
         rest: the bytes after the key and a dot.
-        names: fields by these bytes.
     """
-    if (match := _PLAIN_FIELD.match(rest)) is None:
-        return None
-    field = match[1].decode("utf-8", "surrogateescape").lower()
-    if len(names) < _MOST_NAMES:
-        names[rest] = field
-    return field
-
-
-def plain_sample(
-    data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
-) -> dict[str, Any] | None:
-    """Make a sample of plain members, or return None.
-
-    None: `TarSamples` has to judge the bytes.
-    """
-    sample: dict[str, Any] = {"__key__": "", "__url__": shard}
-    prefix = b""  # of all names: the key and a dot
-    position, end = 0, len(data)
-    while (start := position + TAR_BLOCK) <= end:
-        name, digits, size_end, checksum, kind, folder = _PLAIN.unpack_from(data, position)
-        if kind != b"0" or folder != b"\0" or size_end not in _SIZE_ENDS:
-            return None
-        if zlib.adler32(data[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
-            return None
-        if not prefix:
-            above, slash, file = name.rpartition(b"/")
-            key = above + slash + file.partition(b".")[0]
-            if _PLAIN_KEY.fullmatch(key) is None:
-                return None
-            sample["__key__"] = key.decode("utf-8", "surrogateescape")
-            prefix = key + b"."
-        rest = name[len(prefix) :]
-        field = names.get(rest) or plain_field(rest, names)
-        if field is None or field in sample or not name.startswith(prefix):
-            return None
-        try:
-            stop = start + int(digits, 8)
-        except ValueError:
-            return None
-        is_wanted = selected is None or field in selected
-        sample[field] = bytes(data[start:stop]) if is_wanted else b""
-        position = stop + -stop % TAR_BLOCK
-    if position != end or not prefix:
-        return None
-    if selected is None:
-        return sample
-    if not sample.keys() >= selected:
-        return None
-    return {
-        name: value
-        for name, value in sample.items()
-        if name in selected or name in ("__key__", "__url__")
-    }
+    match = _PLAIN_FIELD.match(rest)
+    return None if match is None else match[1].decode("utf-8", "surrogateescape").lower()
 
 
 def _text(name: str | bytes | None) -> Any:

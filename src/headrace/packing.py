@@ -33,6 +33,7 @@ from headrace._core.shards.indexing import (
     Indexing,
     IndexingDecoder,
     build_index,
+    describe_functions,
     part_key,
     with_heads,
 )
@@ -156,19 +157,13 @@ def pack(
     ):
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    code = repr(
-        list(
-            map(
-                _described,
-                (options.get("transform"), *functions, getattr(type(source), "aget", None)),
-            )
-        )
-    )
+    own = getattr(type(source), "aget", None)
+    code = describe_functions(options.get("transform"), *functions, own)
     arguments = {
         "format": format,
         "shard_size": size,
         "seed": options["seed"],
-        "transform": hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", code).encode()).hexdigest()[:16],
+        "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
     }
     with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
         return _run(loader, as_store(store), Path(folder), writer, arguments)
@@ -179,23 +174,6 @@ def _bytes(size: int | str) -> int:
     if match is None or not (found := int(float(match[1]) * _UNITS[match[2]])):
         raise ValueError(f"shard_size={size!r} must be a positive number of bytes, or as '256MB'")
     return found
-
-
-def _described(function: Any) -> list[object]:
-    """Describe a function by code, constants and closure.
-
-    The description tells apart functions of the same name.
-    """
-    if isinstance(function, functools.partial):
-        return [*_described(function.func), function.args, function.keywords]
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    # The order of a set differs between processes.
-    return [
-        sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
-        for each in (function, *own, *held)
-    ]
 
 
 def _run(

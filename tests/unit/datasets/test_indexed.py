@@ -243,7 +243,7 @@ def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
         with pytest.raises(ShardError, match=why):
             read()
     (tmp_path / "a.tar").rename(tmp_path / "a.tar.bz2")
-    with pytest.raises(ShardError, match="bz2 is not supported"):
+    with pytest.raises(ShardError, match=r"compression is not supported.*bz2"):
         hr.TarDataset.index(tmp_path / "a.tar.bz2")
 
 

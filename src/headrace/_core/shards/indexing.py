@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 import os
 import re
@@ -74,9 +75,28 @@ class Indexing(NamedTuple):
 
     def identity(self, shard: Shard) -> tuple[str, ...]:
         """Return the options by which the entry of a shard is made."""
-        code = getattr(self.length, "__code__", None)
-        own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
-        return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
+        return self.decoder_of(shard).format, self.length_name, describe_functions(self.length)
+
+
+def describe_functions(*functions: Any) -> str:
+    """Describe functions by code, constants and closure, without addresses.
+
+    The description tells apart functions of the same name.
+    """
+    return re.sub(" at 0x[0-9a-f]+", "", repr([_described(each) for each in functions]))
+
+
+def _described(function: Any) -> list[object]:
+    if isinstance(function, functools.partial):
+        return [*_described(function.func), function.args, function.keywords]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    # The order of a set differs between processes.
+    return [
+        sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
+        for each in (function, *own, *held)
+    ]
 
 
 class OpenedIndex(NamedTuple):
@@ -458,12 +478,12 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
             _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
-        while not reader.ended:
+        while reader.block.after is not None:
             await reader.fill()
     finally:
         await reader.aclose()
-    if reader.error is not None:
-        raise reader.error
+    if reader.block.error is not None:
+        raise reader.block.error
     return decoder.index(reader.codec.begins)
 
 

@@ -419,9 +419,7 @@ def test_offsets_beyond_four_gib_are_exact():
     ):
         end = int(own.sum())
         row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
-        parts.append(
-            IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), ""))
-        )
+        parts.append(IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32))))
     index = IndexFile("all", IndexFile.joined("", parts))
     rows = np.concatenate([np.arange(count) for count in index.counts])
     starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), rows)

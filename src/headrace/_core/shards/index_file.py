@@ -104,7 +104,6 @@ class IndexFile:
         pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
         flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
-        length: the function that gave the lengths; empty without lengths.
 
     Raises:
         ShardError: the file is damaged, is no index, or has another hash.
@@ -135,7 +134,7 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, self.length, self.kinds = header["folder"], header["length"], header["kinds"]
+        self.folder, self.kinds = header["folder"], header["kinds"]
         offset, arrays = PREFIX.size + length, []
         for count, kind in zip(header["counts"], ARRAYS, strict=True):
             arrays.append(np.frombuffer(data, kind, count, offset))
@@ -191,20 +190,19 @@ class IndexFile:
             [part._begins for part in parts],
             [part.lengths for part in parts],
         ]
-        return _dump(folder, shards, parts[0].length, [*map(np.concatenate, columns)])
+        return _dump(folder, shards, [*map(np.concatenate, columns)])
 
     @staticmethod
-    def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
+    def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray) -> bytes:
         """Return the bytes of an index of one shard.
 
         Args:
             shard: the entry.
             begins: offset of each sample, int64.
             lengths: length of each sample; empty without lengths.
-            length: the function that gave the lengths; empty without lengths.
         """
         parts = np.repeat(np.arange(1, len(begins)), np.diff(begins >> PART_BITS))
-        return _dump("", [shard], length, [parts, begins & (1 << PART_BITS) - 1, lengths])
+        return _dump("", [shard], [parts, begins & (1 << PART_BITS) - 1, lengths])
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -223,9 +221,7 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     return IndexFile(path, data, path, digest)
 
 
-def _dump(
-    folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
-) -> bytes:
+def _dump(folder: str, shards: Sequence[IndexedShard], arrays: Sequence[NDArray[Any]]) -> bytes:
     texts = [json.dumps(shard).encode() for shard in shards]
     rows = [
         (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
@@ -235,7 +231,6 @@ def _dump(
     kinds = {shard.format: number for number, shard in enumerate(shards)}
     content = {
         "folder": folder,
-        "length": length,
         "kinds": [*kinds.values()],
         "counts": [array.size for array in arrays],
     }

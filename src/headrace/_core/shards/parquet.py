@@ -273,9 +273,6 @@ class SparseFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
         return self._at
 

@@ -331,26 +331,24 @@ def split_url(name: str) -> tuple[str, str]:
         >>> split_url("s3://bucket/train/0000.tar")
         ('s3://bucket', 'train/0000.tar')
     """
-    if "://" not in name:
+    scheme, is_url, rest = name.partition("://")
+    if not is_url:
         check_path(name)
-        name = "file://" + str(Path(name).absolute()) + ("/" if name.endswith("/") else "")
-        quoted = False
-    else:
-        quoted = traits_of(name).quoted
-    check_shared(name)
-    scheme, _, rest = name.partition("://")
+        scheme, rest = "file", str(Path(name).absolute()) + "/" * name.endswith("/")
+    check_shared(f"{scheme}://{rest}")
     if scheme in ("http", "https") and "?" in rest:
         raise ValueError("signed URLs cannot be shards: give store= with credentials instead")
-    if traits_of(name).bucket:
+    traits = traits_of(f"{scheme}://{rest}")
+    if traits.bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
     path = rest.find("/") + 1  # the brackets of an IPv6 host are no glob
     fixed = rest[: match.start()] if (match := _GLOB.search(rest, path)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
-    if scheme == "file" and not quoted:
-        directory = Path(directory).as_uri()[len("file://") :] if directory else ""
-    return f"{scheme}://{directory}", unquote(key) if quoted else key
+    if not is_url:
+        return Path(directory or "/").as_uri(), key
+    return f"{scheme}://{directory}", unquote(key) if traits.quoted else key
 
 
 def _is_hidden(key: str) -> bool:

@@ -108,15 +108,12 @@ class Footer(TableFile):
 
         A nested column has several stored columns.
         """
-        paths = [
-            self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)
-        ]
-        if columns is None:
-            return list(range(len(paths)))
+        schema = self.metadata.schema
         return [
-            n
-            for n, path in enumerate(paths)
-            if any(path == c or path.startswith(f"{c}.") for c in columns)
+            number
+            for number in range(self.metadata.num_columns)
+            if columns is None
+            or any(f"{schema.column(number).path}.".startswith(f"{each}.") for each in columns)
         ]
 
 

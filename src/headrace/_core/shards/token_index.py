@@ -96,31 +96,26 @@ async def _megatron(shard: Shard, documents: bool) -> TokenIndex:
         raise file.error(what)
     dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
     width = dtype.itemsize
-    if not documents:  # only the last sequence of a large index is read
-        if not sequences:
-            return TokenIndex(file, dtype, 0, None)
-        (pointer,) = np.frombuffer(await file.read(orders - 8, orders), "<i8").tolist()
-        (length,) = np.frombuffer(await file.read(pointers - 4, pointers), "<i4").tolist()
-        if pointer % width or pointer < 0 or length < 0:
-            raise file.error(f"a sequence of {length} tokens begins at byte {pointer}", orders - 8)
-        return TokenIndex(file, dtype, pointer // width + length, None)
-    data = await file.read(begin, orders + 8 * bounds)
-    lengths = np.frombuffer(data, "<i4", sequences)
-    ends = np.zeros(sequences + 1, np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=ends[1:])
-    starts = np.frombuffer(data, "<i8", sequences, pointers - begin)
-    wrong = np.flatnonzero((lengths < 0) | (starts != ends[:-1] * width))
+    # If documents are not asked for, only the last sequence of a large index is read.
+    first = 0 if documents else max(0, sequences - 1)
+    data = await file.read(begin + 4 * first, pointers)
+    lengths = np.frombuffer(data, "<i4").astype(np.int64)
+    starts = np.frombuffer(await file.read(pointers + 8 * first, orders), "<i8")
+    ends = np.concatenate(([0], starts // width + lengths))
+    expected = ends[:-1] * width if documents else starts // width * width
+    wrong = np.flatnonzero((lengths < 0) | (starts < 0) | (starts != expected))
     if len(wrong):
-        what = (
-            f"sequence {wrong[0]} does not begin where the one before it ends, or has a "
-            f"negative length"
-        )
-        raise file.error(what, pointers + 8 * int(wrong[0]))
-    order = np.frombuffer(data, "<i8", bounds, orders - begin)
+        number = first + int(wrong[0])
+        what = "does not begin where the one before it ends, or has a negative length"
+        raise file.error(f"sequence {number} {what}", pointers + 8 * number)
+    count = int(ends[-1])
+    if not documents:
+        return TokenIndex(file, dtype, count, None)
+    order = np.frombuffer(await file.read(orders, orders + 8 * bounds), "<i8")
     if not bounds or order[0] != 0 or order[-1] != sequences or (order[1:] < order[:-1]).any():
         what = f"its documents are not all of its {sequences} sequences, in their order"
         raise file.error(what, orders)
-    return TokenIndex(file, dtype, int(ends[-1]), ends[order])
+    return TokenIndex(file, dtype, count, ends[order])
 
 
 async def _datatrove(shard: Shard, documents: bool) -> TokenIndex:

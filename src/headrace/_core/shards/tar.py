@@ -100,11 +100,9 @@ class TarSamples(Decoder):
         self._exact = fields is None and uniform
         # The archive.
         self._offset = 0  # of the next byte
-        self._header = b""  # incomplete header
-        self._pending: Member | None = None  # the member whose content comes next
-        self._missing = 0  # bytes of the pending content
-        self._parts: list[memoryview | bytes] = []
-        self._padding = 0
+        self._pending: Member | None = None  # the member whose content is next; None at a header
+        self._missing = TAR_BLOCK  # bytes of the header, or of the content
+        self._parts: list[memoryview | bytes] = []  # of the header, or of the content
         self._zero_blocks = 0
         self._last: str | bytes | None = None  # name of the last complete file
         self._long_name: bytes | None = None
@@ -137,7 +135,7 @@ class TarSamples(Decoder):
                 self._contents[field] = found.data
                 self._latest = found.offset, name
                 self._broken = self._broken or found.error
-                self._end = self._offset + self._padding
+                self._end = self._offset + -self._offset % TAR_BLOCK
 
     def position(self) -> State:
         learned = sorted(self._required) if self._exact and self._required else None
@@ -174,28 +172,34 @@ class TarSamples(Decoder):
         must be exhausted.
         """
         view = memoryview(data).cast("B")
-        begin, end = self._offset, len(view)
-        while (position := self._offset - begin) < end:
-            if self._padding:
-                step = min(self._padding, end - position)
-                self._padding -= step
-                self._offset += step
-                continue
+        begin, end = self._offset, self._offset + len(view)
+        while self._offset < end or not self._missing:
             if self._zero_blocks == 2:
-                if bytes(view[position:]).strip(b"\0"):
+                if bytes(view[self._offset - begin :]).strip(b"\0"):
                     what = "corrupt tar: there are bytes after the end of the archive"
                     raise self._error(f"{what}; concatenated archives are not supported")
-                self._offset += end - position
+                self._offset = end
                 return
-            if self._pending is None:
-                begun = self._header or self._zero_blocks or self._pax
-                if not begun and self._long_name is None:
+            if self._pending is None and not self._parts:
+                self._offset = min(end, self._offset + -self._offset % TAR_BLOCK)  # padding
+                if not self._zero_blocks and not self._pax and self._long_name is None:
                     yield from self._plain(view, begin)
-                    if (position := self._offset - begin) >= end:
-                        return
-                self._take_header(view, position)
-            position = self._offset - begin
-            if self._pending and (member := self._take_content(self._pending, view, position)):
+                if self._offset == end:
+                    return
+            part = view[self._offset - begin :][: self._missing]
+            self._offset += len(part)
+            self._missing -= len(part)
+            pending = self._pending
+            if pending is None or pending.wanted:
+                # A copy of an incomplete part: the caller's buffer is not kept alive.
+                self._parts.append(bytes(part) if self._missing else part)
+            if self._missing:
+                return
+            taken, self._parts = b"".join(self._parts), []
+            self._pending, self._missing = None, TAR_BLOCK
+            if pending is None:
+                self._take_header(taken)
+            elif (member := self._take_content(pending, taken)) is not None:
                 yield member
 
     def _check_end(self) -> None:
@@ -207,8 +211,8 @@ class TarSamples(Decoder):
             name = pending.name
             came = pending.size - self._missing
             what = f"it ends {came} bytes into a content of {pending.size}"
-        elif self._header:
-            what = f"it ends {len(self._header)} bytes into a header"
+        elif self._parts:
+            what = f"it ends {TAR_BLOCK - self._missing} bytes into a header"
         elif self._zero_blocks < 2:
             what = "the two zero blocks that end an archive are missing"
             what = what if self._offset else "it is empty"
@@ -216,13 +220,7 @@ class TarSamples(Decoder):
             return
         raise self._error(f"truncated tar: {what}", None, name, TruncatedShardError)
 
-    def _take_header(self, view: memoryview, position: int) -> None:
-        part = bytes(view[position : position + TAR_BLOCK - len(self._header)])
-        self._offset += len(part)
-        self._header += part
-        if len(self._header) < TAR_BLOCK:
-            return
-        header, self._header = self._header, b""
+    def _take_header(self, header: bytes) -> None:
         if header == _ZEROS:
             self._zero_blocks += 1
             return
@@ -235,8 +233,9 @@ class TarSamples(Decoder):
 
     def _parse_header(self, header: bytes, offset: int) -> Member:
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
+        is_right = zlib.adler32(header, 0) & 0xFFFF == adler_of(raw_checksum)
         # Historic implementations add signed characters: the second sum.
-        if parse_number(raw_checksum) not in tarfile.calc_chksums(header):  # type: ignore[attr-defined]
+        if not is_right and parse_number(raw_checksum) not in tarfile.calc_chksums(header):  # type: ignore[attr-defined]
             what = "the checksum of a header is wrong" if offset else _NO_TAR
             raise self._error(f"corrupt tar: {what}", offset)
         size = parse_number(raw_size)
@@ -276,22 +275,8 @@ class TarSamples(Decoder):
             return Member(name, b"0", offset, held, wanted=False, error=error)
         return Member(safe, b"0", offset, size, self._is_wanted(safe))
 
-    def _take_content(self, pending: Member, view: memoryview, position: int) -> Member | None:
-        """Take bytes of the pending content.
-
-        Returns the member if the member is a complete file.
-        """
-        step = min(self._missing, len(view) - position)
-        self._missing -= step
-        self._offset += step
-        if pending.wanted:
-            part = view[position : position + step]
-            # A copy of an incomplete content: the caller's buffer is not kept alive.
-            self._parts.append(bytes(part) if self._missing else part)
-        if self._missing:
-            return None
-        data = b"".join(self._parts)
-        self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
+    def _take_content(self, pending: Member, data: bytes) -> Member | None:
+        """Take the content of a member; return the member if the member is a file."""
         if pending.kind == b"0":
             self._last = pending.name
             return pending._replace(data=data) if pending.wanted else pending

@@ -203,7 +203,8 @@ async def _open_file(
         None,
     )
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
-        begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
+        layout = npy_layout(first, shard, " (raw tokens need dtype=)")
+        begin, dtype, shape = layout.begin, layout.dtype, layout.shape
         if len(shape) != 1 or dtype.kind not in "ui":
             what = (
                 f"an array of shape {shape} and type {dtype}; "

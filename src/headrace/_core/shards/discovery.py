@@ -236,13 +236,10 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
 
     Only objects that end in `suffixes` are returned.
     """
-    named = [
-        head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)
-    ]
     return [
         Shard(store, head.key, head)
-        for head in named
-        if not _is_hidden(head.key.removeprefix(folder))
+        for head in await list_heads(store, folder)
+        if head.key.lower().endswith(suffixes) and not _is_hidden(head.key.removeprefix(folder))
     ]
 
 

@@ -23,7 +23,6 @@ import base64
 import hashlib
 import json
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -213,11 +212,9 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     """
     try:
         with open(path, "rb") as file:
-            empty = not os.fstat(file.fileno()).st_size
-            data: Buffer = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        what = "the index is gone, or not on this machine; make it again by `headrace index`"
-        raise ShardError(what, shard=path) from None
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the file is empty
+        raise ShardError(f"{DAMAGED}: {error}", shard=path) from None
     return IndexFile(path, data, path, digest)
 
 

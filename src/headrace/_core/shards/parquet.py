@@ -84,7 +84,7 @@ class Footer(TableFile):
         With `filters`, row groups are left out if the statistics exclude all rows.
         """
         import pyarrow.dataset
-        from pyarrow.compute import field
+        from pyarrow.compute import field, scalar
 
         numbers: Iterable[int] = range(len(self.rows))
         if filters is not None:
@@ -95,7 +95,7 @@ class Footer(TableFile):
             )
             fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
                 pyarrow.BufferReader(_MAGIC + self._data),
-                partition_expression=reduce(and_, values) if added else None,
+                partition_expression=reduce(and_, values, scalar(True)),
             )
             schema = pyarrow.schema(
                 [*self.schema, *(pyarrow.field(name, value.type) for name, value in added)]

@@ -60,7 +60,6 @@ class Selection:
     """Columns that a dataset reads and gives from a file."""
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    names: tuple[str, ...] | None  # names of the columns to give; None for all columns read
     added: Mapping[str, Any]  # columns of a single value (an Arrow scalar), not in the file
     given: Any  # `pyarrow.Schema` of the given columns, with the types of the file
     schema: Any = None  # the types to give, in order; None for the types of the file
@@ -75,10 +74,10 @@ class Selection:
         for name, value in self.added.items():
             table = table.append_column(name, pyarrow.repeat(value, table.num_rows))
         table = table.combine_chunks()
-        if self.names is not None:
-            table = table.select(
-                [number for number, name in enumerate(table.column_names) if name in self.names]
-            )
+        names = self.given.names
+        table = table.select(
+            [number for number, name in enumerate(table.column_names) if name in names]
+        )
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
 
 
@@ -229,7 +228,7 @@ def _select(
     import pyarrow
 
     if columns is None:
-        return Selection(None, None, added, there)
+        return Selection(None, added, there)
     wanted = {name: value for name, value in added.items() if name in columns}
     read = tuple(name for name in columns if name not in added)
     try:
@@ -242,7 +241,7 @@ def _select(
     given = pyarrow.schema(
         [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     )
-    return Selection(read, tuple(given.names), wanted, given)
+    return Selection(read, wanted, given)
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:

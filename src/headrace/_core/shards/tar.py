@@ -41,7 +41,6 @@ _BLANKS = 8 * ord(" ")  # the sum of a header is made with blanks in the checksu
 _FILE = frozenset((b"0", b"\0", b"7"))
 _NO_FILE = frozenset((b"5", b"D", b"V"))  # directory, incremental dump, label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
-_MORE_SPARSE = 482  # byte of a header, set if blocks with more places of a sparse file follow
 _REFUSED = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -50,10 +49,11 @@ _REFUSED = {
     b"6": "a pipe",
 }
 _NO_TAR = "it begins with no header of a tar"
-_SPARSE = "corrupt tar: sparse files are not read"
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
-_DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
+# Absolute, of a drive of Windows, with a zero, or with "..". Both separators: the name may be
+# unpacked on Windows.
+_UNSAFE = re.compile(r"\Z|[/\\]|[A-Za-z]:|.*\0|(?:.*[/\\])?\.\.(?:[/\\]|\Z)", re.DOTALL)
 # Keys and fields for the fast path: without "..", and leading to no other place. A field ends
 # before the zeros of the header.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
@@ -250,8 +250,6 @@ class TarSamples(Decoder):
         if magic == b"ustar\0" and prefix[0]:
             raw_name = prefix.split(b"\0", 1)[0] + b"/" + raw_name
         is_sparse = kind == b"S" or any(keyword.startswith(b"GNU.sparse") for keyword in self._pax)
-        if kind == b"S" and header[_MORE_SPARSE]:
-            raise self._error(_SPARSE, offset)
         name, size = self._apply_extensions(raw_name, size, offset)
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
@@ -260,7 +258,7 @@ class TarSamples(Decoder):
                 what = f"unsafe tar: {_REFUSED[kind]} is not read"
                 raise self._error(what, offset, name, UnsafeMemberError)
             if is_sparse:
-                raise self._error(_SPARSE, offset, name)
+                raise self._error("corrupt tar: sparse files are not read", offset, name)
             if kind in _NO_FILE:
                 safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
                 return Member(name, b"5", offset, size, wanted=False)
@@ -426,13 +424,7 @@ def safe_name(name: str, shard: str, offset: int) -> str:
     """
     while name.startswith("./"):
         name = name[2:]
-    # Both separators: the name may be unpacked on Windows.
-    if (
-        name[:1] in ("", "/", "\\")
-        or _DRIVE.match(name)
-        or "\0" in name
-        or (".." in name and ".." in re.split(r"[/\\]", name))
-    ):
+    if _UNSAFE.match(name):
         what = "unsafe tar: the name leads outside the archive"
         raise UnsafeMemberError(what, shard=shard, member=name, offset=offset)
     return name

@@ -93,7 +93,7 @@ class TableDataset(IndexedShards[Any]):
             [*map(len, self._passing)] if self._passing else [group.rows for group in self._groups]
         )
         super().__init__([group.footer.shard for group in self._groups], counts)
-        self._schemas = [*dict.fromkeys(selection.given for selection in selections)]
+        self._schemas = {selection.serialized: selection for selection in selections}
 
     def _filter(
         self,
@@ -132,7 +132,8 @@ class TableDataset(IndexedShards[Any]):
         """`pyarrow.Schema` for the rows of all files."""
         import pyarrow
 
-        return pyarrow.unify_schemas(self._schemas, promote_options="permissive")
+        schemas = [selection.given for selection in self._schemas.values()]
+        return pyarrow.unify_schemas(schemas, promote_options="permissive")
 
     @cached_property
     def blocks(self) -> Blocks:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.shards.index_file import IndexedShard, IndexFile
+from headrace._core.shards.index_file import IndexedShard, IndexFile, dump_index
 from headrace.cli.main import main
 from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
@@ -419,7 +419,7 @@ def test_offsets_beyond_four_gib_are_exact():
     ):
         end = int(own.sum())
         row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
-        parts.append(IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32))))
+        parts.append(IndexFile(row.name, dump_index("", [row], offsets, np.empty(0, np.uint32))))
     index = IndexFile("all", IndexFile.joined("", parts))
     rows = np.concatenate([np.arange(count) for count in index.counts])
     starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), rows)

@@ -31,6 +31,7 @@ from headrace._core.shards.index_file import (
     IndexedShard,
     IndexFile,
     content_digest,
+    dump_index,
     map_index,
 )
 from headrace._core.shards.positions import PartPosition
@@ -163,8 +164,7 @@ class IndexingDecoder(Decoder):
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        columns = np.array(self.borders[:-1]), np.array(self._lengths)
-        return IndexFile.of_shard(row, *columns)
+        return dump_index("", [row], np.array(self.borders[:-1]), np.array(self._lengths))
 
 
 def folder_of(shards: Sequence[Shard]) -> str:

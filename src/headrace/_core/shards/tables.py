@@ -61,8 +61,17 @@ class Selection:
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
     added: Mapping[str, Any]  # columns of a single value (an Arrow scalar), not in the file
-    given: Any  # `pyarrow.Schema` of the given columns, with the types of the file
+    # The schema of the given columns, with the types of the file. As bytes: a pickled dataset does
+    # not name pyarrow, which each template of worker processes would import.
+    serialized: bytes
     schema: Any = None  # the types to give, in order; None for the types of the file
+
+    @property
+    def given(self) -> Any:
+        """The `pyarrow.Schema` of the given columns, with the types of the file."""
+        import pyarrow
+
+        return pyarrow.ipc.read_schema(pyarrow.py_buffer(self.serialized))
 
     def apply(self, table: Any) -> Any:
         """Select columns of a table, and make each column a single array.
@@ -187,6 +196,7 @@ def select_columns(
     For tables (not `as_rows`), the types of the files are unified.
     """
     first = unified = None
+    schemas: list[Any] = []  # to unify
 
     def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
         nonlocal first, unified
@@ -203,6 +213,7 @@ def select_columns(
                 raise ValueError("names differ")
             # Rows are Python objects: equal for string and large_string.
             if not as_rows:
+                schemas.append(given)
                 unified = given if unified is None else _unify(unified, given)
         except (ValueError, TypeError, LookupError) as error:
             listed, expected = (
@@ -215,7 +226,7 @@ def select_columns(
         return selection
 
     found = _select_all(files, select)
-    if unified is not None and any(selection.given != unified for selection in found):
+    if any(schema != unified for schema in schemas):
         unified = unified.with_metadata(files[0].schema.metadata)
         return [replace(selection, schema=unified) for selection in found]
     return found
@@ -228,7 +239,7 @@ def _select(
     import pyarrow
 
     if columns is None:
-        return Selection(None, added, there)
+        return Selection(None, added, there.serialize().to_pybytes())
     wanted = {name: value for name, value in added.items() if name in columns}
     read = tuple(name for name in columns if name not in added)
     try:
@@ -241,7 +252,7 @@ def _select(
     given = pyarrow.schema(
         [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     )
-    return Selection(read, wanted, given)
+    return Selection(read, wanted, given.serialize().to_pybytes())
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:

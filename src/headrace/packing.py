@@ -398,16 +398,16 @@ class _ParquetWriter(_ShardWriter):
         require_pyarrow("packing Parquet")
         super().__init__(path)
         self._schema = schema  # schema of the rows; None to infer from the first rows
+        self._names: list[str] | None = None if schema is None else schema.names
         self._rows: list[dict[str, Any]] = []
         self._tables: list[Any] = []  # tables of the next row group
         self._writer: Any = None
 
     def _add(self, sample: Any) -> None:
         row = dict(sample)
-        if self._writer is not None and row.keys() - self._writer.schema.names:
-            raise ValueError(
-                f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before"
-            )
+        self._names = self._names or list(row)
+        if row.keys() - set(self._names):
+            raise ValueError(f"columns {sorted(row)}, but {self._names} in the samples before")
         self._rows.append(row)
         if len(self._rows) == TYPED:
             self._convert()
@@ -417,8 +417,7 @@ class _ParquetWriter(_ShardWriter):
         import pyarrow.parquet
 
         rows, self._rows = self._rows, []
-        names = rows[0] if self._writer is None else self._writer.schema.names
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: [row.get(name) for row in rows] for name in self._names or ()}
         table = pyarrow.table(columns, schema=self._schema)
         for field in table.schema if self._schema is None else ():
             found = table[field.name].to_pylist() if "[us" in str(field.type) else []
@@ -427,8 +426,6 @@ class _ParquetWriter(_ShardWriter):
                 what = "but its values need more than microseconds, or mix time zones with none"
                 raise ValueError(f"{field.name}: {field.type}, {what}")
         if self._writer is None:
-            if lacking := {name for row in rows for name in row} - set(table.column_names):
-                raise ValueError(f"not every sample has the columns {sorted(lacking)}")
             self._writer = pyarrow.parquet.ParquetWriter(
                 self._file, table.schema, write_page_checksum=True
             )

@@ -218,7 +218,7 @@ async def _open_file(
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
     elif index := await read_index(shard, raw, documents):
-        dtype, count, bounds = index.dtype, index.count, index.bounds
+        dtype, count, bounds = index.dtype, index.tokens, index.bounds
     elif raw is None and key.endswith(".ds"):
         raise shard.error("its .index is missing; for windows, give dtype=")
     else:

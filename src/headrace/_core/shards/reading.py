@@ -213,7 +213,7 @@ class Block(NamedTuple):
 
     begin: PartPosition
     samples: deque[Any]  # samples left, in order; a `BadRecord` in place of some
-    count: int  # number of samples at the beginning
+    size: int  # number of samples at the beginning
     # Position of the next block. None for the last block. The last block may be empty.
     after: PartPosition | None
     error: Exception | None = None  # raised after the samples; only in the last block
@@ -221,7 +221,7 @@ class Block(NamedTuple):
     @property
     def decoded(self) -> int:
         """Number of samples of the shard up to the end of the block."""
-        return self.begin.given + self.count
+        return self.begin.given + self.size
 
 
 class ShardReader:
@@ -287,7 +287,7 @@ class ShardReader:
         """Return the position after the samples taken from `block`."""
         block, head = self.block, self._chunks.head
         if block.samples or block.after is None:
-            return block.begin.to_state(block.count - len(block.samples), head)
+            return block.begin.to_state(block.size - len(block.samples), head)
         return block.after.to_state(0, head)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:

@@ -195,7 +195,8 @@ def select_columns(
 
     For tables (not `as_rows`), the types of the files are unified.
     """
-    first = unified = None
+    first: Any = None
+    unified: Any = None
     schemas: list[Any] = []  # to unify
 
     def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:

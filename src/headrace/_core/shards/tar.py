@@ -436,9 +436,10 @@ def parse_number(field: bytes) -> int | None:
     None if the number is invalid.
     """
     try:
-        return tarfile.nti(field)  # type: ignore[attr-defined]
+        number: int = tarfile.nti(field)  # type: ignore[attr-defined]
     except tarfile.HeaderError:
         return None
+    return number
 
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums

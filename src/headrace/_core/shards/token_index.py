@@ -25,7 +25,7 @@ class TokenIndex(NamedTuple):
 
     file: Shard
     dtype: AnyDType  # of the tokens
-    count: int  # number of tokens
+    tokens: int  # number of tokens
     # Ends of documents in tokens, after a 0. None if not asked for.
     ends: IntArray | None
 
@@ -47,9 +47,9 @@ async def read_index(shard: Shard, dtype: str | None, documents: bool) -> TokenI
     try:
         index = await read(shard, documents)
         kind = index.dtype.name
-        if index.count * index.dtype.itemsize != shard.size:
+        if index.tokens * index.dtype.itemsize != shard.size:
             what = (
-                f"{shard.size} bytes, but {index.count} tokens of {kind} by {index.file.name}, "
+                f"{shard.size} bytes, but {index.tokens} tokens of {kind} by {index.file.name}, "
                 f"which is of another shard"
             )
             raise shard.error(f"{what}, or one of the two is truncated")
@@ -97,15 +97,15 @@ async def _megatron(shard: Shard, documents: bool) -> TokenIndex:
     dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
     width = dtype.itemsize
     # If documents are not asked for, only the last sequence of a large index is read.
-    first = 0 if documents else max(0, sequences - 1)
-    data = await file.read(begin + 4 * first, pointers)
+    begun = 0 if documents else max(0, sequences - 1)
+    data = await file.read(begin + 4 * begun, pointers)
     lengths = np.frombuffer(data, "<i4").astype(np.int64)
-    starts = np.frombuffer(await file.read(pointers + 8 * first, orders), "<i8")
+    starts = np.frombuffer(await file.read(pointers + 8 * begun, orders), "<i8")
     ends = np.concatenate(([0], starts // width + lengths))
     expected = ends[:-1] * width if documents else starts // width * width
     wrong = np.flatnonzero((lengths < 0) | (starts < 0) | (starts != expected))
     if len(wrong):
-        number = first + int(wrong[0])
+        number = begun + int(wrong[0])
         what = "does not begin where the one before it ends, or has a negative length"
         raise file.error(f"sequence {number} {what}", pointers + 8 * number)
     count = int(ends[-1])

@@ -33,6 +33,7 @@ from headrace._core.shards.indexing import (
     Indexing,
     IndexingDecoder,
     build_index,
+    describe_functions,
     part_key,
     with_heads,
 )
@@ -158,19 +159,13 @@ def pack(
     ):
         writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    code = repr(
-        list(
-            map(
-                _described,
-                (options.get("transform"), *functions, getattr(type(source), "aget", None)),
-            )
-        )
-    )
+    own = getattr(type(source), "aget", None)
+    code = describe_functions(options.get("transform"), *functions, own)
     arguments = {
         "format": format,
         "shard_size": size,
         "seed": options["seed"],
-        "transform": hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", code).encode()).hexdigest()[:16],
+        "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
     }
     with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
         return _run(loader, as_store(store), Path(folder), writer, arguments)
@@ -181,23 +176,6 @@ def _bytes(size: int | str) -> int:
     if match is None or not (found := int(float(match[1]) * _UNITS[match[2]])):
         raise ValueError(f"shard_size={size!r} must be a positive number of bytes, or as '256MB'")
     return found
-
-
-def _described(function: Any) -> list[object]:
-    """Describe a function by code, constants and closure.
-
-    The description tells apart functions of the same name.
-    """
-    if isinstance(function, functools.partial):
-        return [*_described(function.func), function.args, function.keywords]
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    # The order of a set differs between processes.
-    return [
-        sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
-        for each in (function, *own, *held)
-    ]
 
 
 def _run(
@@ -421,16 +399,16 @@ class _ParquetWriter(_ShardWriter):
         require_pyarrow("packing Parquet")
         super().__init__(path)
         self._schema = schema  # schema of the rows; None to infer from the first rows
+        self._names: list[str] | None = None if schema is None else schema.names
         self._rows: list[dict[str, Any]] = []
         self._tables: list[Any] = []  # tables of the next row group
         self._writer: Any = None
 
     def _add(self, sample: Any) -> None:
         row = dict(sample)
-        if self._writer is not None and row.keys() - self._writer.schema.names:
-            raise ValueError(
-                f"columns {sorted(row)}, but {self._writer.schema.names} in the samples before"
-            )
+        self._names = self._names or list(row)
+        if row.keys() - set(self._names):
+            raise ValueError(f"columns {sorted(row)}, but {self._names} in the samples before")
         self._rows.append(row)
         if len(self._rows) == TYPED:
             self._convert()
@@ -440,8 +418,7 @@ class _ParquetWriter(_ShardWriter):
         import pyarrow.parquet
 
         rows, self._rows = self._rows, []
-        names = rows[0] if self._writer is None else self._writer.schema.names
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: [row.get(name) for row in rows] for name in self._names or ()}
         table = pyarrow.table(columns, schema=self._schema)
         for field in table.schema if self._schema is None else ():
             found = table[field.name].to_pylist() if "[us" in str(field.type) else []
@@ -450,8 +427,6 @@ class _ParquetWriter(_ShardWriter):
                 what = "but its values need more than microseconds, or mix time zones with none"
                 raise ValueError(f"{field.name}: {field.type}, {what}")
         if self._writer is None:
-            if lacking := {name for row in rows for name in row} - set(table.column_names):
-                raise ValueError(f"not every sample has the columns {sorted(lacking)}")
             self._writer = pyarrow.parquet.ParquetWriter(
                 self._file, table.schema, write_page_checksum=True
             )

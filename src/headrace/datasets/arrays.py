@@ -100,15 +100,16 @@ class ArrayDataset(RangedShards[torch.Tensor]):
 async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...]]:
     """Return a file, and the offset, type and shape of the array."""
     shard, first = await shard.read_version(4096)
-    begin, dtype, shape, fortran = npy_layout(bytes(first[:4096]), shard)
+    layout = npy_layout(bytes(first[:4096]), shard)
+    begin, dtype, shape = layout.begin, layout.dtype, layout.shape
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
         raise shard.error(f"torch has no type for {dtype}; save a view or a copy of one") from None
-    if fortran or not math.prod(shape[1:]) or not shape:
+    if layout.columns_first or not math.prod(shape[1:]) or not shape:
         what = (
             "columns come first; save numpy.ascontiguousarray(array)"
-            if fortran
+            if layout.columns_first
             else f"shape {shape} has no rows"
         )
         raise shard.error(what)

@@ -71,7 +71,7 @@ class IndexedDataset(RangedShards[T_co]):
             ValueError: the index has no lengths.
         """
         index = self._index
-        if not index.length:
+        if len(index.lengths) < index.counts.sum():
             what = f"the index {index.name} has no lengths"
             raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
         firsts, counts = index.firsts[self._numbers], index.counts[self._numbers]

@@ -14,7 +14,7 @@ from headrace._core.array_types import AnyDType, IntArray
 from headrace._core.shards.compression import refuse_compressed
 from headrace._core.shards.discovery import Shard, Shards, find_shards
 from headrace._core.shards.npy import npy_layout
-from headrace._core.shards.token_index import TokenIndex, read_index
+from headrace._core.shards.token_index import read_index
 from headrace._core.store.ranges import Ranges
 from headrace._core.store.store import StoreLike
 from headrace.datasets.cached import RangedShards
@@ -184,7 +184,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
 
 async def _open_file(
     shard: Shard, raw: str | None, documents: bool
-) -> tuple[Shard, int, *TokenIndex]:
+) -> tuple[Shard, int, AnyDType, int, IntArray | None]:
     """Find the type, number and first byte of a shard's tokens.
 
     The source is the shard's header, or the index beside the shard. Without both, the tokens are
@@ -199,7 +199,8 @@ async def _open_file(
         None,
     )
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
-        begin, dtype, shape, _ = npy_layout(first, shard, " (raw tokens need dtype=)")
+        layout = npy_layout(first, shard, " (raw tokens need dtype=)")
+        begin, dtype, shape = layout.begin, layout.dtype, layout.shape
         if len(shape) != 1 or dtype.kind not in "ui":
             what = (
                 f"an array of shape {shape} and type {dtype}; "
@@ -212,10 +213,10 @@ async def _open_file(
         raise shard.error(what, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
-    elif index := await read_index(shard, size, raw, documents):
-        dtype, count, bounds = index
+    elif index := await read_index(shard, raw, documents):
+        dtype, count, bounds = index.dtype, index.tokens, index.bounds
     elif raw is None and key.endswith(".ds"):
-        raise shard.error("its .index or .metadata is missing; for windows, give dtype=")
+        raise shard.error("its .index is missing; for windows, give dtype=")
     else:
         dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)

@@ -82,7 +82,7 @@ class Runs:
         ),
         (
             {"x.npy": npy(ROWS).replace(b"NUMPY\1\0", b"NUMPY\4\0")},
-            r"version 4\.0 is unknown.*x\.npy",
+            r"version \(4, 0\) is unknown.*x\.npy",
         ),
         (
             {"x.npy": npy(ROWS), "y.npy": npy(ROWS[:, 1:])},

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.shards.index_file import IndexedShard, IndexFile
+from headrace._core.shards.index_file import IndexedShard, IndexFile, dump_index
 from headrace.cli.main import main
 from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
@@ -243,7 +243,7 @@ def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
         with pytest.raises(ShardError, match=why):
             read()
     (tmp_path / "a.tar").rename(tmp_path / "a.tar.bz2")
-    with pytest.raises(ShardError, match="bz2 is not supported"):
+    with pytest.raises(ShardError, match=r"compression is not supported.*bz2"):
         hr.TarDataset.index(tmp_path / "a.tar.bz2")
 
 
@@ -419,9 +419,7 @@ def test_offsets_beyond_four_gib_are_exact():
     ):
         end = int(own.sum())
         row = IndexedShard(f"{number}.tar", "tar", end, None, None, len(own), end, None, "")
-        parts.append(
-            IndexFile(row.name, IndexFile.of_shard(row, offsets, np.empty(0, np.uint32), ""))
-        )
+        parts.append(IndexFile(row.name, dump_index("", [row], offsets, np.empty(0, np.uint32))))
     index = IndexFile("all", IndexFile.joined("", parts))
     rows = np.concatenate([np.arange(count) for count in index.counts])
     starts, stops = index.bounds(np.repeat(np.arange(4), index.counts), rows)
@@ -469,7 +467,7 @@ def test_a_pickled_index_is_the_path_and_the_hash_of_its_file(folder):
     path.rename(folder / "moved")
     with pytest.raises(
         ShardError,
-        match="the index is gone, or not on this machine; make it again by `headrace index`",
+        match=r"no index of shards, .* make it again by `headrace index`: .*No such file",
     ):
         pickle.loads(pickled)
     shutil.copy(folder / "more.index", path)

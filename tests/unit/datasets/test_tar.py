@@ -269,13 +269,6 @@ def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
             assert expected in "\n".join(raised.value.__notes__)
 
 
-def test_options_of_the_store_are_refused_with_the_remedy(folder):
-    with pytest.raises(
-        TypeError, match=r"unexpected keyword argument 'options'. .*Store\(url, options="
-    ):
-        hr.TarDataset(folder / "0000.tar", options={"anonymous": True})
-
-
 def test_shuffling_a_stream_by_the_loader_is_refused_with_the_remedy(folder):
     with pytest.raises(ValueError, match="but got shuffle=True") as refused:
         hr.DataLoader(hr.TarDataset(folder / "0000.tar"), shuffle=True)

@@ -197,9 +197,8 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
 
 def refuse_unsupported(name: str) -> None:
     """Raise `ShardError` for the suffix of a compression without support."""
-    _, dot, ending = name.lower().rpartition(".")
-    if dot + ending in _UNSUPPORTED:
-        what = f"{dot}{ending} is not supported; supported compressions are {', '.join(SUFFIXES)}"
+    if name.lower().endswith(_UNSUPPORTED):
+        what = f"this compression is not supported; supported are {', '.join(SUFFIXES)}"
         raise ShardError(what, shard=name)
 
 

@@ -5,6 +5,7 @@ The result has the same order every time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fnmatch
 import math
@@ -180,28 +181,26 @@ def find_shards(
         shards, store = "", shards  # all objects of the store
     opened = None if store is None else as_store(store)
     store_of = cache(lambda base: opened or Store(base))
-    named: list[tuple[Shard, bool]] = []  # the flag: whether the shard has to be listed
+    named: list[Shard] = []
+    patterns: list[Shard] = []  # shards of `named` that have to be listed
     names = [shards] if isinstance(shards, str | os.PathLike) else shards
     for name in names:  # type: ignore[union-attr]
         if isinstance(name, Shard):
-            named.append((name, False))
+            named.append(name)
             continue
         for url in expand_braces(os.fspath(name)):
             base, key = split_url(url) if opened is None else ("", opened.key_of(url))
             one = Shard(store_of(base), key)
-            root = one.store.local_root
+            named.append(one)
             is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
-            is_pattern = is_pattern or (root is not None and os.path.isdir(os.path.join(root, key)))
-            named.append((one, is_pattern))
-    patterns = [(shard, _local_names(shard)) for shard, is_pattern in named if is_pattern]
-    listed = iter(
-        background_loop().run(map_all(lambda one: _list(*one, suffixes), patterns))
-        if patterns
-        else ()
-    )
-    found: list[Shard] = []
-    for one, is_pattern in named:
-        found += next(listed) if is_pattern else [one]
+            root = one.store.local_root
+            if is_pattern or (root is not None and os.path.isdir(os.path.join(root, key))):
+                patterns.append(one)
+    listed: dict[Shard, list[Shard]] = {}
+    if patterns:
+        listing = map_all(partial(_list, suffixes=suffixes), patterns)
+        listed = dict(zip(patterns, background_loop().run(listing), strict=True))
+    found = [*chain.from_iterable(listed.get(one, [one]) for one in named)]
     if not found:
         raise ValueError("no shard was given")
     name, times = Counter(shard.name for shard in found).most_common(1)[0]
@@ -210,16 +209,7 @@ def find_shards(
     return tuple(found)
 
 
-def _local_names(pattern: Shard) -> list[str]:
-    """Return the local files and directories that match a glob.
-
-    Reads the disk on the caller's thread.
-    """
-    root = pattern.store.local_root
-    return [] if root is None else sorted(glob(pattern.key, root_dir=root))
-
-
-async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...]) -> list[Shard]:
+async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
     """Return the shards of a glob or a directory.
 
     If a directory has no shards, the key may be the key of a shard with another suffix.
@@ -228,7 +218,7 @@ async def _list(pattern: Shard, names: Sequence[str], suffixes: tuple[str, ...])
     folder = key.strip("/")
     if match := _GLOB.search(key):
         folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
-        found = await _matching(pattern, folder, names, suffixes)
+        found = await _matching(pattern, folder, suffixes)
     else:
         problem = (
             f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
@@ -246,23 +236,18 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
 
     Only objects that end in `suffixes` are returned.
     """
-    named = [
-        head for head in await list_heads(store, folder) if head.key.lower().endswith(suffixes)
-    ]
     return [
         Shard(store, head.key, head)
-        for head in named
-        if not _is_hidden(head.key.removeprefix(folder))
+        for head in await list_heads(store, folder)
+        if head.key.lower().endswith(suffixes) and not _is_hidden(head.key.removeprefix(folder))
     ]
 
 
-async def _matching(
-    shard: Shard, folder: str, names: Sequence[str], suffixes: tuple[str, ...]
-) -> list[Shard]:
+async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
     """Return the objects that match a glob.
 
     A matching directory with the name of a shard stands for the objects inside. `folder` contains
-    all matches. For a store on this machine, `names` are the matching files and directories.
+    all matches.
 
     Without ``**``, a directory is listed only if the directory's path matches, and subdirectories
     are not listed.
@@ -271,10 +256,11 @@ async def _matching(
     if "**" in pattern.split("/"):
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
-    if store.local_root is not None:
-        return [
-            *chain.from_iterable(await map_all(partial(_find, store, suffixes), names, AT_ONCE))
-        ]
+    if (root := store.local_root) is not None:
+        # obstore refuses directories with names that cannot be keys.
+        names = await asyncio.to_thread(glob, pattern, root_dir=root)
+        inside = await map_all(partial(_find, store, suffixes), sorted(names), AT_ONCE)
+        return [*chain.from_iterable(inside)]
     found, folders = list[Shard](), [""]
     # A step is some directories without wildcards, and a name.
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):
@@ -342,26 +328,24 @@ def split_url(name: str) -> tuple[str, str]:
         >>> split_url("s3://bucket/train/0000.tar")
         ('s3://bucket', 'train/0000.tar')
     """
-    if "://" not in name:
+    scheme, is_url, rest = name.partition("://")
+    if not is_url:
         check_path(name)
-        name = "file://" + str(Path(name).absolute()) + ("/" if name.endswith("/") else "")
-        quoted = False
-    else:
-        quoted = traits_of(name).quoted
-    check_shared(name)
-    scheme, _, rest = name.partition("://")
+        scheme, rest = "file", str(Path(name).absolute()) + "/" * name.endswith("/")
+    check_shared(f"{scheme}://{rest}")
     if scheme in ("http", "https") and "?" in rest:
         raise ValueError("signed URLs cannot be shards: give store= with credentials instead")
-    if traits_of(name).bucket:
+    traits = traits_of(f"{scheme}://{rest}")
+    if traits.bucket:
         bucket, _, key = rest.partition("/")
         return f"{scheme}://{bucket}", key
     path = rest.find("/") + 1  # the brackets of an IPv6 host are no glob
     fixed = rest[: match.start()] if (match := _GLOB.search(rest, path)) else rest
     directory, _, _ = fixed.rpartition("/")
     key = rest[len(directory) + 1 :]
-    if scheme == "file" and not quoted:
-        directory = Path(directory).as_uri()[len("file://") :] if directory else ""
-    return f"{scheme}://{directory}", unquote(key) if quoted else key
+    if not is_url:
+        return Path(directory or "/").as_uri(), key
+    return f"{scheme}://{directory}", unquote(key) if traits.quoted else key
 
 
 def _is_hidden(key: str) -> bool:

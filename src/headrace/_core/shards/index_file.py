@@ -4,12 +4,11 @@ An index has the places of the samples in the shards of a dataset.
 
 The first 64 bytes are the magic, a hash of all bytes after the hash, the length of the header, and
 the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
-is JSON, padded to 8 bytes. Little-endian arrays follow, in the order of `ARRAYS`:
+is JSON, padded to 8 bytes, and has the type and the size of each array. Little-endian arrays follow:
 
 - for each shard: columns of `IndexFile.counts`, of the sizes of the entries in the last array, of
   `IndexFile.ends`, of `IndexFile.pieces` and of `IndexFile.flawed` (int64);
-- for each 4 GiB of a shard after the first 4 GiB: the number of the first sample there (int64);
-- for each sample: the offset within 4 GiB (uint32);
+- for each sample: the offset (uint32; int64 if a sample begins after 4 GiB);
 - for each sample: the length, if lengths were asked for (uint32);
 - for each shard: an `IndexedShard` as JSON (bytes).
 
@@ -23,7 +22,6 @@ import base64
 import hashlib
 import json
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -40,11 +38,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
-MAGIC = b"headrace index 4"
+MAGIC = b"headrace index 5"
 PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
-ARRAYS = ("<i8", "<i8", "<u4", "<u4", "u1")
-PART_BITS = 32  # of an offset within 4 GiB
 
 
 class IndexedShard(NamedTuple):
@@ -104,7 +100,6 @@ class IndexFile:
         pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
         flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
-        length: the function that gave the lengths; empty without lengths.
 
     Raises:
         ShardError: the file is damaged, is no index, or has another hash.
@@ -135,12 +130,12 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder, self.length, self.kinds = header["folder"], header["length"], header["kinds"]
+        self.folder, self.kinds = header["folder"], header["kinds"]
         offset, arrays = PREFIX.size + length, []
-        for count, kind in zip(header["counts"], ARRAYS, strict=True):
+        for kind, count in header["arrays"]:
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
-        columns, self._parts, self._begins, lengths, self._texts = arrays
+        columns, self._begins, lengths, self._texts = arrays
         self.lengths: NDArray[np.uint32] = lengths
         self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
         self.firsts = np.cumsum(self.counts) - self.counts
@@ -148,7 +143,6 @@ class IndexFile:
         self._text_firsts = self._text_ends - sizes
         if offset != len(data) or self.counts.sum() != len(self._begins):
             raise ValueError("the lengths of its arrays are wrong")
-        self._parts_before = np.searchsorted(self._parts, self.firsts)  # each shard
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -171,8 +165,7 @@ class IndexFile:
         """
         places, is_last = self.firsts[shards] + rows, rows + 1 == self.counts[shards]
         both = np.stack((places, places + ~is_last))  # each sample, and the next in the shard
-        parts = np.searchsorted(self._parts, both, side="right") - self._parts_before[shards]
-        starts, stops = (parts << PART_BITS) + self._begins[both]
+        starts, stops = self._begins[both].astype(np.int64)
         ends = self.ends[shards]
         stops = np.where(is_last, ends, stops)
         if ((starts < 0) | (stops < starts) | (stops > ends)).any():
@@ -185,26 +178,9 @@ class IndexFile:
         parts = sorted(parts, key=lambda part: part.shard(0).name)
         shards = [part.shard(0) for part in parts]
         shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
-        firsts = np.cumsum([0, *(shard.samples for shard in shards)])
-        columns = [
-            [part._parts + first for part, first in zip(parts, firsts, strict=False)],
-            [part._begins for part in parts],
-            [part.lengths for part in parts],
-        ]
-        return _dump(folder, shards, parts[0].length, [*map(np.concatenate, columns)])
-
-    @staticmethod
-    def of_shard(shard: IndexedShard, begins: IntArray, lengths: IntArray, length: str) -> bytes:
-        """Return the bytes of an index of one shard.
-
-        Args:
-            shard: the entry.
-            begins: offset of each sample, int64.
-            lengths: length of each sample; empty without lengths.
-            length: the function that gave the lengths; empty without lengths.
-        """
-        parts = np.repeat(np.arange(1, len(begins)), np.diff(begins >> PART_BITS))
-        return _dump("", [shard], length, [parts, begins & (1 << PART_BITS) - 1, lengths])
+        begins = np.concatenate([part._begins for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        return dump_index(folder, shards, begins, lengths)
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -215,34 +191,43 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
     """
     try:
         with open(path, "rb") as file:
-            empty = not os.fstat(file.fileno()).st_size
-            data: Buffer = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        what = "the index is gone, or not on this machine; make it again by `headrace index`"
-        raise ShardError(what, shard=path) from None
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the file is empty
+        raise ShardError(f"{DAMAGED}: {error}", shard=path) from None
     return IndexFile(path, data, path, digest)
 
 
-def _dump(
-    folder: str, shards: Sequence[IndexedShard], length: str, arrays: Sequence[NDArray[Any]]
+def dump_index(
+    folder: str, shards: Sequence[IndexedShard], begins: NDArray[Any], lengths: NDArray[Any]
 ) -> bytes:
+    """Return the bytes of an index.
+
+    Args:
+        folder: URL of the folder that has all shards; empty for no folder.
+        shards: the entries.
+        begins: offset of each sample.
+        lengths: length of each sample; empty without lengths.
+    """
     texts = [json.dumps(shard).encode() for shard in shards]
     rows = [
         (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
         for shard, text in zip(shards, texts, strict=True)
     ]
-    arrays = [np.transpose(rows), *arrays, np.frombuffer(b"".join(texts), "u1")]
+    arrays = [
+        np.transpose(rows).astype("<i8"),
+        begins.astype("<i8" if begins.max(initial=0) >> 32 else "<u4"),
+        lengths.astype("<u4"),
+        np.frombuffer(b"".join(texts), "u1"),
+    ]
     kinds = {shard.format: number for number, shard in enumerate(shards)}
     content = {
         "folder": folder,
-        "length": length,
         "kinds": [*kinds.values()],
-        "counts": [array.size for array in arrays],
+        "arrays": [(array.dtype.str, array.size) for array in arrays],
     }
     header = json.dumps(content).encode()
     header += b" " * (-len(header) % 8)
-    parts = [array.astype(kind).tobytes() for array, kind in zip(arrays, ARRAYS, strict=True)]
-    body = b"".join([header, *parts])
+    body = b"".join([header, *(array.tobytes() for array in arrays)])
     rest = PREFIX.pack(MAGIC, b"", len(header), zlib.crc32(body))[HASHED_FROM:] + body
     return MAGIC + content_digest(rest) + rest
 

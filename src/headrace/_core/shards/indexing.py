@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from headrace._core.shards.index_file import (
     IndexedShard,
     IndexFile,
     content_digest,
+    dump_index,
     map_index,
 )
 from headrace._core.shards.positions import PartPosition
@@ -67,16 +69,30 @@ class Indexing(NamedTuple):
     decoder_of: DecoderOf
     length: Callable[[Any], int] | None = None
 
-    @property
-    def length_name(self) -> str:
-        """Module and name of `length`; empty without `length`."""
-        return "" if self.length is None else f"{self.length.__module__}:{self.length.__qualname__}"
-
     def identity(self, shard: Shard) -> tuple[str, ...]:
         """Return the options by which the entry of a shard is made."""
-        code = getattr(self.length, "__code__", None)
-        own = "" if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
-        return self.decoder_of(shard).format, self.length_name, re.sub(" at 0x[0-9a-f]+", "", own)
+        return self.decoder_of(shard).format, describe_functions(self.length)
+
+
+def describe_functions(*functions: Any) -> str:
+    """Describe functions by module, code, constants and closure, without addresses.
+
+    The description tells apart functions of the same name.
+    """
+    return re.sub(" at 0x[0-9a-f]+", "", repr([_described(each) for each in functions]))
+
+
+def _described(function: Any) -> list[object]:
+    if isinstance(function, functools.partial):
+        return [*_described(function.func), function.args, function.keywords]
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    # The order of a set differs between processes.
+    return [
+        sorted(map(repr, each)) if isinstance(each, set | frozenset) else each
+        for each in (getattr(function, "__module__", None), function, *own, *held)
+    ]
 
 
 class OpenedIndex(NamedTuple):
@@ -148,8 +164,7 @@ class IndexingDecoder(Decoder):
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        columns = np.array(self.borders[:-1]), np.array(self._lengths)
-        return IndexFile.of_shard(row, *columns, self._indexing.length_name)
+        return dump_index("", [row], np.array(self.borders[:-1]), np.array(self._lengths))
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -314,26 +329,23 @@ def _as_indexed(
     Raises:
         ShardError: the shard has no entry, or differs from the entry.
     """
-    problem, found, moved = None, shard.head, folder != index.folder
+
+    def error(problem: str) -> ShardError:
+        return shard.error(f"{problem}; make it again: headrace index {folder or 'URL'}")
+
     if row is None:
-        problem = f"not in the index {index.name}"
-    else:
-        # A copy in another place has another tag and time.
-        version = (None, None) if moved else (row.etag, row.modified)
-        head, format = Head(shard.key, row.size, *version), indexing.decoder_of(shard).format
-        if row.format != format:
-            problem = f"indexed as {row.format} in {index.name}, and not as {format}"
-        # The version of a copy is only known from a listing.
-        found = found or head
-        try:
-            check_version(head.size, head.etag, head.modified, found)
-        except RequestFailure:
-            problem = f"replaced since the index {index.name} was made"
-        found = found if moved else head
-    if problem is not None:
-        what = f"{problem}; make it again: headrace index {folder or 'URL'}"
-        raise ShardError(what, shard=shard.name)
-    return replace(shard, head=found)
+        raise error(f"not in the index {index.name}")
+    format = indexing.decoder_of(shard).format
+    if row.format != format:
+        raise error(f"indexed as {row.format} in {index.name}, and not as {format}")
+    head = Head(shard.key, row.size, row.etag, row.modified)
+    if folder != index.folder:  # a copy has another tag and time, known only from a listing
+        head = shard.head or replace(head, etag=None, modified=None)
+    try:
+        check_version(row.size, head.etag, head.modified, shard.head or head)
+    except RequestFailure:
+        raise error(f"replaced since the index {index.name} was made") from None
+    return replace(shard, head=head)
 
 
 class _AllShards(Sequence[Shard]):
@@ -458,12 +470,12 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
             _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
-        while not reader.ended:
+        while reader.block.after is not None:
             await reader.fill()
     finally:
         await reader.aclose()
-    if reader.error is not None:
-        raise reader.error
+    if reader.block.error is not None:
+        raise reader.block.error
     return decoder.index(reader.codec.begins)
 
 

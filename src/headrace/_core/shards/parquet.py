@@ -84,7 +84,7 @@ class Footer(TableFile):
         With `filters`, row groups are left out if the statistics exclude all rows.
         """
         import pyarrow.dataset
-        from pyarrow.compute import field
+        from pyarrow.compute import field, scalar
 
         numbers: Iterable[int] = range(len(self.rows))
         if filters is not None:
@@ -95,7 +95,7 @@ class Footer(TableFile):
             )
             fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
                 pyarrow.BufferReader(_MAGIC + self._data),
-                partition_expression=reduce(and_, values) if added else None,
+                partition_expression=reduce(and_, values, scalar(True)),
             )
             schema = pyarrow.schema(
                 [*self.schema, *(pyarrow.field(name, value.type) for name, value in added)]
@@ -108,15 +108,12 @@ class Footer(TableFile):
 
         A nested column has several stored columns.
         """
-        paths = [
-            self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)
-        ]
-        if columns is None:
-            return list(range(len(paths)))
+        schema = self.metadata.schema
         return [
-            n
-            for n, path in enumerate(paths)
-            if any(path == c or path.startswith(f"{c}.") for c in columns)
+            number
+            for number in range(self.metadata.num_columns)
+            if columns is None
+            or any(f"{schema.column(number).path}.".startswith(f"{each}.") for each in columns)
         ]
 
 
@@ -271,9 +268,6 @@ class SparseFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
         return True
 
     def tell(self) -> int:

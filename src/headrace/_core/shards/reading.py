@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -114,7 +114,6 @@ class Decoder(ABC):
         format: kind of the samples, as "tar". Set by decoders whose samples can be indexed. These
             decoders also set `complete`.
         complete: the byte after the last sample that was yielded.
-        ending: the bytes that end a shard after the last sample.
     """
 
     pages: bool = False
@@ -149,24 +148,26 @@ class Decoder(ABC):
         """Continue from a position; called before the first `feed`."""
         raise NotImplementedError  # not called where `position` gives None
 
-    ending: bytes = b""
-
     def whole_sample(self, data: Buffer, offset: int) -> Any:
         """Return the sample encoded by bytes from an offset on.
 
-        Only for a format that can be indexed. The decoder is new. Without an `ending`, the decoder
-        may also have made a sample by `whole_sample` before.
+        Only for a format that can be indexed. The decoder is new, or has made a sample by
+        `whole_sample` before.
 
         Raises:
             ShardError: the sample cannot be made.
         """
         self.restore({"offset": offset, "number": None})
-        samples = [*self.feed(data), *self.feed(self.ending), *self.finish()]
-        if len(samples) != 1:
-            raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
-        if type(samples[0]) is BadRecord:
-            raise samples[0].error
-        return samples[0]
+        return only_sample([*self.feed(data), *self.finish()], offset)
+
+
+def only_sample(samples: Sequence[Any], offset: int) -> Any:
+    """Return the only sample; raise the error of a sample that cannot be made."""
+    if len(samples) != 1:
+        raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
+    if type(samples[0]) is BadRecord:
+        raise samples[0].error
+    return samples[0]
 
 
 class RecordDecoder(Decoder):
@@ -210,10 +211,17 @@ class RecordDecoder(Decoder):
 class Block(NamedTuple):
     """Samples that are produced together."""
 
-    samples: deque[Any]  # in order; a `BadRecord` in place of some
+    begin: PartPosition
+    samples: deque[Any]  # samples left, in order; a `BadRecord` in place of some
+    size: int  # number of samples at the beginning
     # Position of the next block. None for the last block. The last block may be empty.
-    after: PartPosition | None = None
+    after: PartPosition | None
     error: Exception | None = None  # raised after the samples; only in the last block
+
+    @property
+    def decoded(self) -> int:
+        """Number of samples of the shard up to the end of the block."""
+        return self.begin.given + self.size
 
 
 class ShardReader:
@@ -225,10 +233,7 @@ class ShardReader:
     Attributes:
         part: number of the shard.
         first: number of the shard's samples given out before.
-        samples: samples left in the current block.
-        error: error to raise after `samples`.
-        ended: whether the current block is the last block.
-        decoded: number of samples of the shard up to the end of the block.
+        block: the current block.
         has_successor: whether the next shard was opened, or there is no next shard.
         codec: unpacks the shard.
     """
@@ -237,12 +242,8 @@ class ShardReader:
         self, shard: Shard, decoder: Decoder, ahead: ReadAhead, position: PartPosition
     ) -> None:
         self.part, self.first = position.part, position.given
-        self.samples: deque[Any] = deque()
-        self.error: Exception | None = None
-        self.ended = self.has_successor = False
-        self._current = position  # start of the current block
-        self._following: PartPosition | None = position  # start of the block after `_current`
-        self._count = 0  # samples of the current block
+        self.block = Block(position, deque(), 0, after=position)
+        self.has_successor = False
         self._shard = shard
         self.codec = Codec(shard.key, shard.name, pages=decoder.pages)
         self._decoder = decoder
@@ -255,14 +256,12 @@ class ShardReader:
         self._skip, self._drop = offset - start, position.drop
         self._pieces: Iterator[Buffer] = iter(())
         self._chunks = ChunkReader(shard, ahead, start)
-        self._task: asyncio.Task[Block] | None = asyncio.get_running_loop().create_task(
-            self._next_block()
-        )
+        self._read_ahead(position)
 
     @property
     def given(self) -> int:
         """Number of the shard's samples that were given out."""
-        return self._current.given + self._count - len(self.samples)
+        return self.block.decoded - len(self.block.samples)
 
     @property
     def fully_requested(self) -> bool:
@@ -275,22 +274,21 @@ class ShardReader:
     async def fill(self) -> None:
         """Wait for the next block."""
         assert self._task is not None
-        assert self._following is not None
         await asyncio.wait((self._task,))  # a cancellation of this wait loses nothing
-        block = self._task.result()
-        self._current, self._following = self._following, block.after
-        self._count = len(block.samples)
-        self.decoded = self._current.given + self._count
-        self.samples, self.error, self.ended = block.samples, block.error, block.after is None
-        self._task = (
-            None if self.ended else asyncio.get_running_loop().create_task(self._next_block())
-        )
+        self.block = self._task.result()
+        self._read_ahead(self.block.after)
+
+    def _read_ahead(self, begin: PartPosition | None) -> None:
+        self._task: asyncio.Task[Block] | None = None
+        if begin is not None:
+            self._task = asyncio.get_running_loop().create_task(self._next_block(begin))
 
     def state_dict(self) -> State:
-        """Return the position after the samples taken from `samples`."""
-        if self.samples or self._following is None:
-            return self._current.to_state(self._count - len(self.samples), self._chunks.head)
-        return self._following.to_state(0, self._chunks.head)
+        """Return the position after the samples taken from `block`."""
+        block, head = self.block, self._chunks.head
+        if block.samples or block.after is None:
+            return block.begin.to_state(block.size - len(block.samples), head)
+        return block.after.to_state(0, head)
 
     def reached(self, error: HeadraceError) -> tuple[int, int]:
         """Return the byte at which an error ended the shard, and the size.
@@ -310,7 +308,7 @@ class ShardReader:
         finally:
             await self._chunks.aclose()
 
-    async def _next_block(self) -> Block:
+    async def _next_block(self, begin: PartPosition) -> Block:
         samples: deque[Any] = deque()
         error: Exception | None = None
         end = False
@@ -329,40 +327,39 @@ class ShardReader:
             while self._drop and samples:
                 samples.popleft()
                 self._drop -= 1
-        begin = self._following  # the start of this block, until the block is taken
-        assert begin is not None
-        if not end:
-            place = self._decoder.position()
-            after = begin.after(len(samples))
-            return Block(samples, after if place is None else after._replace(drop=0, decoder=place))
-        await self._chunks.aclose()
-        if self._drop and error is None:
-            given = begin.given
-            error = StateError(
-                f"{self._shard.name} has changed since the state was saved: it ends after "
-                f"{given - self._drop} samples, and {given} of them had been given out"
-            )
-        return Block(samples, error=error)
+        after: PartPosition | None = None
+        if end:
+            await self._chunks.aclose()
+            if self._drop and error is None:
+                error = StateError(
+                    f"{self._shard.name} has changed since the state was saved: it ends after "
+                    f"{begin.given - self._drop} samples, and {begin.given} of them had been "
+                    f"given out"
+                )
+        else:
+            after, place = begin.after(len(samples)), self._decoder.position()
+            if place is not None:
+                after = after._replace(drop=0, decoder=place)
+        return Block(begin, samples, len(samples), after, error)
 
     async def _next_piece(self) -> Buffer | None:
         while True:
             # zlib and zstd release the interpreter lock while they unpack.
             piece = (
-                await asyncio.to_thread(self._unpack) if self.codec.compressed else self._unpack()
+                await asyncio.to_thread(next, self._pieces, None)
+                if self.codec.compressed
+                else next(self._pieces, None)
             )
-            if piece is not None:
-                if not self._skip:
-                    return piece
-                view = memoryview(piece).cast("B")
-                skipped = min(self._skip, len(view))
-                self._skip -= skipped
-                if skipped < len(view):
-                    return view[skipped:]
+            if piece is None:
+                chunk = await self._chunks.read()
+                if chunk is None:
+                    return None
+                self._pieces = self.codec.feed(chunk)
                 continue
-            chunk = await self._chunks.read()
-            if chunk is None:
-                return None
-            self._pieces = self.codec.feed(chunk)
-
-    def _unpack(self) -> Buffer | None:
-        return next(self._pieces, None)
+            if not self._skip:
+                return piece
+            view = memoryview(piece).cast("B")
+            skipped = min(self._skip, len(view))
+            self._skip -= skipped
+            if skipped < len(view):
+                return view[skipped:]

@@ -60,21 +60,23 @@ class ShardIterator(StreamOperation[Any]):
         readers = self._open_ones
         while not self._closed and (readers or self._start()):
             reader = readers[0]
-            if samples := reader.samples:
+            block = reader.block
+            if block.samples:
                 readers.rotate(-1)
-                if type(sample := samples.popleft()) is BadRecord:
+                sample = block.samples.popleft()
+                if type(sample) is BadRecord:
                     raise sample.error
                 return sample
-            if reader.ended:
+            if block.after is None:
                 readers.popleft()
                 successor = self._ahead.popleft() if self._ahead else self._open_next()
                 if successor is not None:
                     readers.appendleft(successor)
-                self._before += reader.given - reader.first + (reader.error is not None)
+                self._before += reader.given - reader.first + (block.error is not None)
                 self._note_origin()
-                if reader.error is not None:
-                    raise self._ending(reader, reader.error)
-                self._usual = reader.decoded
+                if block.error is not None:
+                    raise self._ending(reader, block.error)
+                self._usual = block.decoded
             else:
                 await self._fill(reader)
         raise StopAsyncIteration
@@ -86,11 +88,12 @@ class ShardIterator(StreamOperation[Any]):
         """
         if isinstance(error, HeadraceError) and not isinstance(error, StateError):
             at, size = reader.reached(error)
-            estimate = reader.decoded * size // at if 0 < at < size else self._usual
-            lost = error.lost_samples = max(0, estimate - reader.decoded)
+            decoded = reader.block.decoded
+            estimate = decoded * size // at if 0 < at < size else self._usual
+            lost = error.lost_samples = max(0, estimate - decoded)
             number = f"about {lost:,}" if lost else "an unknown number of"
             where = f" from byte {at:,} of {size:,}" if size else ""
-            rest = f"its rest{where} cannot" if reader.decoded else "nothing of it can"
+            rest = f"its rest{where} cannot" if decoded else "nothing of it can"
             error.args = (f"{error}; {rest} be read: {number} samples",)
         return error
 

@@ -5,11 +5,11 @@ Covers filters, Hive partitions, and a common schema for all files.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -60,12 +60,18 @@ class Selection:
     """Columns that a dataset reads and gives from a file."""
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    names: tuple[str, ...] | None  # names of the columns to give; None for all columns read
     added: Mapping[str, Any]  # columns of a single value (an Arrow scalar), not in the file
-    # The schema of the given columns, with the types of the file. As bytes: unpickling a dataset
-    # does not import pyarrow.
+    # The schema of the given columns, with the types of the file. As bytes: a pickled dataset does
+    # not name pyarrow, which each template of worker processes would import.
     serialized: bytes
     schema: Any = None  # the types to give, in order; None for the types of the file
+
+    @property
+    def given(self) -> Any:
+        """The `pyarrow.Schema` of the given columns, with the types of the file."""
+        import pyarrow
+
+        return pyarrow.ipc.read_schema(pyarrow.py_buffer(self.serialized))
 
     def apply(self, table: Any) -> Any:
         """Select columns of a table, and make each column a single array.
@@ -77,18 +83,11 @@ class Selection:
         for name, value in self.added.items():
             table = table.append_column(name, pyarrow.repeat(value, table.num_rows))
         table = table.combine_chunks()
-        if self.names is not None:
-            table = table.select(
-                [number for number, name in enumerate(table.column_names) if name in self.names]
-            )
+        names = self.given.names
+        table = table.select(
+            [number for number, name in enumerate(table.column_names) if name in names]
+        )
         return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
-
-    @property
-    def given(self) -> Any:
-        """The `pyarrow.Schema` of the given columns, with the types of the file."""
-        import pyarrow
-
-        return pyarrow.ipc.read_schema(pyarrow.py_buffer(self.serialized))
 
 
 def as_expression(filters: Any) -> Any:
@@ -99,7 +98,14 @@ def as_expression(filters: Any) -> Any:
     from pyarrow.compute import Expression
 
     if not isinstance(filters, Expression):
-        filters = parquet.filters_to_expression(_conditions(filters))
+        try:
+            filters = parquet.filters_to_expression(_conditions(filters))
+        except (TypeError, ValueError, LookupError) as error:
+            what = (
+                "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; "
+                "None for all rows"
+            )
+            raise ValueError(f"filters={short_repr(filters)} must be {what}: {error}") from None
     if "FieldPath(" in str(filters):
         raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
     return filters
@@ -111,26 +117,14 @@ def _conditions(filters: Any) -> list[list[tuple[str, str, Any]]]:
     A row passes if the row fulfils all conditions of some list. `filters` may also be a single
     condition or a single list.
     """
-    lists = filters
-    try:
-        for _ in range(2):
-            if isinstance(lists[0], str) or isinstance(lists[0][0], str):
-                lists = [lists]
-        # The order of a set changes with the process, and so would the text of the expression.
-        found = [
-            [(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each]
-            for each in lists
-        ]
-        if isinstance(filters, str) or not all(
-            isinstance(n, str) for each in found for n, _, _ in each
-        ):
-            raise TypeError("no conditions")
-    except (TypeError, ValueError, LookupError):
-        what = (
-            "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; None for all rows"
-        )
-        raise ValueError(f"filters={short_repr(filters)} must be {what}") from None
-    return found
+    for _ in range(2):
+        if isinstance(filters[0], str) or isinstance(filters[0][0], str):
+            filters = [filters]
+    # The order of a set changes with the process, and so would the text of the expression.
+    return [
+        [(n, op, sorted(v, key=repr) if isinstance(v, set) else v) for n, op, v in each]
+        for each in filters
+    ]
 
 
 def filter_text(filters: Any) -> str | None:
@@ -163,29 +157,35 @@ def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
 
 def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
     """Return the columns of each file that an expression needs."""
-    made: dict[Any, Selection] = {}
 
     def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
-        if there not in made:
-            made[there] = _select(
-                file, there, added, tuple(_columns_of(filters, there, file.shard.name))
-            )
-        return replace(made[there], added={name: added[name] for name in made[there].added})
+        names = _columns_of(filters, there, file.shard.name)
+        return _select(file, there, added, tuple(names))
 
-    return [select(file, *columns) for file, *columns in _all_columns(files)]
+    return _select_all(files, select)
 
 
-def _all_columns(files: Sequence[TableFile]) -> Iterator[tuple[TableFile, Any, dict[str, Any]]]:
-    """Yield each file, the schema, and the values of the directories.
+def _select_all(
+    files: Sequence[TableFile], select: Callable[[TableFile, Any, dict[str, Any]], Selection]
+) -> list[Selection]:
+    """Return the selection of each file.
 
-    The schema has the columns of the file and of the directories.
+    `select` is called once for all files with the same columns. The arguments are a file, the
+    schema of the columns of the file and of the directories, and the values of the directories.
     """
     import pyarrow
 
+    made: dict[Any, Selection] = {}
+    found: list[Selection] = []
     for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
         added = {name: value for name, value in values.items() if name not in file.schema.names}
         fields = [pyarrow.field(name, value.type) for name, value in added.items()]
-        yield file, pyarrow.schema([*file.schema, *fields]), added
+        there = pyarrow.schema([*file.schema, *fields])
+        if there not in made:
+            made[there] = select(file, there, added)
+        selection = made[there]
+        found.append(replace(selection, added={name: added[name] for name in selection.added}))
+    return found
 
 
 def select_columns(
@@ -195,44 +195,39 @@ def select_columns(
 
     For tables (not `as_rows`), the types of the files are unified.
     """
-    found: list[Selection] = []
-    made: dict[Any, Selection] = {}  # by the columns of a file and its directories
-    first = unified = None
-    for file, there, added in _all_columns(files):
-        if there not in made:
-            made[there] = _select(file, there, added, columns)
-            given = made[there].given
-            if as_rows and (
-                twice := [name for name, times in Counter(given.names).items() if times > 1]
-            ):
-                what = (
-                    f"{file.shard.name} has several columns called {twice[0]!r}, of which a dict "
-                    f"could have one"
-                )
-                raise ValueError(f"{what}; use format='arrow', or leave it out of columns=")
-            first = given if first is None else first
-            same_names = {*given.names} == {*first.names}
-            try:
-                if not same_names:
-                    raise ValueError("names differ")
-                # Rows are Python objects: equal for string and large_string.
-                unified = None if as_rows else given if unified is None else _unify(unified, given)
-            except (ValueError, TypeError, LookupError) as error:
-                listed, expected = (
-                    ", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first)
-                )
-                what = (
-                    f"columns {listed}, but {expected} in {files[0].shard.name}: "
-                    f"{' '.join(str(error).split())}"
-                )
-                of_types = (
-                    ", of types that can be one, or read rows (format='rows')" if same_names else ""
-                )
-                remedy = f"give columns= that all files have{of_types}"
-                raise file.shard.error(f"{what}; {remedy}") from None
-        selection = made[there]
-        found.append(replace(selection, added={name: added[name] for name in selection.added}))
-    if unified is not None and any(selection.given != unified for selection in made.values()):
+    first: Any = None
+    unified: Any = None
+    schemas: list[Any] = []  # to unify
+
+    def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
+        nonlocal first, unified
+        selection = _select(file, there, added, columns)
+        given = selection.given
+        name, times = Counter([*given.names, ""]).most_common(1)[0]
+        if as_rows and times > 1:
+            what = f"several columns called {name!r}, of which a dict could have one"
+            remedy = "use format='arrow', or leave it out of columns="
+            raise ValueError(f"{file.shard.name} has {what}; {remedy}")
+        first = given if first is None else first
+        try:
+            if {*given.names} != {*first.names}:
+                raise ValueError("names differ")
+            # Rows are Python objects: equal for string and large_string.
+            if not as_rows:
+                schemas.append(given)
+                unified = given if unified is None else _unify(unified, given)
+        except (ValueError, TypeError, LookupError) as error:
+            listed, expected = (
+                ", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first)
+            )
+            what = f"columns {listed}, but {expected} in {files[0].shard.name}"
+            cause = " ".join(str(error).split())
+            remedy = "give columns= that all files have, or read rows of different types"
+            raise file.shard.error(f"{what}: {cause}; {remedy} (format='rows')") from None
+        return selection
+
+    found = _select_all(files, select)
+    if any(schema != unified for schema in schemas):
         unified = unified.with_metadata(files[0].schema.metadata)
         return [replace(selection, schema=unified) for selection in found]
     return found
@@ -245,7 +240,7 @@ def _select(
     import pyarrow
 
     if columns is None:
-        return Selection(None, None, added, there.serialize().to_pybytes())
+        return Selection(None, added, there.serialize().to_pybytes())
     wanted = {name: value for name, value in added.items() if name in columns}
     read = tuple(name for name in columns if name not in added)
     try:
@@ -258,7 +253,7 @@ def _select(
     given = pyarrow.schema(
         [*selected, *(pyarrow.field(name, value.type) for name, value in wanted.items())]
     )
-    return Selection(read, tuple(given.names), wanted, given.serialize().to_pybytes())
+    return Selection(read, wanted, given.serialize().to_pybytes())
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
@@ -317,18 +312,14 @@ def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
     ]
     found: list[dict[str, Any]] = [{} for _ in keys]
     for name in dict.fromkeys(chain.from_iterable(parts)):
-        texts = [
-            None if of_key.get(name) in (None, _HIVE_NULL) else unquote(of_key[name])
-            for of_key in parts
-        ]
-        whole = all(text is None or re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
-        kind = (
-            pyarrow.int64()
-            if whole and any(text is not None for text in texts)
-            else pyarrow.string()
+        texts = [each.get(name, _HIVE_NULL) for each in parts]
+        column = pyarrow.array(
+            [None if text == _HIVE_NULL else unquote(text) for text in texts], pyarrow.string()
         )
-        for values, of_key, text in zip(found, parts, texts, strict=True):
-            if name in of_key:
-                value = int(text) if text is not None and kind == pyarrow.int64() else text
-                values[unquote(name)] = pyarrow.scalar(value, kind)
+        if column.null_count < len(column):
+            with contextlib.suppress(pyarrow.ArrowInvalid):  # not all are integers
+                column = column.cast(pyarrow.int64())
+        for values, each, value in zip(found, parts, column, strict=True):
+            if name in each:
+                values[unquote(name)] = value
     return found

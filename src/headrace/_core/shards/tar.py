@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 import re
 import struct
+import tarfile
 import zlib
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace._core.shards.reading import BadRecord, Decoder
+from headrace._core.shards.reading import BadRecord, Decoder, only_sample
 from headrace._core.streams.resumable import State
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 
@@ -40,7 +41,6 @@ _BLANKS = 8 * ord(" ")  # the sum of a header is made with blanks in the checksu
 _FILE = frozenset((b"0", b"\0", b"7"))
 _NO_FILE = frozenset((b"5", b"D", b"V"))  # directory, incremental dump, label of a volume
 _EXTENSION = frozenset((b"x", b"g", b"L", b"K"))
-_MORE_SPARSE = 482  # byte of a header, set if blocks with more places of a sparse file follow
 _REFUSED = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -49,15 +49,15 @@ _REFUSED = {
     b"6": "a pipe",
 }
 _NO_TAR = "it begins with no header of a tar"
-_SPARSE = "corrupt tar: sparse files are not read"
 _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 
-_DRIVE = re.compile(r"[A-Za-z]:")  # of Windows
+# Absolute, of a drive of Windows, with a zero, or with "..". Both separators: the name may be
+# unpacked on Windows.
+_UNSAFE = re.compile(r"\Z|[/\\]|[A-Za-z]:|.*\0|(?:.*[/\\])?\.\.(?:[/\\]|\Z)", re.DOTALL)
 # Keys and fields for the fast path: without "..", and leading to no other place. A field ends
 # before the zeros of the header.
 _PLAIN_KEY = re.compile(rb"(?!.*\.\.)[^./\\:\0\n][^\\:\0\n]*(?<!/)")
 _PLAIN_FIELD = re.compile(rb"(?![^\0]*\.\.)([^./\\:\0][^/\\:\0]*)(?:\0|\Z)")
-_MOST_NAMES = 1024
 
 
 class Member(NamedTuple):
@@ -83,7 +83,7 @@ class TarSamples(Decoder):
     fields that all samples must have.
     """
 
-    format, ending = "tar", bytes(2 * TAR_BLOCK)
+    format = "tar"
 
     def __init__(
         self,
@@ -100,11 +100,9 @@ class TarSamples(Decoder):
         self._exact = fields is None and uniform
         # The archive.
         self._offset = 0  # of the next byte
-        self._header = b""  # incomplete header
-        self._pending: Member | None = None  # the member whose content comes next
-        self._missing = 0  # bytes of the pending content
-        self._parts: list[memoryview | bytes] = []
-        self._padding = 0
+        self._pending: Member | None = None  # the member whose content is next; None at a header
+        self._missing = TAR_BLOCK  # bytes of the header, or of the content
+        self._parts: list[memoryview | bytes] = []  # of the header, or of the content
         self._zero_blocks = 0
         self._last: str | bytes | None = None  # name of the last complete file
         self._long_name: bytes | None = None
@@ -116,7 +114,6 @@ class TarSamples(Decoder):
         self._end = 0  # of the latest member
         self._broken: ShardError | None = None  # why the sample cannot be given
         # All samples.
-        self._names: dict[bytes, str] = {}  # fields, by the bytes after the key in headers
         self._seen: set[bytes] = set()
         self._others = 0  # members that belong to no sample
 
@@ -138,7 +135,7 @@ class TarSamples(Decoder):
                 self._contents[field] = found.data
                 self._latest = found.offset, name
                 self._broken = self._broken or found.error
-                self._end = self._offset + self._padding
+                self._end = self._offset + -self._offset % TAR_BLOCK
 
     def position(self) -> State:
         learned = sorted(self._required) if self._exact and self._required else None
@@ -161,13 +158,12 @@ class TarSamples(Decoder):
             yield self._take()
 
     def whole_sample(self, data: Buffer, offset: int) -> Any:
-        view = memoryview(data)
-        sample = plain_sample(view, self._shard, self._names, self._selected)
-        if sample is not None:
-            return sample
-        # The decoder may be used again, but not after the end of an archive.
-        fresh = TarSamples(self._shard, fields=self._selected, uniform=False)
-        return super(TarSamples, fresh).whole_sample(data, offset)
+        self._seen.clear()
+        self._zero_blocks = 0
+        self.restore({"offset": offset})
+        samples = [*self.feed(data)]
+        self._zero_blocks = 2  # the archive does not end here
+        return only_sample([*samples, *self.finish()], offset)
 
     def members(self, data: Buffer) -> Iterator[Any]:
         """Parse the next bytes.
@@ -176,28 +172,34 @@ class TarSamples(Decoder):
         must be exhausted.
         """
         view = memoryview(data).cast("B")
-        begin, end = self._offset, len(view)
-        while (position := self._offset - begin) < end:
-            if self._padding:
-                step = min(self._padding, end - position)
-                self._padding -= step
-                self._offset += step
-                continue
+        begin, end = self._offset, self._offset + len(view)
+        while self._offset < end or not self._missing:
             if self._zero_blocks == 2:
-                if bytes(view[position:]).strip(b"\0"):
+                if bytes(view[self._offset - begin :]).strip(b"\0"):
                     what = "corrupt tar: there are bytes after the end of the archive"
                     raise self._error(f"{what}; concatenated archives are not supported")
-                self._offset += end - position
+                self._offset = end
                 return
-            if self._pending is None:
-                begun = self._header or self._zero_blocks or self._pax
-                if not begun and self._long_name is None:
+            if self._pending is None and not self._parts:
+                self._offset = min(end, self._offset + -self._offset % TAR_BLOCK)  # padding
+                if not self._zero_blocks and not self._pax and self._long_name is None:
                     yield from self._plain(view, begin)
-                    if (position := self._offset - begin) >= end:
-                        return
-                self._take_header(view, position)
-            position = self._offset - begin
-            if self._pending and (member := self._take_content(self._pending, view, position)):
+                if self._offset == end:
+                    return
+            part = view[self._offset - begin :][: self._missing]
+            self._offset += len(part)
+            self._missing -= len(part)
+            pending = self._pending
+            if pending is None or pending.wanted:
+                # A copy of an incomplete part: the caller's buffer is not kept alive.
+                self._parts.append(bytes(part) if self._missing else part)
+            if self._missing:
+                return
+            taken, self._parts = b"".join(self._parts), []
+            self._pending, self._missing = None, TAR_BLOCK
+            if pending is None:
+                self._take_header(taken)
+            elif (member := self._take_content(pending, taken)) is not None:
                 yield member
 
     def _check_end(self) -> None:
@@ -209,8 +211,8 @@ class TarSamples(Decoder):
             name = pending.name
             came = pending.size - self._missing
             what = f"it ends {came} bytes into a content of {pending.size}"
-        elif self._header:
-            what = f"it ends {len(self._header)} bytes into a header"
+        elif self._parts:
+            what = f"it ends {TAR_BLOCK - self._missing} bytes into a header"
         elif self._zero_blocks < 2:
             what = "the two zero blocks that end an archive are missing"
             what = what if self._offset else "it is empty"
@@ -218,13 +220,7 @@ class TarSamples(Decoder):
             return
         raise self._error(f"truncated tar: {what}", None, name, TruncatedShardError)
 
-    def _take_header(self, view: memoryview, position: int) -> None:
-        part = bytes(view[position : position + TAR_BLOCK - len(self._header)])
-        self._offset += len(part)
-        self._header += part
-        if len(self._header) < TAR_BLOCK:
-            return
-        header, self._header = self._header, b""
+    def _take_header(self, header: bytes) -> None:
         if header == _ZEROS:
             self._zero_blocks += 1
             return
@@ -237,7 +233,9 @@ class TarSamples(Decoder):
 
     def _parse_header(self, header: bytes, offset: int) -> Member:
         raw_name, raw_size, raw_checksum, kind, magic, prefix = _HEADER.unpack(header)
-        if not checksum_holds(header, raw_checksum):
+        is_right = zlib.adler32(header, 0) & 0xFFFF == adler_of(raw_checksum)
+        # Historic implementations add signed characters: the second sum.
+        if not is_right and parse_number(raw_checksum) not in tarfile.calc_chksums(header):  # type: ignore[attr-defined]
             what = "the checksum of a header is wrong" if offset else _NO_TAR
             raise self._error(f"corrupt tar: {what}", offset)
         size = parse_number(raw_size)
@@ -252,8 +250,6 @@ class TarSamples(Decoder):
         if magic == b"ustar\0" and prefix[0]:
             raw_name = prefix.split(b"\0", 1)[0] + b"/" + raw_name
         is_sparse = kind == b"S" or any(keyword.startswith(b"GNU.sparse") for keyword in self._pax)
-        if kind == b"S" and header[_MORE_SPARSE]:
-            raise self._error(_SPARSE, offset)
         name, size = self._apply_extensions(raw_name, size, offset)
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
@@ -262,7 +258,7 @@ class TarSamples(Decoder):
                 what = f"unsafe tar: {_REFUSED[kind]} is not read"
                 raise self._error(what, offset, name, UnsafeMemberError)
             if is_sparse:
-                raise self._error(_SPARSE, offset, name)
+                raise self._error("corrupt tar: sparse files are not read", offset, name)
             if kind in _NO_FILE:
                 safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
                 return Member(name, b"5", offset, size, wanted=False)
@@ -277,22 +273,8 @@ class TarSamples(Decoder):
             return Member(name, b"0", offset, held, wanted=False, error=error)
         return Member(safe, b"0", offset, size, self._is_wanted(safe))
 
-    def _take_content(self, pending: Member, view: memoryview, position: int) -> Member | None:
-        """Take bytes of the pending content.
-
-        Returns the member if the member is a complete file.
-        """
-        step = min(self._missing, len(view) - position)
-        self._missing -= step
-        self._offset += step
-        if pending.wanted:
-            part = view[position : position + step]
-            # A copy of an incomplete content: the caller's buffer is not kept alive.
-            self._parts.append(bytes(part) if self._missing else part)
-        if self._missing:
-            return None
-        data = b"".join(self._parts)
-        self._pending, self._parts, self._padding = None, [], -pending.size % TAR_BLOCK
+    def _take_content(self, pending: Member, data: bytes) -> Member | None:
+        """Take the content of a member; return the member if the member is a file."""
         if pending.kind == b"0":
             self._last = pending.name
             return pending._replace(data=data) if pending.wanted else pending
@@ -340,8 +322,8 @@ class TarSamples(Decoder):
             view: the next bytes of the archive.
             begin: position of `view` in the archive.
         """
-        limit, names, key = self._member_limit, self._names, self._key
-        selected, contents = self._selected, self._contents
+        limit, selected = self._member_limit, self._selected
+        key, contents = self._key, self._contents
         offset, end = self._offset, begin + len(view)
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
@@ -353,11 +335,11 @@ class TarSamples(Decoder):
                 or size_end not in _SIZE_ENDS
             ):
                 return
-            if zlib.adler32(view[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
+            if zlib.adler32(view[position:start], 0) & 0xFFFF != adler_of(checksum):
                 return
             folder, slash, file = name.rpartition(b"/")
             first, _, rest = file.partition(b".")
-            field = names.get(rest) or plain_field(rest, names)
+            field = plain_field(rest)
             if field is None:
                 return
             try:
@@ -442,13 +424,7 @@ def safe_name(name: str, shard: str, offset: int) -> str:
     """
     while name.startswith("./"):
         name = name[2:]
-    # Both separators: the name may be unpacked on Windows.
-    if (
-        name[:1] in ("", "/", "\\")
-        or _DRIVE.match(name)
-        or "\0" in name
-        or (".." in name and ".." in re.split(r"[/\\]", name))
-    ):
+    if _UNSAFE.match(name):
         what = "unsafe tar: the name leads outside the archive"
         raise UnsafeMemberError(what, shard=shard, member=name, offset=offset)
     return name
@@ -459,39 +435,23 @@ def parse_number(field: bytes) -> int | None:
 
     None if the number is invalid.
     """
-    if field[0] & 0x80:
-        return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
-    digits = field.rstrip(b"\0 ").lstrip(b" ")
     try:
-        return int(digits, 8) if digits else 0
-    except ValueError:
+        number: int = tarfile.nti(field)  # type: ignore[attr-defined]
+    except tarfile.HeaderError:
         return None
-
-
-def checksum_holds(header: bytes, field: bytes) -> bool:
-    """Return whether the checksum of a header is right.
-
-    The sum is made with blanks in the checksum field.
-    """
-    expected = sum_with_checksum_field(field)
-    if expected < 0:
-        return False
-    # The lower half of Adler-32 from 0 is the sum modulo 65,521: 0.3 µs, and 3 µs with `sum`. Two
-    # sums that differ by the modulus need a header without a right byte.
-    if zlib.adler32(header, 0) & 0xFFFF == expected % 65521:
-        return True
-    # Historic implementations add signed characters.
-    return sum(byte - 256 if byte > 127 else byte for byte in header) == expected
+    return number
 
 
 @functools.lru_cache(4096)  # headers of text add up to a few thousand different sums
-def sum_with_checksum_field(field: bytes) -> int:
-    """Return the sum of all bytes of a header with a right checksum.
+def adler_of(field: bytes) -> int:
+    """Return the lower half of Adler-32, from 0, of a header with a right checksum.
 
-    The checksum counts blanks in place of the field. -1 if the field has no number.
+    This half is the sum of all bytes modulo 65,521: 0.3 µs, and 3 µs with `sum`. Two sums that
+    differ by the modulus need a header without a right byte. The checksum counts blanks in place of
+    the field. -1 if the field has no number.
     """
     expected = parse_number(field)
-    return -1 if expected is None else expected + sum(field) - _BLANKS
+    return -1 if expected is None else (expected + sum(field) - _BLANKS) % 65521
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -510,68 +470,17 @@ def split_name(name: str) -> tuple[str, str] | None:
     return (folder + slash + stem, field.lower()) if stem and field else None
 
 
-def plain_field(rest: bytes, names: dict[bytes, str]) -> str | None:
+@functools.lru_cache(1024)
+def plain_field(rest: bytes) -> str | None:
     """Return the field of a name in a header, or None.
 
-    None: the fast path cannot judge the name. The field is kept in `names`.
+    None: the fast path cannot judge the name.
 
     Args:
         rest: the bytes after the key and a dot.
-        names: fields by these bytes.
     """
-    if (match := _PLAIN_FIELD.match(rest)) is None:
-        return None
-    field = match[1].decode("utf-8", "surrogateescape").lower()
-    if len(names) < _MOST_NAMES:
-        names[rest] = field
-    return field
-
-
-def plain_sample(
-    data: memoryview, shard: str, names: dict[bytes, str], selected: frozenset[str] | None
-) -> dict[str, Any] | None:
-    """Make a sample of plain members, or return None.
-
-    None: `TarSamples` has to judge the bytes.
-    """
-    sample: dict[str, Any] = {"__key__": "", "__url__": shard}
-    prefix = b""  # of all names: the key and a dot
-    position, end = 0, len(data)
-    while (start := position + TAR_BLOCK) <= end:
-        name, digits, size_end, checksum, kind, folder = _PLAIN.unpack_from(data, position)
-        if kind != b"0" or folder != b"\0" or size_end not in _SIZE_ENDS:
-            return None
-        if zlib.adler32(data[position:start], 0) & 0xFFFF != sum_with_checksum_field(checksum):
-            return None
-        if not prefix:
-            above, slash, file = name.rpartition(b"/")
-            key = above + slash + file.partition(b".")[0]
-            if _PLAIN_KEY.fullmatch(key) is None:
-                return None
-            sample["__key__"] = key.decode("utf-8", "surrogateescape")
-            prefix = key + b"."
-        rest = name[len(prefix) :]
-        field = names.get(rest) or plain_field(rest, names)
-        if field is None or field in sample or not name.startswith(prefix):
-            return None
-        try:
-            stop = start + int(digits, 8)
-        except ValueError:
-            return None
-        is_wanted = selected is None or field in selected
-        sample[field] = bytes(data[start:stop]) if is_wanted else b""
-        position = stop + -stop % TAR_BLOCK
-    if position != end or not prefix:
-        return None
-    if selected is None:
-        return sample
-    if not sample.keys() >= selected:
-        return None
-    return {
-        name: value
-        for name, value in sample.items()
-        if name in selected or name in ("__key__", "__url__")
-    }
+    match = _PLAIN_FIELD.match(rest)
+    return None if match is None else match[1].decode("utf-8", "surrogateescape").lower()
 
 
 def _text(name: str | bytes | None) -> Any:

@@ -117,26 +117,22 @@ class ReadStore(ObjectStore[Any]):
         """
         assert array.shards is not None
         codec = array.metadata.codecs[0]
-        inside = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
-        counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-        shards = [range(-(-count // step)) for count, step in zip(counts, inside, strict=True)]
-        shards[axis] = range(block // inside[axis], block // inside[axis] + 1)
-        size = 16 * math.prod(inside)
+        chunks = np.array(array.chunks)
+        inside = array.shards // chunks  # chunks of a shard along each axis
+        counts = -(-np.array(array.shape) // chunks)
+        shards = [range(number) for number in -(-counts // inside)]
+        shard, chunk = divmod(block, int(inside[axis]))
+        shards[axis] = range(shard, shard + 1)
+        size = 16 * math.prod(inside.tolist())
         stored = size + 4 * (len(codec.index_codecs) - 1)  # with a CRC-32C
         at_end = codec.index_location.value == "end"
+        wanted = SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored)
         for place in itertools.product(*shards):
             key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
-            data = await self.read(
-                key, SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored)
-            )
-            held = [
-                slice(count - step * number)
-                for count, step, number in zip(counts, inside, place, strict=True)
-            ]
-            held[axis] = slice(block % inside[axis], block % inside[axis] + 1)
-            if (
-                np.frombuffer(data[:size], "<u8").reshape(*inside, 2)[tuple(held)] == _ABSENT
-            ).any():
+            index = np.frombuffer((await self.read(key, wanted))[:size], "<u8")
+            held = [slice(number) for number in counts - inside * place]
+            held[axis] = slice(chunk, chunk + 1)
+            if (index.reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
                 raise self.missing(key)
 
     def missing(self, key: str) -> ShardError:
@@ -190,12 +186,11 @@ async def open_array(
             raise ObjectNotFoundError(what, url=where) from None
         across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
         nbytes = array.nbytes  # a shape of 10**30 raises an AttributeError of zarr
-        # Codecs of format 2, or of format 3, in the order of decoding.
-        codecs = [
-            getattr(array.metadata, "compressor", None),
-            *(getattr(array.metadata, "filters", None) or ()),
-        ]
-        codecs = [*getattr(array.metadata, "codecs", ())][::-1] or codecs
+        metadata: Any = array.metadata
+        if metadata.zarr_format == 3:
+            codecs = metadata.codecs[::-1]  # in the order of decoding
+        else:
+            codecs = (metadata.compressor, *(metadata.filters or ()))
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError(
             "this array is pickled, and unpickling would run its code; write it again", shard=where
@@ -206,15 +201,12 @@ async def open_array(
     blocks = max(1, across[axis])
     size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > max(_LARGEST_BLOCK, cache_bytes) or chunks > _MOST_CHUNKS:
-        what = (
+        raise ShardError(
             f"by zarr.json or .zarray, {size:,} bytes in {chunks:,} chunks are decoded for one of "
-            f"{array.shape}"
+            f"{array.shape}, which is too much: {_LARGEST_BLOCK:,} bytes, or "
+            f"cache_bytes={cache_bytes:,}, and {_MOST_CHUNKS:,} chunks are the most",
+            shard=where,
         )
-        limit = (
-            f"{_LARGEST_BLOCK:,} bytes, or cache_bytes={cache_bytes:,}, and {_MOST_CHUNKS:,} "
-            f"chunks are the most"
-        )
-        raise ShardError(f"{what}, which is too much: {limit}", shard=where)
     if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
         warnings.warn(
             f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2

@@ -365,7 +365,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> list(loader)
             [tensor([3, 4])]
         """
-        return states_to_dict(self._control.states(self, lag))
+        return states_to_dict(self._control.position.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue from a result of `state_dict`.
@@ -376,7 +376,7 @@ class DataLoader(TorchDataLoader[T_co]):
             StateError: the state is damaged, or does not fit this loader. Some states fail only at
                 `iter()` or `next()`, with the same error.
         """
-        self._control.restore(self, states_from_dict(state_dict))
+        self._control.position.restore(self, states_from_dict(state_dict))
 
     def batch_at(
         self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None

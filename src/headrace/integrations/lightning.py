@@ -107,16 +107,18 @@ class _Positions:
 
         Without `trained`, return the state after all fetched batches.
         """
-        control = loader._control
+        position = loader._control.position
         # The call of `next()` that ended the epoch counts too.
-        over = control.progress is not None and control.progress.over
-        state = control.states(loader, int(over))[0]
+        over = position.progress is not None and position.progress.over
+        state = position.states(loader, int(over))[0]
         untrained = (
             0
             if trained is None
             else max(self.begun.get(loader, (0, 0))[0] + state.steps - trained, 0)
         )
-        return control.states(loader, min(untrained, state.steps) + over)[0] if untrained else state
+        return (
+            position.states(loader, min(untrained, state.steps) + over)[0] if untrained else state
+        )
 
     def _state(
         self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
@@ -125,13 +127,13 @@ class _Positions:
 
         A state in `kept` replaces the position of the loader.
         """
-        control = loader._control
-        if control.resumed:
-            return states_to_dict(control.resumed)
+        control, position = loader._control, loader._control.position
+        if position.resumed:
+            return states_to_dict(position.resumed)
         state = kept.get(loader) or self._position(loader, trained)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         # During the handling of an error, other ranks do not take part in a collective call.
-        if not distributed or not control.is_of_rank(loader) or sys.exception() is not None:
+        if not distributed or not position.is_of_rank(loader) or sys.exception() is not None:
             return states_to_dict((state,))
         gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
         torch.distributed.all_gather_object(gathered, state, control.group)
@@ -143,7 +145,7 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control = self.trainer, loader._control
+        trainer, control, position = self.trainer, loader._control, loader._control.position
         if not (trainer.training and loader in tree_flatten(trainer.train_dataloader)[0]):
             evaluated = (
                 trainer.val_dataloaders,
@@ -155,18 +157,18 @@ class _Positions:
             return False
         ready, over = (
             trainer.fit_loop.epoch_loop.batch_progress.total.ready,
-            control.progress and control.progress.over,
+            position.progress and position.progress.over,
         )
         before, ready_before = self.begun.get(loader, (0, -1))
-        earlier = control.states(loader, 1)[0].steps if over and ready_before >= 0 else 0
+        earlier = position.states(loader, 1)[0].steps if over and ready_before >= 0 else 0
         self.begun[loader] = before + earlier, ready
         if ready_before < 0 and self.checkpoint is not None and "loops" in self.checkpoint:
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
-        if control.progress is None and not control.next_epoch:
+        if position.progress is None and not position.next_epoch:
             control.set_epoch(loader, trainer.current_epoch)
         # Lightning calls `iter()` again without training in between: stay in the epoch.
         elif ready == ready_before and not over:
-            control.set_epoch(loader, control.next_epoch - 1)
+            control.set_epoch(loader, position.next_epoch - 1)
         return False
 
     def _continue(self, loader: DataLoader[Any], saved: dict[str, Any]) -> bool:
@@ -175,7 +177,7 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control = self.trainer, loader._control
+        trainer, control, position = self.trainer, loader._control, loader._control.position
         epoch, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
         ended = _steps(epoch["current"])[:2] == (0, 0)
         in_batch = _steps(batches["total"]) == (0, 0, 1)  # saved in `on_train_batch_end`
@@ -185,7 +187,7 @@ class _Positions:
         pairs = (
             list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
         )
-        if pairs and not control.resumed:
+        if pairs and not position.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
         # The longest loader has not restarted in this epoch, so the longest loader has the number
         # of batches.
@@ -194,7 +196,7 @@ class _Positions:
                 states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)
             ]
             trained = max(state.steps for state in known)
-        if not control.resumed:
+        if not position.resumed:
             if trained and not (states or counted or ended):
                 after = (
                     f"the checkpoint was saved after batch {trained} of an epoch, "
@@ -208,16 +210,16 @@ class _Positions:
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
         if counted or ended:  # no batch of the saved epoch is left to read
-            control.resumed = tuple(each._replace(over=True) for each in control.resumed)
+            position.resumed = tuple(each._replace(over=True) for each in position.resumed)
         with control.ranked() as rank:
-            left, more = control.batches_left(loader, rank), trained - steps
+            left, more = position.batches_left(loader, rank), trained - steps
             self.raised += 0 if counted or ended else more  # counts restart in the next epoch
             if left is not None and (others := len(loader) - left - trained):
                 # The number of ranks or the batch size changed. Lightning ends a continued epoch by
                 # the count of batches.
                 if len(tree_flatten(trainer.train_dataloader)[0]) == 1:
                     more += others
-                elif (ranks := control.resumed[0].ranks) != rank.world_size:
+                elif (ranks := position.resumed[0].ranks) != rank.world_size:
                     counts = (
                         f"With several loaders, not on {ranks} ranks as before, "
                         "Lightning's count is wrong"
@@ -237,7 +239,7 @@ class _Positions:
         # With several loaders, an epoch ends after each loader has ended once. Lightning does not
         # save which loaders have ended.
         return left != 0 and any(
-            state.steps < trained and not state.over for state in control.resumed
+            state.steps < trained and not state.over for state in position.resumed
         )
 
 

@@ -95,7 +95,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = _Bar(
             total=total,
-            desc=f"{printable(name)} epoch {self._control.next_epoch - 1}".lstrip(),
+            desc=f"{printable(name)} epoch {self._control.position.next_epoch - 1}".lstrip(),
             unit="batch",
             file=file,
             mininterval=0.5 if terminal else 30.0,

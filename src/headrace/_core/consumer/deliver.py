@@ -36,7 +36,6 @@ class FailureHandler:
     Attributes:
         skips: Whether the policy can skip samples. Only then each batch has to pass `judge`.
         lost: Whether the last batch in `judge` lost all samples.
-        counts: The counts of the epoch for a state: `LoaderState.skipped` and `LoaderState.lost`.
     """
 
     def __init__(
@@ -57,43 +56,41 @@ class FailureHandler:
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
         self._lost_batches = progress.begun.lost
-        self.counts: tuple[Any, ...] = *progress.begun.skipped, self._lost_batches
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
         self._lost_place: object = None  # shard and member in the error of the last lost batch
 
-    def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
-        """Count a batch, and decide about the batch.
+    @property
+    def counts(self) -> tuple[Any, ...]:
+        """The counts of the epoch for a state: `LoaderState.skipped` and `LoaderState.lost`."""
+        epoch = self._epoch
+        return epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
 
-        Returns:
-            Whether the consumer gets the batch or an error, and the error to raise, if any.
+    def judge(self, host: HostBatch) -> Exception | None:
+        """Count a batch, and return the error to raise in place of the batch, if any.
 
         The error is returned and not raised. A traceback would make a cycle of this frame, the
         batch and the error, and the iterator would live until the next garbage collection.
         """
         self.lost = False
         try:
-            if host.failures and (raised := self._handle(host)) is not None:
-                return True, raised.exception(as_torch=self._as_torch)
-            if host.empty:
-                return False, None
-            self._deaths_in_a_row = self._lost_in_a_row = 0
-            if not host.failures:
-                self._epoch.add(host)
-            return True, None
+            raised = self._handle(host) if host.failures else None
+            if raised is not None:
+                return raised.exception(as_torch=self._as_torch)
+            if not host.empty:
+                self._deaths_in_a_row = self._lost_in_a_row = 0
+                if not host.failures:
+                    self._epoch.add(host)
+            return None
         except Exception as error:  # from a function in `on_error`, or from the limits
-            return True, error
-        finally:
-            if self.skips:
-                self._count()
+            return error
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch with this number."""
         lost = self._epoch_number, number
         if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
             self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
-        self._count()
 
     def check_epoch(self, *, whole: bool) -> None:
         """Check the counts at the end of the epoch.
@@ -105,10 +102,6 @@ class FailureHandler:
         if whole and self._epoch.examples and not self._epoch.delivered:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
         self._check(ended=True)
-
-    def _count(self) -> None:
-        epoch = self._epoch
-        self.counts = epoch.delivered, epoch.skipped, epoch.in_a_row, self._lost_batches
 
     def _handle(self, host: HostBatch) -> Failure | None:
         """Count the failures of a batch, and warn of skipped samples.

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch
@@ -46,6 +47,7 @@ from headrace.telemetry.counters import BatchRecord, Counters
 T_co = TypeVar("T_co", covariant=True)
 
 WAIT = object()
+_NO_RECORD = nullcontext()
 ANSWER_TIMEOUT = 0.2  # seconds for the engine to report a batch's status, after a time-out
 # Seconds between readings of the thread's CPU clock. A reading takes 0.4 µs; a call takes 6 µs.
 CPU_READING = 0.005
@@ -96,7 +98,6 @@ class Epoch:
         self._failures = FailureHandler(
             arguments, progress, counters, coordinated=agreement is not None
         )
-        self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
         group_of = None
         # a look-ahead given by the user may be too small
@@ -115,7 +116,7 @@ class Epoch:
             group_of=group_of,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
-            in_workers=self._in_workers,
+            in_workers=arguments.kind is DatasetKind.MAP,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch
         self._finish = finish
@@ -202,7 +203,7 @@ class Epoch:
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
-        counters, returned, counts = self._counters, refilled, self._failures.counts
+        counters, returned = self._counters, refilled
         batch = host.data
         try:
             if step.error is not None:
@@ -217,12 +218,10 @@ class Epoch:
                 # The restored position stays. Later batches would leave out samples.
                 self._stop(raised)
             else:
-                self._progress.on_batch(host, counts, given=True)
-                self._on_counted()
+                self._count(host)
                 self._counted = None
             del step, host  # the traceback holds this frame; avoid a cycle
             raise
-        self._progress.on_batch(host, counts, given=True)
         if counters.traced is not self._traced:
             self._follow_trace()
         if returned - self._cpu_read > CPU_READING:
@@ -244,10 +243,12 @@ class Epoch:
                 host.fetches,
             )
         )
-        self._on_counted()
+        self._count(host)
         return batch
 
-    def _on_counted(self) -> None:
+    def _count(self, host: HostBatch) -> None:
+        """Count a batch, or the batch's error, in the position."""
+        self._progress.on_batch(host, self._failures.counts, given=True)
         if self._agreement is not None:
             self._agreement.granted -= 1
         self._counted, self._next = self._next, None
@@ -294,17 +295,16 @@ class Epoch:
             if settled == END:
                 self._finish_epoch()
             if settled == SKIP:
-                self._skip_step()
+                # A rank lost all samples of a batch: all ranks leave out the step.
+                step, self._next = self._next, None
+                self._counters.discarded_batches += not step.is_lost
+                self._pass_over(step.host, lost=True)
         return True
 
-    def _skip_step(self) -> None:
-        """Leave out the next step on all ranks: a rank lost all samples of a batch."""
-        step, self._next = self._next, None
-        self._counters.discarded_batches += not step.is_lost
-        self._record_skip(step.host)
-
-    def _record_skip(self, host: HostBatch) -> None:
-        self._failures.skip_step(host.plan.number)
+    def _pass_over(self, host: HostBatch, *, lost: bool) -> None:
+        """Record a batch which the consumer does not get. `lost`: whether the batch was a step."""
+        if lost:
+            self._failures.skip_step(host.plan.number)
         self._progress.on_batch(host, self._failures.counts, given=False)
 
     def _take_next(self) -> Any:
@@ -333,30 +333,26 @@ class Epoch:
                 session.release()
                 continue
             called, taken, self._called = self._called, time.perf_counter(), 0.0
-            delivers, error, times = True, None, host.times
+            error, times = None, host.times
             if failures.skips or host.failures or host.empty:
                 with provided_rank(self._rank):
                     # The error is raised at this batch's turn, when the ranks have agreed on the
                     # step.
-                    delivers, error = failures.judge(host)
+                    error = failures.judge(host)
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
+            delivers = error is not None or not host.empty
             if failures.lost and self._agreement is not None:
                 delivers = True  # other ranks skip the step too
-            elif failures.lost:
-                self._record_skip(host)
-            elif not delivers:
-                progress.on_batch(host, failures.counts, given=False)
-            nbytes = times.nbytes
-            if self._in_workers and type(host.data) is PickledPayload:
-                nbytes = host.data.nbytes
+            if not delivers:
+                self._pass_over(host, lost=failures.lost)
             # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
             self._next = step if delivers else None
             self._taken = number
             progress.taken += 1
-            due = ahead.on_batch(number, host.end, times, ready, nbytes)
+            due = ahead.on_batch(host, ready)
             session.release()
             if due:
                 self._fill()  # before the consumer computes: fetching goes on meanwhile
@@ -496,9 +492,8 @@ class BatchIterator(Epoch, Iterator[T_co]):
     """The iterator of `for`; `next()` blocks."""
 
     def __next__(self) -> T_co:
-        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
-            with self._turn:  # threads with the same iterator take turns
+            with self._turn, _recorded(self):  # threads with the same iterator take turns
                 while (batch := self._poll()) is WAIT:
                     for source, seconds in self._waits():
                         wait_readable(source, timeout=seconds)
@@ -507,9 +502,6 @@ class BatchIterator(Epoch, Iterator[T_co]):
         except BaseException:  # Ctrl-C
             self._keep_counted()
             raise
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -526,12 +518,12 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
 
         # Other tasks of the caller's loop get a turn even if batches are always ready.
         await anyio.lowlevel.checkpoint()
-        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
-            while (batch := self._poll()) is WAIT:
-                for source, seconds in self._waits():
-                    with anyio.move_on_after(seconds):
-                        await anyio.wait_readable(source)
+            with _recorded(self):
+                while (batch := self._poll()) is WAIT:
+                    for source, seconds in self._waits():
+                        with anyio.move_on_after(seconds):
+                            await anyio.wait_readable(source)
             self._counted = None
             return batch  # type: ignore[no-any-return]
         except StopIteration:
@@ -539,21 +531,18 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
         except BaseException:  # Ctrl-C
             self._keep_counted()
             raise
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self.close()
 
 
-def _begin_record(iterator: object) -> profiler.record_function:
-    """Begin the profiler's record of a call of `next()`, with torch's name.
+def _recorded(iterator: object) -> AbstractContextManager[object]:
+    """Return the profiler's record of a call of `next()`, with torch's name.
 
     Tools look for both ends of the name. In `async for` the record ends when the batch has arrived:
     the record includes other tasks of the loop.
     """
-    record = profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
-    record.__enter__()  # type: ignore[no-untyped-call]
-    return record
+    if not profiler._is_profiler_enabled:
+        return _NO_RECORD
+    return profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
@@ -25,7 +24,7 @@ def _percentile(values: Iterable[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))] if ordered else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Figures:
     """Figures of an iteration, without its first batch.
 
@@ -107,14 +106,10 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     first, rest = records[0], records[1:]
     start_up = first.returned - first.called
     seconds = rest[-1].returned - first.returned if rest else 0.0
-    of_all: dict[str, Any] = {
-        "start_up": start_up,
-        "requests": sum(
-            (each.requests for each in records if each.requests is not None), RequestCounts()
-        ),
-    }
+    counted = (each.requests for each in records if each.requests is not None)
+    requests = sum(counted, RequestCounts())
     if seconds <= 0:
-        return Figures(**of_all, blocked_in=first.times.blocked_in)
+        return Figures(start_up, requests=requests, blocked_in=first.times.blocked_in)
     waits = dict.fromkeys(WAITS, 0.0)
     by_batch = []  # for each batch, the wait for the fetch and the duration of the fetch
     for record in rest:
@@ -141,7 +136,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         start_up, first.times.blocked - first.times.blocked_before
     )
     return Figures(
-        **of_all,
+        start_up,
         batches=len(rest),
         samples=sum(record.size for record in rest),
         seconds=seconds,
@@ -170,6 +165,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         blocked=(end.blocked - blocked_before) / (start_up + seconds),
         blocked_in=end.blocked_in,
         in_call=in_call,
+        requests=requests,
     )
 
 

@@ -151,7 +151,6 @@ class StageTimes(NamedTuple):
 NO_TIMES = StageTimes()
 # Sums since the start of the engine.
 GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")
-_LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -287,8 +286,8 @@ class RawBatch(NamedTuple):
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> RawBatch:
-        plan, *rest = flat
-        return cls(BatchPlan(*plan), *rest)
+        raw = cls._make(flat)
+        return raw._replace(plan=BatchPlan._make(raw.plan))
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """Separate the failed samples from the batch.
@@ -296,21 +295,17 @@ class RawBatch(NamedTuple):
         Returns:
             The batch without failed samples, and the failures.
         """
-        if self.whole or type(self.samples) is Rows:
+        samples, plan = self.samples, self.plan
+        if self.whole or type(samples) is Rows or Failure not in map(type, samples):
             return self, ()
-        if Failure not in map(type, self.samples):
-            return self, ()
-        failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
-        # Not strict: a single Failure may stand for all samples of a single fetch call.
-        slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
-        good = [
-            (slot, index, sample)
-            for slot, (index, sample) in slots
-            if not isinstance(sample, Failure)
-        ]
-        positions = self.plan.positions and [self.plan.positions[slot] for slot, _, _ in good]
-        plan = self.plan._replace(indices=tuple(index for _, index, _ in good), positions=positions)
-        return self._replace(plan=plan, samples=[sample for _, _, sample in good]), failures
+        # A single Failure may stand for all samples of a single fetch call.
+        good = [slot for slot, sample in enumerate(samples) if type(sample) is not Failure]
+        plan = plan._replace(
+            indices=tuple(plan.indices[slot] for slot in good),
+            positions=plan.positions and [plan.positions[slot] for slot in good],
+        )
+        failures = tuple(sample for sample in samples if type(sample) is Failure)
+        return self._replace(plan=plan, samples=[samples[slot] for slot in good]), failures
 
 
 @dataclass(slots=True)
@@ -395,29 +390,28 @@ class HostBatch(NamedTuple):
         After reading a stream, the plan of the batch differs from the `requested` plan. The tuple
         then has the indices and positions of the plan.
         """
-        plan, times = self.plan, self.times
+        plan = self.plan
+        own: dict[str, Any] = {
+            "plan": plan.number,
+            "requests": self.requests and counts_of(self.requests),
+            "times": tuple(self.times._replace(load=cast(Any, tuple(self.times.load)))),
+        }
         read = None if plan is requested else (plan.indices, plan.positions)
-        requests = self.requests and counts_of(self.requests)
-        own = (
-            plan.number,
-            read,
-            self.data,
-            self.size,
-            self.failures,
-            self.end,
-            self.empty,
-            requests,
-        )
-        return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
+        return *self._replace(**own), read
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
-        _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
+        *own, read = flat
         if read is not None:
-            plan = plan._replace(indices=read[0], positions=read[1])
-        counts = requests and RequestCounts(*requests)
-        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
-        return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
+            indices, positions = read
+            plan = plan._replace(indices=indices, positions=positions)
+        host = cls._make(own)
+        times = StageTimes._make(host.times)
+        return host._replace(
+            plan=plan,
+            requests=host.requests and RequestCounts(*cast(Any, host.requests)),
+            times=times._replace(load=FetchLoad._make(times.load)),
+        )
 
     @classmethod
     def nothing(

@@ -163,20 +163,15 @@ class FailureHandler:
 
 
 def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
-    one = "a sample" if failure.lost is None else "the rest of a shard"
-    skipped = (
-        f"batch {failure.batch} lost all its samples, the first"
-        if lost
-        else f"{one} was skipped, owing"
-    )
-    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+    what = "a sample was skipped" if failure.lost is None else "the rest of a shard was skipped"
     if lost:
-        message += "The epoch has a batch less: loader.stats().lost_batches counts these. "
-    message += (
-        "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of "
-        "other epochs, and the last errors are in loader.stats().skipped."
+        what = f"batch {failure.batch} lost all its samples"
+    warn_user(
+        f"{what}, owing to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+        "Later ones of this epoch are counted in loader.stats(): skipped_samples, lost_batches, "
+        "and the last errors as skipped.",
+        RuntimeWarning,
     )
-    warn_user(message, RuntimeWarning)
 
 
 def opened(host: HostBatch) -> Any:
@@ -186,10 +181,10 @@ def opened(host: HostBatch) -> Any:
     try:
         return host.data.loads()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(
-            what="the return value of collate_fn", reason=reason, remedy=remedy
+            what="the return value of collate_fn",
+            reason=f"{type(error).__name__}: {error}",
+            remedy="Its classes have to be importable, or picklable by value, in this process too.",
         )
         raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
 

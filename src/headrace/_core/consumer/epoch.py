@@ -6,7 +6,6 @@ consumer's thread. `for` and `async for` differ only in the way of waiting.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -23,7 +22,7 @@ from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
-from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
+from headrace._core.messages import Consumed, StatusRequest, TraceRequest
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.samplers import BlockSampler
 from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
@@ -148,7 +147,6 @@ class Epoch:
         self._over = False
         self.closed = False
         self._turn = threading.RLock()
-        self._pid = os.getpid()
         # Also ends the session of an iterator dropped in mid-epoch. As in torch, persistent workers
         # read all drawn plans, including plans that were not sent yet.
         unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
@@ -436,9 +434,7 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            # a wait here would also take the other process's wake-up bytes
-            check_not_forked(self._pid)
-            if session.is_current:
+            if session.is_current:  # in a fork, raises an error
                 raise DeadlockError(what="next() of a loader")
             session.take_status()  # a late answer, after a time-out
             self._ahead.on_stall(time.perf_counter())

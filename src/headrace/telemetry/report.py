@@ -42,9 +42,14 @@ class Report(Figures):
     change: Mapping[str, Any]
 
     def __repr__(self) -> str:
+        return f"<Report: {self.summary}; print it>"
+
+    @property
+    def summary(self) -> str:
+        """The waiting share, the limit, and the change."""
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        said = f"waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}"
-        return f"<Report: {said}; print it>"
+        tried = f", try {change}" if change else ""
+        return f"waiting {share(self.wait_share)}, limit: {self.limit}{tried}"
 
     def __str__(self) -> str:
         facts = (f"{name:<22}{value}" for name, value in self._facts().items())

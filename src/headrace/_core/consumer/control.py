@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from headrace._core.cgroup import usable_cores
-from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
+from headrace._core.consumer.agreement import StepGroup, begin_agreement
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
 from headrace._core.consumer.position import Position
@@ -90,8 +90,7 @@ class LoaderControl:
         # Open iterations, with the numbers of the epochs.
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
         self._closings = 0  # number of calls of `close_epochs`
-        self._agreements: list[StepGroup] = []  # empty, or a single group
-        weakref.finalize(self, close_all, self._agreements)
+        self._agreement: StepGroup | None = None  # of the last epoch with `coordinated=True`
 
     def __reduce__(self) -> tuple[object, ...]:
         copied = self.position.copied(self.spec)
@@ -146,7 +145,11 @@ class LoaderControl:
         """
         agreement, closings = None, self._closings
         if self.spec.options["coordinated"] and rank.world_size > 1:
-            agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
+            previous, timeout = self._agreement, loader.timeout or None
+            agreement = begin_agreement(previous, rank, self.group, timeout)
+            if agreement is not previous:
+                weakref.finalize(self, agreement.close)
+            self._agreement = agreement
         try:
             progress = self.position.next_progress(loader, rank, late_epoch=late_epoch)
             epoch = self.open(kind, loader, progress, agreement)
@@ -203,13 +206,12 @@ class LoaderControl:
         self.position.begin(progress)
         epoch = iterator(
             loader,
-            spec,
+            self.position,
             self.counters,
             progress,
             delivers,
             look_ahead=None if session.inline_state is not None else self._ahead,
             finish=finish,
-            state=functools.partial(self.position.state_of, progress, loader),
             tune=functools.partial(self._tune, loader, delivers),
             agreement=agreement,
         )
@@ -231,21 +233,17 @@ class LoaderControl:
 
     def close_engine(self) -> None:
         """End the engine and the workers, and wait for the end."""
-        close_all(self._agreements)
+        if self._agreement is not None:
+            self._agreement.close()
         self.placements.close()
 
     # The engine.
 
     def start_early(self, loader: TorchLoader) -> None:
         """Start the zygote early, if engine or workers will be forks."""
-        placement = self.spec.placement
-        if (
-            not self.spec.kind.is_async
-            or isinstance(placement, RayPlacement)
-            or loader.multiprocessing_context
-        ):
-            return
-        if placement == "process" or loader.num_workers > 0:
+        here = not isinstance(self.spec.placement, RayPlacement)
+        forks = self.spec.placement == "process" or loader.num_workers > 0
+        if self.spec.kind.is_async and here and forks and not loader.multiprocessing_context:
             start_early()
 
     def setup(self, loader: TorchLoader) -> Setup:
@@ -304,15 +302,13 @@ class LoaderControl:
         )
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
         resumed = bool(self.position.resumed)
-        if options["seed"] is not None and not spec.kind.is_async:
+        if spec.kind.is_async:
+            pass
+        elif options["seed"] is not None:
             # Workers seed random generators by torch's rule. With this seed, workers draw
             # different numbers in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        elif (
-            not spec.kind.is_async
-            and resumed
-            and (start.batch or (loader.persistent_workers and start.epoch))
-        ):
+        elif resumed and (start.batch or (loader.persistent_workers and start.epoch)):
             # New workers must not repeat the draws of earlier workers.
             base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
         config = EngineConfig(

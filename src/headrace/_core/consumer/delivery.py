@@ -152,12 +152,12 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
     The ranks and the batch size are taken from `last`, the last state of a part of the run.
     """
     batch_size = Run(*last.run).batch_size or order.batch_size or 1
-    left = [np.empty(0, np.int64)]
+    left = np.zeros(size, np.int64)
     for rank in range(0 if state.over else last.ranks):
         own = _joined(
             order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor)
         )
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
-        left.append(own)
-    return np.bincount(np.concatenate(left), minlength=size)
+        left += np.bincount(own, minlength=size)
+    return left

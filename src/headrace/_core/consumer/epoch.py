@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
+from headrace._core.consumer.position import Position
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
@@ -25,10 +26,10 @@ from headrace._core.look_ahead import LookAheadSize
 from headrace._core.messages import Consumed, StatusRequest, TraceRequest
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.samplers import BlockSampler
-from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
-from headrace._core.order.state import LoaderState, states_to_dict
+from headrace._core.order.spec import TorchLoader, drawn_freely
+from headrace._core.order.state import states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.streams.kinds import DatasetKind, capabilities, joined_part
+from headrace._core.streams.kinds import DatasetKind, joined_part
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler
@@ -75,21 +76,19 @@ class Epoch:
         self,
         # kept alive by the iterator: the engine ends with the loader
         loader: TorchLoader,
-        arguments: LoaderSpec,
+        position: Position,
         counters: Counters,
         progress: EpochProgress,
         session: Session | DeviceStage,  # the receiver of plans; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None: plan single batches, in the caller's thread
         finish: Finish | None,
-        state: Callable[
-            [int], LoaderState
-        ],  # after the last call of `next()`, or so many calls before
         tune: Callable[[], float],  # changes the number of workers; returns when to call this again
         agreement: StepGroup
         | None,  # agrees with other ranks on the number of steps; None without coordination
     ) -> None:
-        self._loader = loader
+        arguments = position.spec
+        self._loader, self._position = loader, position
         # As in torch's iterators: libraries read these attributes. With `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._base_seed = loader.num_workers, progress.begun.base_seed
@@ -98,20 +97,16 @@ class Epoch:
             arguments, progress, counters, coordinated=agreement is not None
         )
         sampler: Any = loader.sampler
+        group = 0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler)
         group_of = None
-        # a look-ahead given by the user may be too small
-        holds_groups = vars(loader)["prefetch_factor"] is None
-        if (
-            isinstance(sampler, BlockSampler)
-            and capabilities(arguments.source).ranges
-            and holds_groups
-        ):
+        # A look-ahead given by the user may be too small for whole groups of blocks.
+        if group and isinstance(sampler, BlockSampler) and vars(loader)["prefetch_factor"] is None:
             group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
-            group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler),
+            group=group,
             group_of=group_of,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
@@ -121,7 +116,6 @@ class Epoch:
         self._finish = finish
         self._counters = counters
         self._progress = progress
-        self._state = state
         self._rank = progress.rank  # the result of `get_rank_info` in user code, here
         # Number of engines where plans may wait for memory; 0 without a memory budget.
         bounded = (
@@ -161,7 +155,7 @@ class Epoch:
 
     def state_dict(self, lag: int = 0) -> State:
         """Return the state of this iteration, for `DataLoader.load_state_dict`."""
-        return states_to_dict((self._state(lag),))
+        return states_to_dict((self._position.state_of(self._progress, self._loader, lag),))
 
     @property
     def _num_yielded(self) -> int:

@@ -151,6 +151,7 @@ class StageTimes(NamedTuple):
 NO_TIMES = StageTimes()
 # Sums since the start of the engine.
 GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")
+_LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -220,14 +221,13 @@ class Rows(Sequence[Any]):
         rows = range(len(self.whole))[position]
         if isinstance(rows, int):
             return self.whole.slice(rows, 1) if self.is_table else self.whole[rows]
-        return Rows(
-            self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position]
-        )
+        if self.is_table:
+            return Rows(self.whole.slice(rows.start, len(rows)))
+        return Rows(self.whole[position])
 
     def __iter__(self) -> Iterator[Any]:
-        return (
-            map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
-        )
+        rows = range(len(self))
+        return map(self.__getitem__, rows) if self.is_table else iter(self.whole.unbind(0))
 
     @property
     def is_table(self) -> bool:
@@ -390,28 +390,29 @@ class HostBatch(NamedTuple):
         After reading a stream, the plan of the batch differs from the `requested` plan. The tuple
         then has the indices and positions of the plan.
         """
-        plan = self.plan
-        own: dict[str, Any] = {
-            "plan": plan.number,
-            "requests": self.requests and counts_of(self.requests),
-            "times": tuple(self.times._replace(load=cast(Any, tuple(self.times.load)))),
-        }
+        plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
-        return *self._replace(**own), read
+        requests = self.requests and counts_of(self.requests)
+        own = (
+            plan.number,
+            read,
+            self.data,
+            self.size,
+            self.failures,
+            self.end,
+            self.empty,
+            requests,
+        )
+        return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
-        *own, read = flat
+        _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
         if read is not None:
-            indices, positions = read
-            plan = plan._replace(indices=indices, positions=positions)
-        host = cls._make(own)
-        times = StageTimes._make(host.times)
-        return host._replace(
-            plan=plan,
-            requests=host.requests and RequestCounts(*cast(Any, host.requests)),
-            times=times._replace(load=FetchLoad._make(times.load)),
-        )
+            plan = plan._replace(indices=read[0], positions=read[1])
+        counts = requests and RequestCounts(*requests)
+        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
+        return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod
     def nothing(

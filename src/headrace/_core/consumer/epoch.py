@@ -220,19 +220,19 @@ class Epoch:
             self._cpu, self._cpu_read = time.thread_time(), returned
         counters.delivered(
             BatchRecord(
-                self._iteration,
-                host.plan.number,
-                host.size,
-                host.plan.planned,
-                host.times,
-                step.called,
-                taken,
-                refilled,
-                returned,
-                step.ready,
-                host.requests,
-                self._cpu,
-                host.fetches,
+                iteration=self._iteration,
+                number=host.plan.number,
+                size=host.size,
+                planned=host.plan.planned,
+                times=host.times,
+                called=step.called,
+                taken=taken,
+                refilled=refilled,
+                returned=returned,
+                ready=step.ready,
+                requests=host.requests,
+                cpu=self._cpu,
+                fetches=host.fetches,
             )
         )
         self._count(host)

@@ -143,7 +143,7 @@ class Epoch:
         self._turn = threading.RLock()
         # Also ends the session of an iterator dropped in mid-epoch. As in torch, persistent workers
         # read all drawn plans, including plans that were not sent yet.
-        unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
+        unsent = self._ahead.held if self._ahead.by_size else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
         # the placement's own hook closes everything at exit, in order
         self._finalizer.atexit = False

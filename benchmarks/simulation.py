@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from event_queue import Clock, Servers
 
-from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
+from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.look_ahead import LookAheadSize
 
@@ -301,7 +301,9 @@ class _Loader:
             self.received.append(self._clock.now)
         self._next += 1
         self.delivered += 1
-        if self._plans.on_batch(number, False, batch.times, len(self._ready)):
+        plan = BatchPlan(number, (), 0)
+        host = HostBatch(plan, None, self._host.batch, times=batch.times)
+        if self._plans.on_batch(host, len(self._ready)):
             self._plans.fill()
         self._clock.at(self._clock.now + self._host.step, self._consume)
 

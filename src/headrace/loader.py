@@ -166,16 +166,12 @@ class DataLoader(TorchDataLoader[T_co]):
         seed = checked["seed"]
         shown = torch_readable(dataset, kind)
         check_mixed(source, sampler, batch_sampler, generator)
-        draws_order = (
-            sampler is None and batch_sampler is None and not kind.is_iterable and generator is None
-        )
-        own = None
-        if draws_order:
-            own = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0)
-        if own is not None:
-            sampler, shuffle = own, False
-        elif draws_order and shuffle and seed is not None:
-            sampler, shuffle = SeededRandomSampler(shown, seed=seed), False
+        given = sampler is not None or batch_sampler is not None or generator is not None
+        if not (given or kind.is_iterable):
+            sampler = own_sampler(source, shown, shuffle=bool(shuffle), seed=seed or 0)
+            if sampler is None and shuffle and seed is not None:
+                sampler = SeededRandomSampler(shown, seed=seed)
+            shuffle = shuffle and sampler is None
         elif type(sampler) is DistributedSampler and seed is not None and rebuilt:
             sampler = RankSampler(
                 sampler.dataset,  # type: ignore[arg-type]
@@ -264,8 +260,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _iterator(self, value: Any) -> None:
         self.__dict__["_iterator"] = value
         if value is None:
-            self._control.close_epochs()
-            self._control.close_engine()
+            self.close()
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:
@@ -365,7 +360,7 @@ class DataLoader(TorchDataLoader[T_co]):
             >>> list(loader)
             [tensor([3, 4])]
         """
-        return states_to_dict(self._control.states(self, lag))
+        return states_to_dict(self._control.position.states(self, lag))
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue from a result of `state_dict`.
@@ -376,7 +371,7 @@ class DataLoader(TorchDataLoader[T_co]):
             StateError: the state is damaged, or does not fit this loader. Some states fail only at
                 `iter()` or `next()`, with the same error.
         """
-        self._control.restore(self, states_from_dict(state_dict))
+        self._control.position.restore(self, states_from_dict(state_dict))
 
     def batch_at(
         self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None

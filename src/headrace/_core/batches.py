@@ -221,14 +221,13 @@ class Rows(Sequence[Any]):
         rows = range(len(self.whole))[position]
         if isinstance(rows, int):
             return self.whole.slice(rows, 1) if self.is_table else self.whole[rows]
-        return Rows(
-            self.whole.slice(rows.start, len(rows)) if self.is_table else self.whole[position]
-        )
+        if self.is_table:
+            return Rows(self.whole.slice(rows.start, len(rows)))
+        return Rows(self.whole[position])
 
     def __iter__(self) -> Iterator[Any]:
-        return (
-            map(self.__getitem__, range(len(self))) if self.is_table else iter(self.whole.unbind(0))
-        )
+        rows = range(len(self))
+        return map(self.__getitem__, rows) if self.is_table else iter(self.whole.unbind(0))
 
     @property
     def is_table(self) -> bool:
@@ -287,8 +286,8 @@ class RawBatch(NamedTuple):
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> RawBatch:
-        plan, *rest = flat
-        return cls(BatchPlan(*plan), *rest)
+        raw = cls._make(flat)
+        return raw._replace(plan=BatchPlan._make(raw.plan))
 
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """Separate the failed samples from the batch.
@@ -296,21 +295,17 @@ class RawBatch(NamedTuple):
         Returns:
             The batch without failed samples, and the failures.
         """
-        if self.whole or type(self.samples) is Rows:
+        samples, plan = self.samples, self.plan
+        if self.whole or type(samples) is Rows or Failure not in map(type, samples):
             return self, ()
-        if Failure not in map(type, self.samples):
-            return self, ()
-        failures = tuple(sample for sample in self.samples if isinstance(sample, Failure))
-        # Not strict: a single Failure may stand for all samples of a single fetch call.
-        slots = enumerate(zip(self.plan.indices, self.samples, strict=False))
-        good = [
-            (slot, index, sample)
-            for slot, (index, sample) in slots
-            if not isinstance(sample, Failure)
-        ]
-        positions = self.plan.positions and [self.plan.positions[slot] for slot, _, _ in good]
-        plan = self.plan._replace(indices=tuple(index for _, index, _ in good), positions=positions)
-        return self._replace(plan=plan, samples=[sample for _, _, sample in good]), failures
+        # A single Failure may stand for all samples of a single fetch call.
+        good = [slot for slot, sample in enumerate(samples) if type(sample) is not Failure]
+        plan = plan._replace(
+            indices=tuple(plan.indices[slot] for slot in good),
+            positions=plan.positions and [plan.positions[slot] for slot in good],
+        )
+        failures = tuple(sample for sample in samples if type(sample) is Failure)
+        return self._replace(plan=plan, samples=[samples[slot] for slot in good]), failures
 
 
 @dataclass(slots=True)

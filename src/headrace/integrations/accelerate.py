@@ -184,12 +184,13 @@ class PreparedLoader(DataLoader[T_co]):
         """Begin the next epoch, or continue the restored epoch."""
         if self._draws_alike:
             synchronize_rng_states(["generator"], self.generator)
-        pending = self._control.pending
-        if pending is None:
-            self.set_epoch(self._control.next_epoch)  # as accelerate does for each epoch
+        position = self._control.position
+        restored = position.resumed
+        if not restored:
+            self.set_epoch(position.next_epoch)  # as accelerate does for each epoch
         remainder = -1
         if isinstance(self.sampler, BatchwiseSampler) and not self.drop_last:
-            remainder = self.sampler.remainder(0 if pending is None else pending.cursor)
+            remainder = self.sampler.remainder(restored[0].cursor if restored else 0)
         elif self._samples is not None and self.total_batch_size is not None:
             remainder = self._samples % self.total_batch_size
         skipped, self._skipped, self._ahead = self._skipped, 0, 0
@@ -207,7 +208,8 @@ class PreparedLoader(DataLoader[T_co]):
         self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
     ) -> Iterator[Any]:
         """Yield each batch after receiving the following batch."""
-        state, control = GradientState(), self._control
+        state, progress = GradientState(), self._control.position.progress
+        assert progress is not None
         state._add_dataloader(self)
         self.end_of_dataloader, self.remainder = False, remainder
         batch: Any
@@ -218,7 +220,7 @@ class PreparedLoader(DataLoader[T_co]):
                     next(batches, None)
                 batch = next(batches, _END)
             while batch is not _END and error is None:
-                before, following = control.last_point, cast(Any, None)
+                before, following = progress.last_point, cast(Any, None)
                 try:
                     with self._as_rank():
                         following = next(batches, _END)
@@ -226,7 +228,7 @@ class PreparedLoader(DataLoader[T_co]):
                     error = raised
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
-                    self._ahead = int(following is _END or control.last_point is not before)
+                    self._ahead = int(following is _END or progress.last_point is not before)
                 if self._takes_parts:
                     samples, batch = batch
                     if self.end_of_dataloader and not self.drop_last:
@@ -258,20 +260,20 @@ class PreparedLoader(DataLoader[T_co]):
         Raises:
             ValueError: a restored position differs from `batches`.
         """
-        pending = self._control.pending
-        if pending is not None and not (pending.over and batches == 0):
-            if pending.steps != batches:
-                restored = f"after {pending.steps} batches of epoch {pending.epoch}"
+        position = self._control.position
+        if position.resumed and not (position.resumed[0].over and batches == 0):
+            restored = position.resumed[0]
+            if restored.steps != batches:
                 raise ValueError(
                     f"skip_first_batches(loader, {batches}) of a loader "
-                    f"that was restored {restored}"
+                    f"that was restored after {restored.steps} batches of epoch {restored.epoch}"
                 )
             return
-        self._control.skip_rest()
+        position.skip_rest()
         if self._control.spec.kind.is_iterable:
             self._skipped = batches
         elif batches:
-            self._control.skip(self, batches, self._rank)
+            position.skip(self, batches, self._rank)
 
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]

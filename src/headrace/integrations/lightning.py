@@ -113,14 +113,14 @@ class _Positions:
 
         Without `trained`, return the state after all fetched batches.
         """
-        control = loader._control
+        position = loader._control.position
         # The call of `next()` that ended the epoch counts too.
-        over = control.progress is not None and control.progress.over
-        state = control.states(loader, int(over))[0]
+        over = position.progress is not None and position.progress.over
+        state = position.states(loader, int(over))[0]
         if trained is None:
             return state
         untrained = self.begun.get(loader, _Begun()).batches + state.steps - trained
-        return control.states(loader, min(max(untrained, 0), state.steps) + over)[0]
+        return position.states(loader, min(max(untrained, 0), state.steps) + over)[0]
 
     def _state(
         self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
@@ -129,12 +129,16 @@ class _Positions:
 
         A state in `kept` replaces the position of the loader.
         """
-        control = loader._control
-        if control.resumed:
-            return states_to_dict(control.resumed)
+        control, position = loader._control, loader._control.position
+        if position.resumed:
+            return states_to_dict(position.resumed)
         state = kept.get(loader) or self._position(loader, trained)
         # During the handling of an error, other ranks do not take part in a collective call.
-        if not has_process_group() or not control.is_of_rank(loader) or sys.exception() is not None:
+        if (
+            not has_process_group()
+            or not position.is_of_rank(loader)
+            or sys.exception() is not None
+        ):
             return states_to_dict((state,))
         gathered: list[Any] = [None] * torch.distributed.get_world_size(control.group)
         torch.distributed.all_gather_object(gathered, state, control.group)
@@ -146,7 +150,7 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control = self.trainer, loader._control
+        trainer, control, position = self.trainer, loader._control, loader._control.position
         if not (trainer.training and loader in tree_leaves(trainer.train_dataloader)):
             evaluated = (
                 trainer.val_dataloaders,
@@ -157,17 +161,17 @@ class _Positions:
                 control.set_epoch(loader, trainer.current_epoch)
             return False
         ready = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        over = control.progress is not None and control.progress.over
+        over = position.progress is not None and position.progress.over
         begun = self.begun.get(loader, _Begun())
-        earlier = control.states(loader, 1)[0].steps if over and begun.ready >= 0 else 0
+        earlier = position.states(loader, 1)[0].steps if over and begun.ready >= 0 else 0
         self.begun[loader] = _Begun(begun.batches + earlier, ready)
         if begun.ready < 0 and self.checkpoint is not None and "loops" in self.checkpoint:
             return self._continue(loader, self.checkpoint["loops"]["fit_loop"])
-        if control.progress is None and not control.next_epoch:
+        if position.progress is None and not position.next_epoch:
             control.set_epoch(loader, trainer.current_epoch)
         # Lightning calls `iter()` again without training in between: stay in the epoch.
         elif ready == begun.ready and not over:
-            control.set_epoch(loader, control.next_epoch - 1)
+            control.set_epoch(loader, position.next_epoch - 1)
         return False
 
     def _continue(self, loader: DataLoader[Any], saved: dict[str, Any]) -> bool:
@@ -176,7 +180,7 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control = self.trainer, loader._control
+        trainer, control, position = self.trainer, loader._control, loader._control.position
         epoch, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
         begun, total = epoch["total"], batches["total"]
         ended = epoch["current"]["ready"] == epoch["current"]["processed"]
@@ -189,7 +193,7 @@ class _Positions:
         pairs = (
             list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
         )
-        if pairs and not control.resumed:
+        if pairs and not position.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
         # The longest loader has not restarted in this epoch, so the longest loader has the number
         # of batches.
@@ -198,7 +202,7 @@ class _Positions:
                 states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)
             ]
             trained = max(state.steps for state in known)
-        if not control.resumed:
+        if not position.resumed:
             if trained and not (states or counted or ended):
                 warnings.warn(
                     f"the checkpoint was saved after batch {trained} of an epoch, and has no state "
@@ -209,9 +213,9 @@ class _Positions:
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
         if counted or ended:  # no batch of the saved epoch is left to read
-            control.resumed = tuple(each._replace(over=True) for each in control.resumed)
+            position.resumed = tuple(each._replace(over=True) for each in position.resumed)
         with control.ranked() as rank:
-            left, more = control.batches_left(loader, rank), trained - steps
+            left, more = position.batches_left(loader, rank), trained - steps
             self.raised += 0 if counted or ended else more  # counts restart in the next epoch
             # The number of ranks or the batch size may have changed. Lightning ends a continued
             # epoch by the count of batches.
@@ -227,7 +231,7 @@ class _Positions:
         # With several loaders, an epoch ends after each loader has ended once. Lightning does not
         # save which loaders have ended.
         return left != 0 and any(
-            state.steps < trained and not state.over for state in control.resumed
+            state.steps < trained and not state.over for state in position.resumed
         )
 
 

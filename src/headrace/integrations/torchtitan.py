@@ -73,7 +73,7 @@ class HeadraceDataLoader:
         """
         while (
             self._epochs is None
-            or self.loader._control.states(self.loader, 0)[0].epoch < self._epochs
+            or self.loader._control.position.states(self.loader, 0)[0].epoch < self._epochs
         ):
             may_be_over, self._restored = self._restored, False
             empty = True
@@ -93,7 +93,7 @@ class HeadraceDataLoader:
         See `headrace.DataLoader.state_dict`.
         """
         state = self.loader.state_dict()
-        if not self.loader._control.is_of_rank(self.loader):
+        if not self.loader._control.position.is_of_rank(self.loader):
             return state
         return {self._key(): state, "dp_world_size": self._dp_world_size}
 
@@ -112,7 +112,7 @@ class HeadraceDataLoader:
         if not state_dict:
             return
         state = state_dict
-        if self.loader._control.is_of_rank(self.loader):
+        if self.loader._control.position.is_of_rank(self.loader):
             saved = state_dict.get("dp_world_size")
             if saved != self._dp_world_size:
                 raise StateError(

@@ -255,10 +255,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "with samples repeated."
             )
             raise
-        left = dataloader._control.batches_left(dataloader, rank) if sized else None
+        left = dataloader._control.position.batches_left(dataloader, rank) if sized else None
         epoch, left = state.epoch, batches - state.steps if left is None else left
         if sized and left <= 0:
-            dataloader._control.skip_rest()
+            dataloader._control.position.skip_rest()
             epoch, left = epoch + 1, batches
         steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
         before = steps_before * accumulation

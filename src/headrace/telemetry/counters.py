@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from headrace._core.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
 from headrace._core.failure import Failure
@@ -40,9 +40,6 @@ class BatchRecord(NamedTuple):
     cpu: float = 0.0  # CPU seconds of the consumer's thread until `returned`
     # Single fetches since the batch before. Measured only while a trace is written.
     fetches: FetchTimes | None = None
-
-
-Subscriber: TypeAlias = "Callable[[Counters, BatchRecord], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +89,14 @@ class LoaderStats:
 class Counters:
     """Counts of a loader, and records of the last batches.
 
-    The iterator that delivers a batch writes the counts, on the consumer's thread. Subscribers
-    receive each delivered batch of all loaders, on the same thread. `LoaderStats` describes the
-    attributes in both classes. A copy of a loader has counts of its own.
+    The iterator that delivers a batch writes the counts, on the consumer's thread. `LoaderStats`
+    describes the attributes in both classes. A copy of a loader has counts of its own.
+
+    Attributes:
+        subscribers: Functions of each delivered batch of all loaders, called on the same thread.
     """
 
-    # A dict changes atomically, in any thread.
-    _subscribers: ClassVar[dict[Subscriber, None]] = {}
+    subscribers: ClassVar[set[Callable[[Counters, BatchRecord], None]]] = set()
 
     def __init__(self, name: str = "loader") -> None:
         self.name = name  # of the dataset's class
@@ -128,7 +126,7 @@ class Counters:
     @property
     def traced(self) -> bool:
         """Whether single fetches are measured."""
-        return bool(self._subscribers)
+        return bool(self.subscribers)
 
     def begin(self) -> None:
         """Count an iteration."""
@@ -147,7 +145,7 @@ class Counters:
         if record.requests is not None:
             self._add(record.requests)
         self._kept.append(record)
-        for subscriber in tuple(self._subscribers):
+        for subscriber in tuple(self.subscribers):
             subscriber(self, record)
 
     def skip(self, host: HostBatch) -> None:
@@ -188,15 +186,6 @@ class Counters:
         if len(found) > last:
             found[:2] = [found[1]._replace(called=found[1].returned)]
         return found
-
-    @staticmethod
-    def subscribe(subscriber: Subscriber) -> Callable[[], object]:
-        """Call `subscriber` with each future batch of every loader.
-
-        Returns a function that ends the subscription.
-        """
-        Counters._subscribers[subscriber] = None
-        return lambda: Counters._subscribers.pop(subscriber, None)
 
 
 def counters_of(loader: Any, function: str) -> Counters:

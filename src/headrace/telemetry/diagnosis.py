@@ -6,6 +6,7 @@ collation, the load of the stage tells the reason. The wait after the change is 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -96,30 +97,15 @@ class _Model:
         # Number of samples planned ahead.
         self.ahead = setup.look_ahead * figures.samples / figures.batches
 
-    def needed(self, *, floor: float | None = None) -> float:
+    def needed(self) -> float:
         """Return the speed-up that the limiting stage needs.
 
         With the speed-up, the stage is no longer the limit. The speed-up includes `HEADROOM`, and
         is at most `MOST`.
         """
         figures = self.figures
-        target = max(
-            figures.compute + self.in_call,
-            self.floor if floor is None else floor,
-            figures.period / 100,
-        )
+        target = max(figures.compute + self.in_call, self.floor, figures.period / 100)
         return min(MOST, HEADROOM * figures.period / target)
-
-    def at_period(
-        self, period: float, *, floor: float | None = None, in_call: float | None = None
-    ) -> float:
-        """Return the wait share if a batch came every `period` seconds.
-
-        `in_call` is the time of `next()` for a ready batch, in seconds.
-        """
-        compute, call = self.figures.compute, self.in_call if in_call is None else in_call
-        step = max(period, self.floor if floor is None else floor, compute + call)
-        return max(0.0, 1.0 - compute / step) if step else 0.0
 
     def without(self, gone: float) -> float:
         """Return the wait share without `gone` seconds of the wait."""
@@ -127,21 +113,20 @@ class _Model:
         return max(0.0, figures.waited - gone) / max(1e-9, figures.seconds - gone)
 
     def faster(
-        self,
-        limit: str,
-        evidence: str,
-        advice: str,
-        factor: float,
-        *,
-        floor: float | None = None,
-        **change: Any,
+        self, limit: str, evidence: str, advice: str, factor: float, **change: Any
     ) -> Diagnosis:
         """Return the diagnosis with a change that speeds up the stage.
 
         The limiting stage becomes faster by `factor`.
         """
-        predicted = self.at_period(self.figures.period / factor, floor=floor)
-        return Diagnosis(limit, evidence, advice, predicted, change)
+        figures = self.figures
+        step = max(figures.period / factor, self.floor, figures.compute + self.in_call)
+        return Diagnosis(limit, evidence, advice, _waiting(figures.compute, step), change)
+
+
+def _waiting(compute: float, step: float) -> float:
+    """Return the wait share of steps of `step` seconds, with `compute` seconds of the loop."""
+    return max(0.0, 1.0 - compute / step) if step else 0.0
 
 
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
@@ -332,7 +317,9 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     figures, setup, busy = model.figures, model.setup, model.figures.engine_cpu
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + figures.engine_queued > BUSY_LOOP:
-        factor = model.needed(floor=0.0)
+        # With less Python the thread limits nothing.
+        model = _Model(dataclasses.replace(figures, engine_cpu=0.0), setup)
+        factor = model.needed()
         cpu = busy * figures.seconds / max(1, figures.samples)
         evidence += (
             f", {seconds(cpu)} for a sample, "
@@ -347,7 +334,7 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
             engines = min(setup.cores // 2, math.ceil(setup.engines * factor))
             advice += f"; or engines={engines}, which spreads it over cores"
             change = {"engines": engines}
-        return model.faster("event-loop", evidence, advice, factor, floor=0.0, **change)
+        return model.faster("event-loop", evidence, advice, factor, **change)
     if setup.placement == "thread" and busy + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
         evidence += f" and your loop {share(figures.consumer_cpu)}, under one GIL"
         advice = 'placement="process"'
@@ -486,7 +473,5 @@ def _working(model: _Model) -> Diagnosis:
             "await in aget what transforms wait for: a worker waits for one thing at a time; "
             f"or {advice}"
         )
-    predicted = model.at_period(
-        each / number, floor=figures.engine_cpu * figures.period, in_call=others
-    )
-    return Diagnosis("workers", evidence, advice, predicted, change)
+    step = max(each / number, figures.engine_cpu * figures.period, figures.compute + others)
+    return Diagnosis("workers", evidence, advice, _waiting(figures.compute, step), change)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from headrace._core.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
@@ -25,7 +24,7 @@ def _percentile(values: Iterable[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))] if ordered else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Figures:
     """Figures of an iteration, without its first batch.
 
@@ -107,48 +106,40 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     first, rest = records[0], records[1:]
     start_up = first.returned - first.called
     seconds = rest[-1].returned - first.returned if rest else 0.0
-    of_all: dict[str, Any] = {
-        "start_up": start_up,
-        "requests": sum(
-            (each.requests for each in records if each.requests is not None), RequestCounts()
-        ),
-    }
+    counted = (each.requests for each in records if each.requests is not None)
+    requests = sum(counted, RequestCounts())
     if seconds <= 0:
-        return Figures(**of_all, blocked_in=first.times.blocked_in)
-    waits = dict.fromkeys(WAITS, 0.0)
-    by_batch = []  # for each batch, the wait for the fetch and the duration of the fetch
-    for record in rest:
-        parts = waits_of(record)
-        for step, wait in parts.items():
-            waits[step] += wait
-        by_batch.append(
-            (parts["queue"] + parts["fetch"], record.times.fetched - record.times.began)
-        )
+        return Figures(start_up, requests=requests, blocked_in=first.times.blocked_in)
+    times = [record.times for record in rest]
+    loads = [each.load for each in times]
+    parts = [waits_of(record) for record in rest]
     waited = sum(record.returned - record.called for record in rest)
-    typical = _percentile([taken for _, taken in by_batch if taken > 0], 0.5)
+    fetched = [each.fetched - each.began for each in times]
+    slow = SLOW * _percentile([taken for taken in fetched if taken > 0], 0.5)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
-    loads = [record.times.load for record in rest]
     # The order of assembly may differ from the order of delivery.
-    ends = sorted((record.times for record in records), key=lambda times: times.assembled)
-    begin, end = ends[0], ends[-1]
+    begin = min((first.times, *times), key=lambda each: each.assembled)
+    end = max((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
-    worked = sum(max(0.0, record.times.work_ended - record.times.work_began) for record in rest)
-    in_call = (
-        _share(r.times.work_began >= r.times.assembled for r in rest if r.times.work_began) > 0.5
-    )
+    worked = sum(max(0.0, each.work_ended - each.work_began) for each in times)
+    in_call = _share(each.work_began >= each.assembled for each in times if each.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
     blocked_before = first.times.blocked - min(
         start_up, first.times.blocked - first.times.blocked_before
     )
     return Figures(
-        **of_all,
+        start_up,
         batches=len(rest),
         samples=sum(record.size for record in rest),
         seconds=seconds,
         waited=waited,
         wait_share=waited / seconds,
-        waits=waits,
-        slow_waits=sum(wait for wait, taken in by_batch if taken > SLOW * typical),
+        waits={step: sum(waits[step] for waits in parts) for step in WAITS},
+        slow_waits=sum(
+            waits["queue"] + waits["fetch"]
+            for waits, taken in zip(parts, fetched, strict=True)
+            if taken > slow
+        ),
         in_call_seconds=(delivering + worked * in_call) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=tuple(_percentile(timed, part) for part in (0.5, 0.9, 0.99) if timed),
@@ -159,10 +150,10 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         grown=loads[-1].limit / max(1, loads[len(loads) // 2].limit),
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
-        nbytes=sum(record.times.nbytes for record in rest),
+        nbytes=sum(each.nbytes for each in times),
         work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
-        workers_cpu=sum(record.times.work_cpu for record in rest) / seconds,
+        workers_cpu=sum(each.work_cpu for each in times) / seconds,
         steps_busy=(end.steps_seconds - begin.steps_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
@@ -170,6 +161,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         blocked=(end.blocked - blocked_before) / (start_up + seconds),
         blocked_in=end.blocked_in,
         in_call=in_call,
+        requests=requests,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TextIO, TypeVar
 from tqdm.auto import tqdm
 
 from headrace._core.ranks.rankinfo import own_rank
-from headrace._core.text import printable, rate, share
+from headrace._core.text import printable, rate
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import counters_of
 from headrace.telemetry.report import make_report
@@ -95,7 +95,7 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         terminal = "ipykernel" in sys.modules or (file or sys.stderr).isatty()
         self._bar = _Bar(
             total=total,
-            desc=f"{printable(name)} epoch {self._control.next_epoch - 1}".lstrip(),
+            desc=f"{printable(name)} epoch {self._control.position.next_epoch - 1}".lstrip(),
             unit="batch",
             file=file,
             mininterval=0.5 if terminal else 30.0,
@@ -127,13 +127,11 @@ class _Iteration(Iterator[T_co], AsyncIterator[T_co]):
         """
         records = self._control.counters.records(REPORTED)
         report = make_report(records, self._control.setup(self._loader))
-        said = (
-            f"{rate(report.samples / max(report.seconds, 1e-9))} samples/s, "
-            f"waiting {share(report.wait_share)}"
-        )
-        change = ", ".join(f"{name}={value!r}" for name, value in report.change.items())
-        limit = f", limit: {report.limit}" + (f", try {change}" if change else "")
-        self._bar.set_postfix_str(said + limit if report.batches else "", refresh=False)
+        said = ""
+        if report.batches:
+            speed = rate(report.samples / max(report.seconds, 1e-9))
+            said = f"{speed} samples/s, {report.summary}"
+        self._bar.set_postfix_str(said, refresh=False)
         self._bar.n = max(self._bar.n, records[-1].number + 1 - behind)
         self._due = time.perf_counter() + REPORT_SECONDS
 

@@ -15,7 +15,7 @@ from headrace.telemetry.figures import Figures, figures_of
 __all__ = ["Report", "make_report"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report(Figures):
     """A report on the last iteration of a loader.
 
@@ -42,9 +42,14 @@ class Report(Figures):
     change: Mapping[str, Any]
 
     def __repr__(self) -> str:
+        return f"<Report: {self.summary}; print it>"
+
+    @property
+    def summary(self) -> str:
+        """The waiting share, the limit, and the change."""
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        said = f"waits {share(self.wait_share)}, limit={self.limit!r}{change and f', try {change}'}"
-        return f"<Report: {said}; print it>"
+        tried = f", try {change}" if change else ""
+        return f"waiting {share(self.wait_share)}, limit: {self.limit}{tried}"
 
     def __str__(self) -> str:
         facts = (f"{name:<22}{value}" for name, value in self._facts().items())
@@ -129,11 +134,8 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
 
     `records` are the batches in the order of delivery.
     """
-    figures = figures_of(records) if records else Figures(0.0)
-    diagnosis = (
-        diagnose(figures, setup)
-        if records
-        else Diagnosis("start-up", "no batch has been delivered")
-    )
-    values = {each.name: getattr(figures, each.name) for each in dataclasses.fields(figures)}
-    return Report(**values, **diagnosis._asdict())
+    figures, diagnosis = Figures(0.0), Diagnosis("start-up", "no batch has been delivered")
+    if records:
+        figures = figures_of(records)
+        diagnosis = diagnose(figures, setup)
+    return Report(**vars(figures), **diagnosis._asdict())

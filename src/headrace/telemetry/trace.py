@@ -8,7 +8,6 @@ calls of an iteration. Times are rounded down to microseconds, so the order is k
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gzip
@@ -58,13 +57,15 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     place, pid = Path(path), os.getpid()
     place.write_bytes(b"")  # raises an error before the block, not after
     delivered: list[tuple[Counters, BatchRecord, int]] = []
-    end = Counters.subscribe(
-        lambda loader, record: delivered.append((loader, record, threading.get_native_id()))
-    )
+
+    def keep(loader: Counters, record: BatchRecord) -> None:
+        delivered.append((loader, record, threading.get_native_id()))
+
+    Counters.subscribers.add(keep)
     try:
         yield place
     finally:
-        end()
+        Counters.subscribers.discard(keep)
         if os.getpid() == pid:  # in a fork, the file belongs to the parent
             _write(place, delivered)
 
@@ -77,29 +78,32 @@ def _write(path: Path, delivered: list[tuple[Counters, BatchRecord, int]]) -> No
         file.write('{"traceEvents":[\n')
         for loader, record, thread in delivered:
             file.writelines(f"{event},\n" for event in events.of(loader, record, thread))
-        file.write(f"{_named(events.pid, 0, 'consumer')}\n]}}\n")
+        file.write(",\n".join(itertools.starmap(_named, events.names.items())) + "\n]}\n")
 
 
 class _Events:
-    """Events of batches, in the order of delivery."""
+    """Events of batches, in the order of delivery.
+
+    Attributes:
+        pid: The process of the consumer.
+        names: Names of processes (thread 0) and threads, by process and thread.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.names = {(self.pid, 0): "consumer"}
         self._ids = itertools.count(1)
-        self._names: dict[Counters, str] = {}  # of loaders, escaped for JSON
-        # Number of loaders of each class.
-        self._numbers: collections.Counter[str] = collections.Counter()
-        self._named = {(self.pid, 0)}  # processes (with 0) and threads
+        self._loaders: dict[Counters, str] = {}  # names, escaped for JSON
         # Id, batch and end of the last call, by loader and iteration.
         self._last: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def of(self, loader: Counters, record: BatchRecord, thread: int) -> Iterator[str]:
         """Yield the events of a batch delivered on a thread."""
-        if (name := self._names.get(loader)) is None:
-            self._numbers[loader.name] += 1
-            number = self._numbers[loader.name]
-            name = loader.name if number == 1 else f"{loader.name} {number}"
-            name = self._names[loader] = json.dumps(name)[1:-1]
+        if loader not in self._loaders:
+            earlier = sum(each.name == loader.name for each in self._loaders)
+            name = f"{loader.name} {earlier + 1}" if earlier else loader.name
+            self._loaders[loader] = json.dumps(name)[1:-1]
+        name = self._loaders[loader]
         yield from self._journey(record, name)
         yield from self._fetches(record, name)
         yield from self._work(record, name)
@@ -131,8 +135,8 @@ class _Events:
         if fetches is None or not times.began:
             return
         pid, tid, load = fetches.pid, fetches.thread, times.load
-        yield from self._name(pid, 0, f"loader of {name}")
-        yield from self._name(pid, tid, f"event loop of {name}")
+        self.names.setdefault((pid, 0), f"loader of {name}")
+        self.names.setdefault((pid, tid), f"event loop of {name}")
         for batch, slot, began, ended in struct.iter_unpack("4d", fetches.rows):
             args = f'{{"batch":{batch:.0f},"slot":{slot:.0f}}}'
             yield from _span(
@@ -152,8 +156,8 @@ class _Events:
             return
         pid, tid, worker = times.worked_by
         if worker >= 0:
-            yield from self._name(pid, 0, f"worker {worker} of {name}")
-        yield from self._name(pid, tid, "transform and collate")
+            self.names.setdefault((pid, 0), f"worker {worker} of {name}")
+        self.names.setdefault((pid, tid), "transform and collate")
         begin, end = _us(times.work_began), _us(times.work_ended)
         yield (
             f'{{"ph":"X","cat":"{name}","name":"transform and collate",'
@@ -164,26 +168,14 @@ class _Events:
     def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
         """Yield the call of `next()`, and the training step before."""
         begin, end = _us(record.called), _us(record.returned)
-        call, batch, ended = self._last.get((name, record.iteration)) or (
-            next(self._ids),
-            -1,
-            begin,
-        )
+        iteration = name, record.iteration
+        call, batch, ended = self._last.get(iteration) or (next(self._ids), -1, begin)
         if ended < begin:
             yield from _span(
                 "step", name, self.pid, thread, call, ended, begin, f'{{"batch":{batch}}}'
             )
         yield from _span("next()", name, self.pid, thread, call, begin, end, _args(record))
-        self._last[name, record.iteration] = call, record.number, end
-
-    def _name(self, pid: int, tid: int, name: str) -> Iterator[str]:
-        """Yield the event that names a thread or process, once.
-
-        A `tid` of 0 stands for the process.
-        """
-        if (pid, tid) not in self._named:
-            self._named.add((pid, tid))
-            yield _named(pid, tid, name)
+        self._last[iteration] = call, record.number, end
 
 
 def _us(seconds: float) -> int:
@@ -194,7 +186,9 @@ def _args(record: BatchRecord) -> str:
     return f'{{"batch":{record.number},"iteration":{record.iteration},"samples":{record.size}}}'
 
 
-def _named(pid: int, tid: int, name: str) -> str:
+def _named(place: tuple[int, int], name: str) -> str:
+    """Return the event that names a thread or process."""
+    pid, tid = place
     kind = "thread_name" if tid else "process_name"
     return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":"{name}"}}}}'
 

@@ -276,7 +276,9 @@ def skip(failure):
 )
 def test_no_batch_is_lost_to_ctrl_c_in_next(dataset, options, request, monkeypatch):
     if "subscriber" in request.node.name:
-        request.addfinalizer(Counters.subscribe(lambda counters, fields: interrupt(fields[1], 1)))
+        subscriber = lambda counters, record: interrupt(record.number, 1)  # noqa: E731
+        Counters.subscribers.add(subscriber)
+        request.addfinalizer(lambda: Counters.subscribers.remove(subscriber))
     taken, states = [], []
     with hr.DataLoader(dataset, batch_size=2, **{"collate_fn": list, **options}) as loader:
         running = iter(loader)

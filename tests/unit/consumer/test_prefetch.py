@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, StageTimes
+from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
 from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
 from headrace._core.look_ahead import LookAheadSize
 
@@ -40,7 +40,8 @@ class Engine:
 
     def take(self, times=NO_TIMES):
         number, self.taken = self.taken, self.taken + 1
-        if self.ahead.on_batch(number, False, times, self.ready(), times.nbytes):
+        host = HostBatch(BatchPlan(number, (number,), 0), None, 1, times=times)
+        if self.ahead.on_batch(host, self.ready()):
             self.ahead.fill()
 
     def run_without_waiting(self, batches):

@@ -85,15 +85,17 @@ def test_torchs_distributed_sampler():
             loader.batch_at(1, 3, rank=0)
 
 
-def test_distributed_sampler_without_set_epoch_keeps_its_order():
+def test_epochs_without_set_epoch_are_refused_for_a_distributed_sampler():
     loader = hr.DataLoader(
         list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0), seed=0
     )
-    for epoch in range(3):
-        given = [batch.tolist() for batch in loader]
-        assert [loader.batch_at(epoch, step).tolist() for step in range(4)] == given
-    with pytest.raises(ValueError, match="the number for epoch 4 is not known"):
-        loader.batch_at(4, 0)
+    for epoch in range(2):
+        given = []
+        for step, batch in enumerate(loader):
+            given.append(batch.tolist())
+            assert [loader.batch_at(epoch, each).tolist() for each in range(step + 1)] == given
+    with pytest.raises(ValueError, match="the number for epoch 0 is not known"):
+        loader.batch_at(0, 0)
 
 
 class Resumable:

@@ -134,7 +134,7 @@ def test_exclusions_last_where_a_trainer_skips_an_epoch_that_is_over():
     loaders[0].exclude(keys=[7])
     (*_, state) = [loaders[0].state_dict() for _ in loaders[0]]
     loaders[1].load_state_dict(state)
-    loaders[1]._control.skip_rest()
+    loaders[1]._control.position.skip_rest()
     batches = [batch.tolist() for batch in loaders[1]]
     assert {*range(N)}.difference(*batches) == {7}
     second = hr.verify([(state, loaders[1].state_dict())], loaders[1])[1]

@@ -37,13 +37,13 @@ _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by the
 
 
 def begin_agreement(
-    groups: list[StepGroup], rank: RankInfo, given: ProcessGroup | None, timeout: float | None
+    previous: StepGroup | None, rank: RankInfo, given: ProcessGroup | None, timeout: float | None
 ) -> StepGroup:
     """Return the agreement for a new epoch.
 
     Args:
-        groups: The group of the epoch before, or an empty list. A new group replaces the old group
-            in this list.
+        previous: The group of the epoch before, if any. A group that cannot be used again is
+            closed.
         rank: The rank of this process.
         given: The process group of the ranks; None for all ranks.
         timeout: Seconds to wait for other ranks; None for the timeout of the group.
@@ -57,24 +57,16 @@ def begin_agreement(
     parent: Any = given or torch.distributed.group.WORLD
     # Do not reuse a group with a pending answer: other ranks are at another step, or have left an
     # answer pending too.
-    if not groups or not groups[0].gloo or groups[0].pending or groups[0].parent is not parent:
-        close_all(groups)
-        groups.append(StepGroup(parent))  # waits for all ranks
-    (group,) = groups
+    group = previous
+    if group is None or not group.gloo or group.pending or group.parent is not parent:
+        if group is not None:
+            group.close()
+        group = StepGroup(parent)  # waits for all ranks
     group.epoch += 1
     group.before += group.made - group.granted
     group.made = group.granted = 0
     group.timeout = timeout
     return group
-
-
-def close_all(groups: list[StepGroup]) -> None:
-    """Close the group of a loader, if any.
-
-    The next epoch makes a new group.
-    """
-    while groups:
-        groups.pop().close()
 
 
 class StepGroup:

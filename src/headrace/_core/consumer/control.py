@@ -1,15 +1,11 @@
-"""The control of a loader: epochs, position and engine.
+"""The control of a loader: iterations and engines.
 
-The control begins the epochs. `DataLoader` and the integrations of trainers use a loader through
-the public methods of the control: the position (`states`, `restore`, `pending`, `last_point`), the
-next epoch (`next_epoch`, `set_epoch`, `skip`, `skip_rest`), the rest of the epoch (`batches_left`),
-and the start of the epoch (`ranked`, `begin`).
+`DataLoader` begins and closes epochs here. The position is in `consumer/position.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import math
@@ -18,12 +14,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.data import DistributedSampler
 
 from headrace._core.cgroup import usable_cores
-from headrace._core.consumer.agreement import StepGroup, begin_agreement, close_all
+from headrace._core.consumer.agreement import StepGroup, begin_agreement
 from headrace._core.consumer.deliver import Finish, checked_length, opened, should_pin
 from headrace._core.consumer.epoch import Epoch
+from headrace._core.consumer.position import Position
 from headrace._core.consumer.worker_search import RECORDS, WorkerSearch
 from headrace._core.descriptors import explained
 from headrace._core.device.copy import Copier
@@ -37,26 +33,14 @@ from headrace._core.links.select import PlacementSelector
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize, most_concurrency
 from headrace._core.messages import WorkersRequest
-from headrace._core.order.order import EpochOrder
 from headrace._core.order.progress import EpochProgress
-from headrace._core.order.restore import (
-    EpochSeeds,
-    batches_left,
-    check_data_parallel,
-    check_fit,
-    check_rank,
-    check_reading,
-    of_rank,
-)
-from headrace._core.order.spec import LoaderSpec, TorchLoader, is_automatic, samplers_of
-from headrace._core.order.state import Fingerprint, LoaderState, Past, Run, encoded
+from headrace._core.order.spec import LoaderSpec, TorchLoader, is_automatic
 from headrace._core.pool.launch import start_early
 from headrace._core.ranks.data_parallel import group_of, rank_among
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank, ranks_on_host
 from headrace._core.seeding import batch_seed
 from headrace._core.streams.composition import gives_tables
-from headrace._core.streams.kinds import DatasetKind, given_rank, propagate_epoch
-from headrace._core.streams.resumable import is_stateful
+from headrace._core.streams.kinds import DatasetKind, given_rank
 from headrace._core.streams.torch_views import without_adapter
 from headrace._core.torchcompat.portable_collate import without_transform
 from headrace.collate import destined
@@ -69,18 +53,6 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=Epoch)
 _log = logging.getLogger("headrace")
-
-
-def copied(loader: Any) -> Any:
-    """Return a copy of a loader, with separate samplers."""
-    clone = copy.copy(loader)
-    batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
-    if getattr(batches, "sampler", None) is not None:
-        batches.sampler = sampler = copy.copy(batches.sampler)
-    clone.__dict__.update(batch_sampler=batches, sampler=sampler)
-    return clone
-
-
 trainers: list[Any] = []
 """Trainers in this process which cannot call the loader.
 
@@ -89,257 +61,54 @@ the loader, and returns True if the iteration must be empty."""
 
 
 class LoaderControl:
-    """The epochs of a loader, and the engine.
+    """The iterations and the engines of a loader.
 
-    The attributes of torch's loader are read at each epoch, because a program may set the
-    attributes between epochs. A copy of a control (in a copy of the loader) has begun no iteration.
+    A copy (in a copy of the loader) has the same position, no iteration and no engine.
 
     Attributes:
         spec: Dataset and options of the loader.
+        position: The position of the loader.
         counters: Counts of the loader.
         search: The search for the number of workers, with ``num_workers="auto"``. A copy begins a
             new search.
         placements: The engines, owned by the control.
-        resumed: States to continue at the next `iter()`: a single state of all ranks, or a state of
-            each rank. Empty if the next `iter()` begins an epoch.
-        past: Facts about steps before the last begun epoch, and the exclusions of this epoch.
-        progress: Progress of the last begun epoch; None before the first epoch.
     """
 
-    def __init__(self, spec: LoaderSpec) -> None:
+    def __init__(
+        self, spec: LoaderSpec, position: Position | None = None, workers: int = 0
+    ) -> None:
         self.spec = spec
+        self.position = Position(spec) if position is None else position
         self.counters = Counters(type(spec.source).__qualname__)
-        self.resumed: tuple[LoaderState, ...] = ()
-        self.progress: EpochProgress | None = None
-        self._next_epoch = 0
-        self.past = Past()
-        # Whether `set_epoch` set the number of the last begun epoch.
-        self.epoch_was_set = False
-        # For each begun epoch: `EpochOrder.sampler_epoch`.
-        self.sampler_epochs: dict[int, int | None] = {}
-        self._seeds = EpochSeeds(spec)
-        self._checked: set[str] = set()  # warnings already given
-        self._reset(workers=0)
-
-    def _reset(self, workers: int) -> None:
-        engines = self.spec.engines
-        self.search = WorkerSearch(engines, max(engines, workers))  # engines divide the workers
+        # Engines divide the workers.
+        self.search = WorkerSearch(spec.engines, max(spec.engines, workers))
         self._ahead = LookAheadSize(0, 0)  # empty before the first epoch
-        self.placements = PlacementSelector(self.spec.placement, self.spec.remote, engines)
+        self.placements = PlacementSelector(spec.placement, spec.remote, spec.engines)
         # At exit, the exit hook of the placements closes everything in order.
         weakref.finalize(self, self.placements.drop).atexit = False
         # Open iterations, with the numbers of the epochs.
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
         self._closings = 0  # number of calls of `close_epochs`
-        self._agreements: list[StepGroup] = []  # empty, or a single group
-        weakref.finalize(self, close_all, self._agreements)
-        # Whether `set_epoch` was called since the last session was opened.
-        self._epoch_set = False
+        self._agreement: StepGroup | None = None  # of the last epoch with `coordinated=True`
 
-    def __getstate__(self) -> dict[str, object]:
-        left = ("_open_epochs", "_agreements", "placements")
-        kept = {name: value for name, value in self.__dict__.items() if name not in left}
-        return kept | {"progress": None, "counters": Counters(self.counters.name)}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._seeds = copy.copy(self._seeds)
-        self._reset(self.search.number)
+    def __reduce__(self) -> tuple[object, ...]:
+        copied = self.position.copied(self.spec)
+        return LoaderControl, (self.spec, copied, self.search.number)
 
     def with_spec(self, spec: LoaderSpec) -> LoaderControl:
         """Return a copy with another `spec` for the same dataset."""
-        clone = copy.copy(self)
-        clone.spec = spec
-        clone._reset(self.search.number)
-        return clone
-
-    # The position.
-
-    @property
-    def next_epoch(self) -> int:
-        """The number of the next epoch.
-
-        The next `iter()` begins or continues this epoch.
-        """
-        return self.resumed[0].epoch if self.resumed else self._next_epoch
-
-    @property
-    def pending(self) -> LoaderState | None:
-        """The state to continue at the next `iter()`.
-
-        None if the next `iter()` begins an epoch.
-        """
-        return self.resumed[0] if self.resumed else None
-
-    @property
-    def last_point(self) -> object:
-        """The position after the last batch of the last iteration.
-
-        The object is new after each batch.
-        """
-        return None if self.progress is None else self.progress.last_point
-
-    def states(self, loader: TorchLoader, lag: int) -> tuple[LoaderState, ...]:
-        """Return the states of the last iteration, or before the next epoch.
-
-        Args:
-            loader: The loader.
-            lag: Number of batches to go back from the last batch.
-
-        Returns:
-            A single state, of all ranks or of this rank. Or the states of each rank, if restored.
-        """
-        if self.resumed:
-            return self.resumed
-        return (self._state_of(self.progress, loader, lag),)
-
-    def restore(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
-        """Continue from states at the next `iter()`.
-
-        Args:
-            loader: The loader.
-            states: A single state of all ranks, or the states of each rank. In the second case,
-                this rank continues from the state of this rank.
-        """
-        now = self.fingerprint(loader, self.order(loader))
-        for state in states:
-            check_fit(state, now)
-        self.continue_from(loader, states)
-
-    def continue_from(self, loader: TorchLoader, states: tuple[LoaderState, ...]) -> None:
-        """Continue from checked states at the next `iter()`."""
-        self.resumed = states
-        self.order(loader).leave_out(states[0].excluded)
-
-    def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
-        """Set the number of the next epoch.
-
-        Samplers and the dataset get the number too. While a restored epoch is pending, no number is
-        set.
-        """
-        self._epoch_set = True
-        if self.resumed:
-            return
-        self._next_epoch = epoch
-        for part in samplers_of(loader):
-            propagate_epoch(part, epoch)
-        self.placements.set_epoch(self.spec.source, epoch)
-
-    def begin_at(self, loader: TorchLoader, epoch: int, sampler_epoch: int) -> None:
-        """Let the next `iter()` begin an epoch.
-
-        Samplers without ``wants_epoch`` get the number `sampler_epoch`.
-        """
-        self.resumed, self._next_epoch = (), epoch
-        if self.epoch_was_set:
-            self.set_epoch(loader, epoch)
-        else:
-            propagate_epoch(loader._index_sampler, sampler_epoch)
-
-    def skip(
-        self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None
-    ) -> None:
-        """Let the next `iter()` begin after some batches.
-
-        For map-style datasets. Each rank skips `batches` batches, from the beginning of the epoch
-        or of the run `since`.
-        """
-        order = self.order(loader)
-        # A batch sampler draws batches, and not samples.
-        cursor = 0 if order.sampler is None else batches * (order.batch_size or 1)
-        if order.shared:
-            cursor *= order.sampler.num_replicas
-        if since is not None:
-            batches, cursor = since.batches + batches, since.cursor + cursor
-        # Earlier batches are drawn again, even from a sampler with a state.
-        fresh = self._next_state(loader)._replace(
-            sampler=None, streams={}, ranks=order.rank_of(rank).world_size
-        )
-        self.resumed = (fresh._replace(batches=batches, cursor=cursor),)
-
-    def skip_rest(self) -> None:
-        """Skip the rest of the restored epoch.
-
-        The next `iter()` begins the epoch after the restored epoch.
-        """
-        if self.resumed:
-            self._next_epoch, self.past = self.resumed[0].epoch + 1, self.resumed[0].past
-            self.resumed, self.progress = (), None
-
-    def is_of_rank(self, loader: TorchLoader) -> bool:
-        """Whether each rank has a separate state.
-
-        The result is the same on all ranks.
-        """
-        if self.spec.kind.is_iterable:
-            return not getattr(self.spec.source, "divides_samples", False)
-        order = self.order(loader)
-        of_all_ranks = (
-            order.is_by_arithmetic
-            or isinstance(order.sampler, DistributedSampler)
-            or order.samples_at_most
-        )
-        return not (loader.in_order and of_all_ranks)
-
-    def batches_left(self, loader: TorchLoader, rank: RankInfo) -> int | None:
-        """Return the number of batches left on this rank.
-
-        The batches belong to the restored epoch. See `restore.batches_left`.
-        """
-        order = self.order(loader)
-        return batches_left(order, of_rank(self.resumed, order.rank_of(rank)))
-
-    def order(self, loader: TorchLoader) -> EpochOrder:
-        return EpochOrder(loader, stream=self.spec.kind.is_iterable)
-
-    def _state_of(
-        self, progress: EpochProgress | None, loader: TorchLoader, lag: int
-    ) -> LoaderState:
-        """Return the state of an iteration, `lag` calls of `next()` ago.
-
-        `progress` is None before the first iteration.
-        """
-        if progress is not None and not (progress.over and lag == 0):
-            return progress.state(lag)
-        if lag:
-            raise ValueError(
-                f"lag={lag}: no iteration has begun, so that there is no earlier state"
-            )
-        return self._next_state(loader)
-
-    def _next_state(self, loader: TorchLoader) -> LoaderState:
-        """Return the state before the next epoch."""
-        order = self.order(loader)
-        sampler = order.sampler_state()
-        generator = encoded(order.generator)
-        fresh = self._fresh(loader, order, self._next_epoch)
-        return fresh._replace(generator=generator, sampler=sampler, kept_seed=self._seeds.kept)
-
-    def _fresh(self, loader: TorchLoader, order: EpochOrder, epoch: int) -> LoaderState:
-        """Return the state before an epoch.
-
-        The state includes remains of the epoch before.
-        """
-        fingerprint = self.fingerprint(loader, order)
-        fresh = LoaderState(
-            epoch, fingerprint, sampler_epoch=order.sampler_epoch, **self.past._asdict()
-        )
-        return fresh if self.progress is None or self.resumed else self.progress.next_state(fresh)
-
-    def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
-        """Return the properties of the loader to compare with a state."""
-        kind = self.spec.kind
-        # The copy of the dataset in each worker has a separate state. A restored state needs the
-        # same number of workers.
-        copies = kind is DatasetKind.ITERABLE or (
-            kind is DatasetKind.MAP and is_stateful(self.spec.source)
-        )
-        readers = int(loader.num_workers) if copies else None
-        return Fingerprint(
-            kind.value, order.size(), order.describe(), self.spec.options["seed"], readers
-        )
+        return LoaderControl(spec, self.position.copied(spec), self.search.number)
 
     # An epoch.
+
+    def set_epoch(self, loader: TorchLoader, epoch: int) -> None:
+        """Set the number of the next epoch, also of samplers and of the dataset.
+
+        While a restored epoch is pending, no number is set.
+        """
+        self.position.set_epoch(loader, epoch)
+        if not self.position.resumed:
+            self.placements.set_epoch(self.spec.source, epoch)
 
     @contextlib.contextmanager
     def ranked(self) -> Iterator[RankInfo]:
@@ -375,9 +144,13 @@ class LoaderControl:
         """
         agreement, closings = None, self._closings
         if self.spec.options["coordinated"] and rank.world_size > 1:
-            agreement = begin_agreement(self._agreements, rank, self.group, loader.timeout or None)
+            previous, timeout = self._agreement, loader.timeout or None
+            agreement = begin_agreement(previous, rank, self.group, timeout)
+            if agreement is not previous:
+                weakref.finalize(self, agreement.close)
+            self._agreement = agreement
         try:
-            progress = self.next_progress(loader, rank, late_epoch=late_epoch)
+            progress = self.position.next_progress(loader, rank, late_epoch=late_epoch)
             epoch = self.open(kind, loader, progress, agreement)
         except Exception as error:
             if agreement is not None:  # otherwise the other ranks would wait
@@ -391,66 +164,6 @@ class LoaderControl:
             raise LoaderClosedError
         return epoch
 
-    def next_progress(
-        self, loader: TorchLoader, rank: RankInfo, *, late_epoch: bool
-    ) -> EpochProgress:
-        """Return the progress of the next epoch, or of the restored epoch.
-
-        The progress has no plans yet.
-        """
-        kind, seed = self.spec.kind, self.spec.options["seed"]
-        if self.spec.options["data_parallel"] is not None:
-            check_data_parallel(loader, rank, seed)
-        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
-        epoch = self._next_epoch if resumed is None else resumed.epoch
-        check_reading(self.spec, loader, rank, self._checked)
-        # Between epochs, samplers without `wants_epoch` keep the number: only the program sets the
-        # number. Within a restored epoch, the state has the number.
-        between = resumed is None or resumed.is_between_epochs
-        keeps = between and not late_epoch and (resumed is None or not self._epoch_set)
-        saved = None if resumed is None or between else resumed.sampler_epoch
-        propagate_epoch(loader._index_sampler, epoch if saved is None else saved, only_wanted=keeps)
-        order = EpochOrder(loader, stream=kind.is_iterable, resumed=resumed, at_once=late_epoch)
-        if resumed is not None:
-            self.past = resumed.past
-            check_rank(resumed, order, rank)
-            check_fit(resumed, self.fingerprint(loader, order))
-        order.leave_out(self.past.excluded)
-        continued = order.resumed
-        kept_seed = self._seeds.kept  # before the epoch draws a new seed
-        draws, base_seed = self._seeds.draw(loader, order, resumed)
-        drawn_seed = base_seed if seed is None else None
-        if continued is None:
-            fresh = self._fresh(loader, order, epoch)
-            begun = fresh._replace(
-                base_seed=drawn_seed, kept_seed=kept_seed, sampler=order.sampler_at_start
-            )
-            if resumed is not None:
-                begun = begun._replace(streams=resumed.streams)
-        else:
-            begun = (
-                continued
-                if continued.base_seed is not None
-                else continued._replace(base_seed=drawn_seed)
-            )
-        begun = begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0)
-        self.past = begun.past
-        self.sampler_epochs[epoch] = begun.sampler_epoch
-        return EpochProgress(
-            begun,
-            order,
-            draws,
-            base_seed,
-            rank,
-            restored=resumed is not None,
-            batched=loader._auto_collation,
-            readers=(0 if kind.is_async else loader.num_workers) or 1,
-            of_rank=self.is_of_rank(loader)
-            if kind.is_iterable
-            else not loader.in_order and rank.world_size > 1,
-            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
-        )
-
     def open(
         self,
         iterator: type[E],
@@ -458,48 +171,46 @@ class LoaderControl:
         progress: EpochProgress,
         agreement: StepGroup | None,
     ) -> E:
-        begun, rank = progress.begun, progress.rank
+        """Open a session for an epoch of `Position.next_progress`, and return the iterator."""
+        spec, begun, rank = self.spec, progress.begun, progress.rank
         self.counters.begin()
-        self.epoch_was_set, self._epoch_set = self._epoch_set, False
         session = self._open_session(loader, progress)
         progress.before_first = session.inline_state
-        text = "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead"
-        place = rank.rank, rank.world_size, self.counters.placement
+        # The look-ahead found in the last epoch is kept, within the present limits.
+        least, most = spec.look_ahead(loader)
+        self._ahead.resize(least, most)
         _log.debug(
-            text,
+            "epoch %d begins with batch %d, on rank %d of %d: %s; %d workers, %d batches ahead",
             begun.epoch,
             begun.batches,
-            *place,
+            rank.rank,
+            rank.world_size,
+            self.counters.placement,
             loader.num_workers,
-            self.spec.look_ahead(loader).least,
+            least,
         )
         delivers: Session | DeviceStage = session
-        finalize: Finish | None
-        if self.spec.device is None:
-            finalize = pin if should_pin(loader.pin_memory, loader.pin_memory_device) else None
-        else:
-            ahead = self.spec.options["device_prefetch"]
-            delivers = stage = DeviceStage(
-                session, Copier(streams_of(self.spec.device)), ahead, opened
-            )
-            finalize = stage.claim
+        finish: Finish | None = None
+        if spec.device is not None:
+            copier = Copier(streams_of(spec.device))
+            delivers = DeviceStage(session, copier, spec.options["device_prefetch"], opened)
+            finish = delivers.claim
+        elif should_pin(loader.pin_memory, loader.pin_memory_device):
+            finish = pin
         # Set by `__len__` of torch's loader, only for streams.
         asked: object = loader._IterableDataset_len_called
         if asked is not None:
-            copies = loader.num_workers > 0 and not self.spec.kind.is_async
-            finalize = checked_length(finalize, without_adapter(loader.dataset), copies=copies)
-        self.resumed, self._next_epoch, self.progress = (), begun.epoch + 1, progress
-        # The look-ahead found in the last epoch is kept, within the present limits.
-        self._ahead.resize(*self.spec.look_ahead(loader))
+            copies = loader.num_workers > 0 and not spec.kind.is_async
+            finish = checked_length(finish, without_adapter(loader.dataset), copies=copies)
+        self.position.begin(progress)
         epoch = iterator(
             loader,
-            self.spec,
+            self.position,
             self.counters,
             progress,
             delivers,
             look_ahead=None if session.inline_state is not None else self._ahead,
-            finish=finalize,
-            state=functools.partial(self._state_of, progress, loader),
+            finish=finish,
             tune=functools.partial(self._tune, loader, delivers),
             agreement=agreement,
         )
@@ -521,20 +232,17 @@ class LoaderControl:
 
     def close_engine(self) -> None:
         """End the engine and the workers, and wait for the end."""
-        close_all(self._agreements)
+        if self._agreement is not None:
+            self._agreement.close()
         self.placements.close()
 
     # The engine.
 
     def start_early(self, loader: TorchLoader) -> None:
         """Start the zygote early, if engine or workers will be forks."""
-        if (
-            not self.spec.kind.is_async
-            or self.spec.remote is not None
-            or loader.multiprocessing_context
-        ):
-            return
-        if self.spec.placement == "process" or loader.num_workers > 0:
+        here = self.spec.remote is None
+        forks = self.spec.placement == "process" or loader.num_workers > 0
+        if self.spec.kind.is_async and here and forks and not loader.multiprocessing_context:
             start_early()
 
     def setup(self, loader: TorchLoader) -> Setup:
@@ -575,7 +283,7 @@ class LoaderControl:
         rank, start, base_seed = progress.rank, progress.session_start, progress.base_seed
         # A torch dataset without `wants_epoch` gets the epoch only from `loader.set_epoch`, as in
         # torch.
-        set_epoch = spec.kind.is_async or self.epoch_was_set
+        set_epoch = spec.kind.is_async or self.position.epoch_set
         only_wanted = not (spec.kind.is_async or (set_epoch and start.batch))
         self.placements.set_epoch(spec.source, start.epoch, only_wanted=only_wanted)
         start = start._replace(
@@ -592,16 +300,14 @@ class LoaderControl:
             gives_tables(spec.source),
         )
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
-        resumed = bool(self.resumed)
-        if options["seed"] is not None and not spec.kind.is_async:
+        resumed = bool(self.position.resumed)
+        if spec.kind.is_async:
+            pass
+        elif options["seed"] is not None:
             # Workers seed random generators by torch's rule. With this seed, workers draw
             # different numbers in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        elif (
-            not spec.kind.is_async
-            and resumed
-            and (start.batch or (loader.persistent_workers and start.epoch))
-        ):
+        elif resumed and (start.batch or (loader.persistent_workers and start.epoch)):
             # New workers must not repeat the draws of earlier workers.
             base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
         config = EngineConfig(

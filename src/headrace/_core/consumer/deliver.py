@@ -36,7 +36,6 @@ class FailureHandler:
     Attributes:
         skips: Whether the policy can skip samples. Only then each batch has to pass `judge`.
         lost: Whether the last batch in `judge` lost all samples.
-        losses: The losses of the epoch for a state.
     """
 
     def __init__(
@@ -56,44 +55,43 @@ class FailureHandler:
         self._uncoordinated = progress.rank.world_size > 1 and not coordinated
         self._epoch_number = progress.begun.epoch
         self._epoch = EpochFailures(*progress.begun.skipped)
-        self.losses = Losses(progress.begun.skipped, progress.begun.lost)
+        self._lost_batches = progress.begun.lost
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
         self._lost_place: object = None  # shard and member in the error of the last lost batch
 
-    def judge(self, host: HostBatch) -> tuple[bool, Exception | None]:
-        """Count a batch, and decide about the batch.
+    @property
+    def losses(self) -> Losses:
+        """The losses of the epoch for a state."""
+        epoch = self._epoch
+        skipped = SkipCounts(epoch.delivered, epoch.skipped, epoch.in_a_row)
+        return Losses(skipped, self._lost_batches)
 
-        Returns:
-            Whether the consumer gets the batch or an error, and the error to raise, if any.
+    def judge(self, host: HostBatch) -> Exception | None:
+        """Count a batch, and return the error to raise in place of the batch, if any.
 
         The error is returned and not raised. A traceback would make a cycle of this frame, the
         batch and the error, and the iterator would live until the next garbage collection.
         """
         self.lost = False
         try:
-            if host.failures and (raised := self._handle(host)) is not None:
-                return True, raised.exception(as_torch=self._as_torch)
-            if host.empty:
-                return False, None
-            self._deaths_in_a_row = self._lost_in_a_row = 0
-            if not host.failures:
-                self._epoch.add(host)
-            return True, None
+            raised = self._handle(host) if host.failures else None
+            if raised is not None:
+                return raised.exception(as_torch=self._as_torch)
+            if not host.empty:
+                self._deaths_in_a_row = self._lost_in_a_row = 0
+                if not host.failures:
+                    self._epoch.add(host)
+            return None
         except Exception as error:  # from a function in `on_error`, or from the limits
-            return True, error
-        finally:
-            if self.skips:
-                self._count()
+            return error
 
     def skip_step(self, number: int) -> None:
         """Record that no rank delivers the batch with this number."""
         lost = LostBatch(self._epoch_number, number)
-        earlier = self.losses.lost
-        if lost not in earlier:  # Ctrl-C may have interrupted the call before
-            self.losses = self.losses._replace(lost=(*earlier, lost)[-LOST_KEPT:])
-        self._count()
+        if lost not in self._lost_batches:  # Ctrl-C may have interrupted the call before
+            self._lost_batches = (*self._lost_batches, lost)[-LOST_KEPT:]
 
     def check_epoch(self, *, whole: bool) -> None:
         """Check the counts at the end of the epoch.
@@ -105,11 +103,6 @@ class FailureHandler:
         if whole and self._epoch.examples and not self._epoch.delivered:
             raise self._epoch.error("every sample failed, and no batch could be delivered")
         self._check(ended=True)
-
-    def _count(self) -> None:
-        epoch = self._epoch
-        skipped = SkipCounts(epoch.delivered, epoch.skipped, epoch.in_a_row)
-        self.losses = self.losses._replace(skipped=skipped)
 
     def _handle(self, host: HostBatch) -> Failure | None:
         """Count the failures of a batch, and warn of skipped samples.
@@ -171,20 +164,15 @@ class FailureHandler:
 
 
 def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
-    one = "a sample" if failure.lost is None else "the rest of a shard"
-    skipped = (
-        f"batch {failure.batch} lost all its samples, the first"
-        if lost
-        else f"{one} was skipped, owing"
-    )
-    message = f"{skipped} to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+    what = "a sample was skipped" if failure.lost is None else "the rest of a shard was skipped"
     if lost:
-        message += "The epoch has a batch less: loader.stats().lost_batches counts these. "
-    message += (
-        "Later ones of this epoch are counted in loader.stats().skipped_samples, with those of "
-        "other epochs, and the last errors are in loader.stats().skipped."
+        what = f"batch {failure.batch} lost all its samples"
+    warn_user(
+        f"{what}, owing to {failure.type_name}: {shorten(failure.message)} ({failure.where}). "
+        "Later ones of this epoch are counted in loader.stats(): skipped_samples, lost_batches, "
+        "and the last errors as skipped.",
+        RuntimeWarning,
     )
-    warn_user(message, RuntimeWarning)
 
 
 def opened(host: HostBatch) -> Any:
@@ -194,10 +182,10 @@ def opened(host: HostBatch) -> Any:
     try:
         return host.data.loads()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        remedy = "Its classes have to be importable, or picklable by value, in this process too."
         unpicklable = NotPicklableError(
-            what="the return value of collate_fn", reason=reason, remedy=remedy
+            what="the return value of collate_fn",
+            reason=f"{type(error).__name__}: {error}",
+            remedy="Its classes have to be importable, or picklable by value, in this process too.",
         )
         raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
 

@@ -9,8 +9,7 @@ import numpy as np
 from torch.utils.data import SequentialSampler
 
 from headrace._core.array_types import IntArray
-from headrace._core.consumer.control import copied
-from headrace._core.consumer.rewind import with_exclusions
+from headrace._core.consumer.rewind import copied, with_exclusions
 from headrace._core.order.order import COMPUTED
 from headrace._core.order.samplers import RankSampler
 from headrace._core.order.state import LoaderState
@@ -72,13 +71,13 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         >>> print(*hr.verify([(None, states[1]), (states[0], states[2])], loader))
         epoch 0, not ended: 4 once, 2 repeated (0, 1), 2 never (2, 5), 0 excluded
     """
-    control = loader._control
-    order = control.order(copied(loader))
-    own = control.fingerprint(loader, order)
+    position = loader._control.position
+    order = position.order(copied(loader))
+    own = position.fingerprint(loader, order)
     if type(order.sampler) is SequentialSampler and not order.is_stream:
         order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
     sampler = order.computed
-    coordinated = control.spec.options["coordinated"]
+    coordinated = position.spec.options["coordinated"]
     if sampler is None or sampler.dealt_at_once > 1 or (sampler.exact and coordinated):
         raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
     spans, stop = [], 0
@@ -98,10 +97,10 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             )
         run = last.run
         begin = with_exclusions(order, begin, last.excluded)
-        position = begin.epoch, begin.cursor
+        start = begin.epoch, begin.cursor
         later = (begin.epoch + begin.over, 0)  # after the end of an epoch: the next epoch
-        unchanged = (run.epoch, run.cursor) <= max(position, later)
-        if not unchanged or (last.epoch, last.cursor) < position:
+        unchanged = (run.epoch, run.cursor) <= max(start, later)
+        if not unchanged or (last.epoch, last.cursor) < start:
             problems.append(
                 "its states are in the wrong order, or ranks, batch_size= or exclusions changed "
                 "between them: give two parts"
@@ -138,7 +137,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             "excluded": np.flatnonzero(never & excluded),
         }
         once = int(np.count_nonzero(counts == 1))
-        found.append(EpochDelivery(epoch, ended, once, others, control.spec.source))
+        found.append(EpochDelivery(epoch, ended, once, others, position.spec.source))
     return found
 
 
@@ -153,12 +152,12 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
     The ranks and the batch size are taken from `last`, the last state of a part of the run.
     """
     batch_size = last.run.batch_size or order.batch_size or 1
-    left = [np.empty(0, np.int64)]
+    left = np.zeros(size, np.int64)
     for rank in range(0 if state.over else last.ranks):
         own = _joined(
             order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor)
         )
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]
-        left.append(own)
-    return np.bincount(np.concatenate(left), minlength=size)
+        left += np.bincount(own, minlength=size)
+    return left

@@ -6,29 +6,30 @@ consumer's thread. `for` and `async for` differ only in the way of waiting.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.consumer.agreement import END, SKIP, StepGroup
 from headrace._core.consumer.deliver import FailureHandler, Finish, opened
+from headrace._core.consumer.position import Position
 from headrace._core.consumer.prefetch import Prefetcher
 from headrace._core.device.stage import DeviceStage
 from headrace._core.eventloop.waiting import Readable, wait_readable
 from headrace._core.failure import Stage
 from headrace._core.links.session import Session
 from headrace._core.look_ahead import LookAheadSize
-from headrace._core.messages import Consumed, StatusRequest, TraceRequest, check_not_forked
+from headrace._core.messages import Consumed, StatusRequest, TraceRequest
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.samplers import BlockSampler
-from headrace._core.order.spec import LoaderSpec, TorchLoader, drawn_freely
-from headrace._core.order.state import LoaderState, states_to_dict
+from headrace._core.order.spec import TorchLoader, drawn_freely
+from headrace._core.order.state import states_to_dict
 from headrace._core.ranks.rankinfo import provided_rank
-from headrace._core.streams.kinds import DatasetKind, capabilities, joined_part
+from headrace._core.streams.kinds import DatasetKind, joined_part
 from headrace._core.streams.resumable import State
 from headrace._core.text import shorten_list
 from headrace._core.torchcompat.private import profiler
@@ -46,6 +47,7 @@ from headrace.telemetry.counters import BatchRecord, Counters
 T_co = TypeVar("T_co", covariant=True)
 
 WAIT = object()
+_NO_RECORD = nullcontext()
 ANSWER_TIMEOUT = 0.2  # seconds for the engine to report a batch's status, after a time-out
 # Seconds between readings of the thread's CPU clock. A reading takes 0.4 µs; a call takes 6 µs.
 CPU_READING = 0.005
@@ -74,21 +76,19 @@ class Epoch:
         self,
         # kept alive by the iterator: the engine ends with the loader
         loader: TorchLoader,
-        arguments: LoaderSpec,
+        position: Position,
         counters: Counters,
         progress: EpochProgress,
         session: Session | DeviceStage,  # the receiver of plans; owned from here on
         *,
         look_ahead: LookAheadSize | None,  # None: plan single batches, in the caller's thread
         finish: Finish | None,
-        state: Callable[
-            [int], LoaderState
-        ],  # after the last call of `next()`, or so many calls before
         tune: Callable[[], float],  # changes the number of workers; returns when to call this again
         agreement: StepGroup
         | None,  # agrees with other ranks on the number of steps; None without coordination
     ) -> None:
-        self._loader = loader
+        arguments = position.spec
+        self._loader, self._position = loader, position
         # As in torch's iterators: libraries read these attributes. With `seed=` no seed is drawn.
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._base_seed = loader.num_workers, progress.begun.base_seed
@@ -96,32 +96,26 @@ class Epoch:
         self._failures = FailureHandler(
             arguments, progress, counters, coordinated=agreement is not None
         )
-        self._in_workers = arguments.kind is DatasetKind.MAP
         sampler: Any = loader.sampler
+        group = 0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler)
         group_of = None
-        # a look-ahead given by the user may be too small
-        holds_groups = vars(loader)["prefetch_factor"] is None
-        if (
-            isinstance(sampler, BlockSampler)
-            and capabilities(arguments.source).ranges
-            and holds_groups
-        ):
+        # A look-ahead given by the user may be too small for whole groups of blocks.
+        if group and isinstance(sampler, BlockSampler) and vars(loader)["prefetch_factor"] is None:
             group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,
             session.send,
             look_ahead,
-            group=0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler),
+            group=group,
             group_of=group_of,
             free=drawn_freely(loader) - progress.begun.batches,
             by_size=arguments.reads_in_persistent_workers(loader),
-            in_workers=self._in_workers,
+            in_workers=arguments.kind is DatasetKind.MAP,
         )
         self._timeout = loader.timeout or None  # seconds to wait for a batch
         self._finish = finish
         self._counters = counters
         self._progress = progress
-        self._state = state
         self._rank = progress.rank  # the result of `get_rank_info` in user code, here
         # Number of engines where plans may wait for memory; 0 without a memory budget.
         bounded = (
@@ -147,10 +141,9 @@ class Epoch:
         self._over = False
         self.closed = False
         self._turn = threading.RLock()
-        self._pid = os.getpid()
         # Also ends the session of an iterator dropped in mid-epoch. As in torch, persistent workers
         # read all drawn plans, including plans that were not sent yet.
-        unsent = self._ahead.held if arguments.reads_in_persistent_workers(loader) else []
+        unsent = self._ahead.held if self._ahead.by_size else []
         self._finalizer = weakref.finalize(self, _end_iteration, session, unsent)
         # the placement's own hook closes everything at exit, in order
         self._finalizer.atexit = False
@@ -162,7 +155,7 @@ class Epoch:
 
     def state_dict(self, lag: int = 0) -> State:
         """Return the state of this iteration, for `DataLoader.load_state_dict`."""
-        return states_to_dict((self._state(lag),))
+        return states_to_dict((self._position.state_of(self._progress, self._loader, lag),))
 
     @property
     def _num_yielded(self) -> int:
@@ -202,7 +195,7 @@ class Epoch:
         if agreement is not None:
             now = time.perf_counter()  # until now the other ranks were waited for
             taken, refilled = taken + now - refilled, now
-        counters, returned, losses = self._counters, refilled, self._failures.losses
+        counters, returned = self._counters, refilled
         batch = host.data
         try:
             if step.error is not None:
@@ -217,37 +210,37 @@ class Epoch:
                 # The restored position stays. Later batches would leave out samples.
                 self._stop(raised)
             else:
-                self._progress.on_batch(host, losses, given=True)
-                self._on_counted()
+                self._count(host)
                 self._counted = None
             del step, host  # the traceback holds this frame; avoid a cycle
             raise
-        self._progress.on_batch(host, losses, given=True)
         if counters.traced is not self._traced:
             self._follow_trace()
         if returned - self._cpu_read > CPU_READING:
             self._cpu, self._cpu_read = time.thread_time(), returned
         counters.delivered(
             BatchRecord(
-                self._iteration,
-                host.plan.number,
-                host.size,
-                host.plan.planned,
-                host.times,
-                step.called,
-                taken,
-                refilled,
-                returned,
-                step.ready,
-                host.requests,
-                self._cpu,
-                host.fetches,
+                iteration=self._iteration,
+                number=host.plan.number,
+                size=host.size,
+                planned=host.plan.planned,
+                times=host.times,
+                called=step.called,
+                taken=taken,
+                refilled=refilled,
+                returned=returned,
+                ready=step.ready,
+                requests=host.requests,
+                cpu=self._cpu,
+                fetches=host.fetches,
             )
         )
-        self._on_counted()
+        self._count(host)
         return batch
 
-    def _on_counted(self) -> None:
+    def _count(self, host: HostBatch) -> None:
+        """Count a batch, or the batch's error, in the position."""
+        self._progress.on_batch(host, self._failures.losses, given=True)
         if self._agreement is not None:
             self._agreement.granted -= 1
         self._counted, self._next = self._next, None
@@ -294,17 +287,16 @@ class Epoch:
             if settled == END:
                 self._finish_epoch()
             if settled == SKIP:
-                self._skip_step()
+                # A rank lost all samples of a batch: all ranks leave out the step.
+                step, self._next = self._next, None
+                self._counters.discarded_batches += not step.is_lost
+                self._pass_over(step.host, lost=True)
         return True
 
-    def _skip_step(self) -> None:
-        """Leave out the next step on all ranks: a rank lost all samples of a batch."""
-        step, self._next = self._next, None
-        self._counters.discarded_batches += not step.is_lost
-        self._record_skip(step.host)
-
-    def _record_skip(self, host: HostBatch) -> None:
-        self._failures.skip_step(host.plan.number)
+    def _pass_over(self, host: HostBatch, *, lost: bool) -> None:
+        """Record a batch which the consumer does not get. `lost`: whether the batch was a step."""
+        if lost:
+            self._failures.skip_step(host.plan.number)
         self._progress.on_batch(host, self._failures.losses, given=False)
 
     def _take_next(self) -> Any:
@@ -333,30 +325,26 @@ class Epoch:
                 session.release()
                 continue
             called, taken, self._called = self._called, time.perf_counter(), 0.0
-            delivers, error, times = True, None, host.times
+            error, times = None, host.times
             if failures.skips or host.failures or host.empty:
                 with provided_rank(self._rank):
                     # The error is raised at this batch's turn, when the ranks have agreed on the
                     # step.
-                    delivers, error = failures.judge(host)
+                    error = failures.judge(host)
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
+            delivers = error is not None or not host.empty
             if failures.lost and self._agreement is not None:
                 delivers = True  # other ranks skip the step too
-            elif failures.lost:
-                self._record_skip(host)
-            elif not delivers:
-                progress.on_batch(host, failures.losses, given=False)
-            nbytes = times.nbytes
-            if self._in_workers and type(host.data) is PickledPayload:
-                nbytes = host.data.nbytes
+            if not delivers:
+                self._pass_over(host, lost=failures.lost)
             # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
             self._next = step if delivers else None
             self._taken = number
             progress.taken += 1
-            due = ahead.on_batch(number, host.end, times, ready, nbytes)
+            due = ahead.on_batch(host, ready)
             session.release()
             if due:
                 self._fill()  # before the consumer computes: fetching goes on meanwhile
@@ -440,9 +428,7 @@ class Epoch:
             if self._agreement is not None and self._agreement.pending:
                 yield from self._agreement.waits()
                 return
-            # a wait here would also take the other process's wake-up bytes
-            check_not_forked(self._pid)
-            if session.is_current:
+            if session.is_current:  # in a fork, raises an error
                 raise DeadlockError(what="next() of a loader")
             session.take_status()  # a late answer, after a time-out
             self._ahead.on_stall(time.perf_counter())
@@ -496,9 +482,8 @@ class BatchIterator(Epoch, Iterator[T_co]):
     """The iterator of `for`; `next()` blocks."""
 
     def __next__(self) -> T_co:
-        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
-            with self._turn:  # threads with the same iterator take turns
+            with self._turn, _recorded(self):  # threads with the same iterator take turns
                 while (batch := self._poll()) is WAIT:
                     for source, seconds in self._waits():
                         wait_readable(source, timeout=seconds)
@@ -507,9 +492,6 @@ class BatchIterator(Epoch, Iterator[T_co]):
         except BaseException:  # Ctrl-C
             self._keep_counted()
             raise
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -526,12 +508,12 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
 
         # Other tasks of the caller's loop get a turn even if batches are always ready.
         await anyio.lowlevel.checkpoint()
-        record = _begin_record(self) if profiler._is_profiler_enabled else None
         try:
-            while (batch := self._poll()) is WAIT:
-                for source, seconds in self._waits():
-                    with anyio.move_on_after(seconds):
-                        await anyio.wait_readable(source)
+            with _recorded(self):
+                while (batch := self._poll()) is WAIT:
+                    for source, seconds in self._waits():
+                        with anyio.move_on_after(seconds):
+                            await anyio.wait_readable(source)
             self._counted = None
             return batch  # type: ignore[no-any-return]
         except StopIteration:
@@ -539,21 +521,18 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
         except BaseException:  # Ctrl-C
             self._keep_counted()
             raise
-        finally:
-            if record is not None:
-                record.__exit__(None, None, None)
 
     async def aclose(self) -> None:
         """Stop fetching for this epoch; the loader stays usable."""
         self.close()
 
 
-def _begin_record(iterator: object) -> profiler.record_function:
-    """Begin the profiler's record of a call of `next()`, with torch's name.
+def _recorded(iterator: object) -> AbstractContextManager[object]:
+    """Return the profiler's record of a call of `next()`, with torch's name.
 
     Tools look for both ends of the name. In `async for` the record ends when the batch has arrived:
     the record includes other tasks of the loop.
     """
-    record = profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
-    record.__enter__()  # type: ignore[no-untyped-call]
-    return record
+    if not profiler._is_profiler_enabled:
+        return _NO_RECORD
+    return profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headrace._core.batches import BatchPlan, StageTimes
+from headrace._core.batches import BatchPlan, HostBatch
 from headrace._core.failure import Failure, Stage, interrupted
 from headrace._core.look_ahead import QUICK, LookAheadSize
+from headrace._core.transport.pickling import PickledPayload
 
 # Number of plans to send singly after a wait: initial number, and maximum.
 # Waking the engine costs 8 µs in a thread, and 20 to 90 µs in a process
@@ -143,37 +144,37 @@ class Prefetcher:
         """The oldest plan under way."""
         return next(iter(self.under_way.values()))
 
-    def on_batch(self, number: int, end: bool, times: StageTimes, ready: int, nbytes: int) -> bool:
+    def on_batch(self, host: HostBatch, ready: int) -> bool:
         """Count an arrived batch, and return whether to call `fill` now.
 
-        Args:
-            number: The number of the batch.
-            end: Whether the stream has ended. Then there is nothing more to plan.
-            times: The times of the batch.
-            ready: The number of other arrived batches.
-            nbytes: The size of the batch in bytes.
+        `ready` is the number of other arrived batches.
         """
-        plan = self.under_way.pop(number)
-        if end:
+        plan, times = self.under_way.pop(host.plan.number), host.times
+        if host.end:
             self.exhausted = True
         ahead = self.ahead
         if ahead is None:
             return False
-        small = SMALL_IN_WORKERS if self.in_workers else SMALL
-        # Only for streams and workers, if known; otherwise 0.
+        # Bytes in the look-ahead. Only for streams and workers, if known; otherwise 0.
+        nbytes, small = times.nbytes, SMALL
+        if self.in_workers:
+            small = SMALL_IN_WORKERS
+            if type(host.data) is PickledPayload:
+                nbytes = host.data.nbytes
         nbytes = 0 if times.load.limit else ahead.batches * nbytes
+        may_double = self.planned > CALM and 0 < 2 * nbytes <= small
         if nbytes > small:
             ahead.reduce()
         if self.by_size:
             self._stalled = None
-            if self.planned > CALM and 0 < 2 * nbytes <= small:
+            if may_double:
                 ahead.extend(ahead.batches)
         elif self._stalled is not None:
             quick = self.in_workers and times.work_ended - times.work_began < QUICK
             arrived = times.work_ended if quick else times.fetched
             if arrived > self._stalled and not self.exhausted:
                 ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
-                if self.planned > CALM and 0 < 2 * nbytes <= small:
+                if may_double:
                     ahead.extend(ahead.batches)
             self._stalled, self._unstalled = None, 0
         else:

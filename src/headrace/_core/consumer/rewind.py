@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,15 +12,22 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from headrace._core.consumer.control import LoaderControl, copied
+from headrace._core.consumer.control import LoaderControl
 from headrace._core.consumer.epoch import BatchIterator
+from headrace._core.consumer.position import Position
 from headrace._core.order.exclusion import Exclusion, excluded_indices
 from headrace._core.order.order import COMPUTED, EpochOrder
 from headrace._core.order.progress import EpochProgress
 from headrace._core.order.state import LoaderState, Past, Run
 from headrace._core.ranks.distributed import RankChoice
 from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from headrace._core.streams.kinds import DatasetKind, has_method, sample_key, walk_datasets
+from headrace._core.streams.kinds import (
+    DatasetKind,
+    has_method,
+    propagate_epoch,
+    sample_key,
+    walk_datasets,
+)
 from headrace._core.streams.map_style import positions
 from headrace._core.streams.resumable import is_stateful
 from headrace.errors import StateError
@@ -55,18 +63,15 @@ def samples_at(
 def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]) -> None:
     """Leave samples out from the next `iter()` on, for `DataLoader.exclude`."""
     control: LoaderControl = loader._control
-    order, states = control.order(copied(loader)), control.states(loader, 0)
+    position = control.position
+    order, states = position.order(copied(loader)), position.states(loader, 0)
     if order.is_stream:
         raise ValueError("samples are left out of a stream by its .filter(function)")
     if steps:
         _check_in_order(loader)
     (state, *others), sampler = states, order.computed
     if sampler is None or others or state.delivered:
-        why = (
-            "batches were given out of order"
-            if sampler is not None
-            else f"{order.sampler_name} is drawn"
-        )
+        why = f"{order.sampler_name} is drawn" if sampler is None else "batches were out of order"
         raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
     with control.ranked() as here:
         ranks = order.rank_of(here).world_size
@@ -83,11 +88,10 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
             sampler.exclusions = state.excluded[: run.exclusions]
             if first >= len(sampler.order_in(epoch)):
                 raise _no_step(epoch, step)
-            left_out.append(
-                Exclusion(epoch, *(sampler.whole(epoch, position) for position in (first, stop)))
-            )
+            whole = sampler.whole(epoch, first), sampler.whole(epoch, stop)
+            left_out.append(Exclusion(epoch, *whole))
     state = with_exclusions(order, state, (*state.excluded, *left_out))
-    control.continue_from(loader, (state,))
+    position.continue_from(loader, (state,))
 
 
 def with_exclusions(order: Any, state: LoaderState, excluded: tuple[Exclusion, ...]) -> LoaderState:
@@ -112,13 +116,20 @@ def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
             if (key := sample_key(source, index)) in names
         }
         if missing := names - set(found.values()):
-            raise KeyError(
-                f"{type(source).__name__} has no sample {min(missing)!r}, "
-                f"of {len(missing)} that are unknown"
-            )
+            raise KeyError(f"{type(source).__name__} has no sample {min(missing)!r}")
         indices += found
     positions(indices, len(source))  # raises an IndexError for a wrong index
     return indices
+
+
+def copied(loader: Any) -> Any:
+    """Return a copy of a loader, with separate samplers."""
+    clone = copy.copy(loader)
+    batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
+    if getattr(batches, "sampler", None) is not None:
+        batches.sampler = sampler = copy.copy(batches.sampler)
+    clone.__dict__.update(batch_sampler=batches, sampler=sampler)
+    return clone
 
 
 def _no_step(epoch: int, step: int) -> IndexError:
@@ -131,52 +142,57 @@ def _loader_at(
 ) -> Iterator[tuple[Any, EpochProgress]]:
     """Yield a copy of the loader, positioned at a step."""
     epoch, step = operator.index(epoch), operator.index(step)
-    rank, world_size = (
-        None if given is None else operator.index(given) for given in (rank, world_size)
-    )
     if epoch < 0 or step < 0:
         raise ValueError(f"epoch={epoch} and step={step} must not be negative")
     control: LoaderControl = loader._control
-    order = control.order(loader)
+    position = control.position
+    order = position.order(loader)
     _check_computable(loader, order, epoch)
     with control.ranked() as here:
         own = order.rank_of(here)
-    present = control.states(loader, 0)[0]
-    run, number = _run_of(
-        present, epoch, step, world_size or own.world_size, loader.batch_size or 0, world_size
-    )
+    present = position.states(loader, 0)[0]
+    ranks = own.world_size if world_size is None else world_size
+    run, number = _run_of(present, epoch, step, ranks, loader.batch_size or 0)
+    if world_size not in (None, run.ranks):
+        raise StateError(
+            f"step {step} of epoch {epoch} was made on {run.ranks} ranks, and {world_size=}"
+        )
     place = RankInfo(own.rank if rank is None else rank, run.ranks, "batch_at")
     if not 0 <= place.rank < run.ranks:
         raise ValueError(
             f"rank={place.rank}, but step {step} of epoch {epoch} is of {run.ranks} ranks"
         )
     clone = _copy(loader, place)
-    order = clone._control.order(clone)
+    there: Position = clone._control.position
+    order = there.order(clone)
     if run.batches and not order.is_by_arithmetic:
         raise StateError(
             f"the ranks or the batch size changed at batch {run.batches}, "
             f"and {order.sampler_name} is drawn"
         )
     reader = here if place == own else place
-    clone._control.past = Past(excluded=present.excluded[: run.exclusions])
-    order.restore_sampler(_sampler_at_start(control, order))
-    clone._control.begin_at(clone, epoch, _sampler_epoch(control, order, present, epoch))
-    clone._control.skip(clone, number - run.batches, reader, run)
+    order.restore_sampler(_sampler_at_start(position.progress, order))
+    there.past = Past(excluded=present.excluded[: run.exclusions])
+    there.resumed, there.next_epoch = (), epoch
+    if position.epoch_was_set:
+        clone._control.set_epoch(clone, epoch)
+    else:
+        propagate_epoch(clone._index_sampler, _sampler_epoch(order, present, epoch))
+    there.skip(clone, number - run.batches, reader, run)
     try:
         with provided_rank(reader), contextlib.closing(clone):
-            yield clone, clone._control.next_progress(clone, reader, late_epoch=False)
+            yield clone, there.next_progress(clone, reader, late_epoch=False)
     finally:
         # The copy has set the epoch of the dataset, which both loaders share. Set the epoch back.
-        if control.epoch_was_set and control.progress is not None:
-            control.placements.set_epoch(control.spec.source, control.progress.begun.epoch)
+        if position.epoch_was_set and position.progress is not None:
+            control.placements.set_epoch(control.spec.source, position.progress.begun.epoch)
 
 
-def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
+def _sampler_at_start(progress: EpochProgress | None, order: EpochOrder) -> object:
     """Return a user's sampler state at the epoch's beginning.
 
     None if the sampler is at the beginning already, or has no state.
     """
-    progress = control.progress
     if progress is None or progress.over or order.stateful is None or order.samples_at_most:
         return None
     if progress.begun.batches:
@@ -186,9 +202,7 @@ def _sampler_at_start(control: LoaderControl, order: EpochOrder) -> object:
     return progress.begun.sampler
 
 
-def _sampler_epoch(
-    control: LoaderControl, order: EpochOrder, present: LoaderState, epoch: int
-) -> int:
+def _sampler_epoch(order: EpochOrder, present: LoaderState, epoch: int) -> int:
     """Return the epoch number of a sampler with `set_epoch`.
 
     Raises:
@@ -196,10 +210,9 @@ def _sampler_epoch(
     """
     if order.sampler_epoch is None or order.wants_epoch:
         return epoch
-    known = {present.epoch: present.sampler_epoch, **control.sampler_epochs}
-    if (found := known.get(epoch)) is not None:
-        return found
-    if control.epoch_was_set or (present.epoch and present.sampler_epoch == present.epoch):
+    if epoch == present.epoch and present.sampler_epoch is not None:
+        return present.sampler_epoch
+    if present.epoch and present.sampler_epoch == present.epoch:
         return epoch
     raise ValueError(
         f"the program decides on the epoch of {order.sampler_name}, by set_epoch(), and the number "
@@ -248,19 +261,14 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
 
 
 def _run_of(
-    present: LoaderState,
-    epoch: int,
-    step: int,
-    ranks: int,
-    batch_size: int,
-    asked: int | None = None,
+    present: LoaderState, epoch: int, step: int, ranks: int, batch_size: int
 ) -> tuple[Run, int]:
     """Return the run of a step, and the number of the step's batch.
 
     A step after the present position belongs to a new run with `ranks` ranks.
 
     Raises:
-        StateError: The step is before the run, or on other ranks than `asked`.
+        StateError: The step is before the run.
     """
     number = present.number_of(epoch, step)
     if not present.run.ranks or (epoch, number) >= (present.epoch, present.batches):
@@ -276,11 +284,9 @@ def _run_of(
         raise StateError(
             f"step {step} had batches of {run.batch_size} samples: give the loader batch_size="
         )
-    if asked not in (None, run.ranks):
-        raise StateError(
-            f"step {step} of epoch {epoch} was made on {run.ranks} ranks, and world_size={asked}"
-        )
-    return (run if run.epoch == epoch else run._replace(epoch=epoch, batches=0, cursor=0)), number
+    if run.epoch != epoch:
+        run = run._replace(epoch=epoch, batches=0, cursor=0)
+    return run, number
 
 
 def _copy(loader: Any, rank: RankInfo) -> Any:

@@ -110,6 +110,13 @@ class Dealer:
             del self._made[self.next]
             self.next += 1
 
+    def first_missing(self) -> int:
+        """Return the number of the first batch that an engine in order has still to make."""
+        number = self.next
+        while number in self._made:  # after Ctrl-C, arrived batches may wait here
+            number += 1
+        return number
+
     def give_up(self, number: int, why: str) -> None:
         """Let a waiting batch fail, because the batch ends engines."""
         plan = next(plan for plan in self.waiting if plan.number == number)

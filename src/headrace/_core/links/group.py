@@ -201,7 +201,7 @@ class EngineGroup(Link):
         self._selector.close()
 
     def _add(self, number: int) -> None:
-        link = self._links[number] = self._connect(number, self._dealer.next)
+        link = self._links[number] = self._connect(number, self._dealer.first_missing())
         self._selector.register(link.source, selectors.EVENT_READ, number)
         if self._engines == 1:  # one socket is quicker than one in an epoll
             self.source = link.source

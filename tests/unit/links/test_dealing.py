@@ -54,6 +54,15 @@ def test_batch_that_ended_an_engine_waits_for_the_batches_before_it() -> None:
     assert deal(dealer, [], range(2)) == {0: [1]}
 
 
+def test_engine_in_order_begins_after_the_batches_that_have_arrived() -> None:
+    dealer = Dealer(1, in_order=True)
+    assert deal(dealer, [0, 1, 2], [0]) == {0: [0, 1, 2]}
+    dealer.receive(0, HostBatch(plan(0), None, 1))  # Ctrl-C comes before `take_made`
+    dealer.recall([0])
+    assert dealer.first_missing() == 1
+    assert deal(dealer, [], [0]) == {0: [1, 2]}
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
     for seed in range(60):

@@ -16,7 +16,6 @@ from headrace._core.batches import (
     HostBatch,
     RawBatch,
     SessionStart,
-    StageTimes,
 )
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
@@ -89,19 +88,11 @@ class Engine:
             self.executor = ProcessExecutor(config, first_task)
         else:
             self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
-        self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
 
     @property
     def usable(self) -> bool:
         """False after the executor failed to open or replace workers."""
-        opening = self._opening
-        if (
-            opening is not None
-            and opening.done()
-            and (opening.cancelled() or opening.exception() is not None)
-        ):
-            return False
         return self.executor.broken is None
 
     def start(self, session: Session) -> None:
@@ -117,14 +108,12 @@ class Engine:
         if self.config.kind.is_async:
             self.watch.end()
 
-    async def prepare(self, start: SessionStart) -> None:
+    def prepare(self, start: SessionStart) -> None:
         # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
         provide_rank(self.config.rank)
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self.executor.open())
-        await asyncio.shield(self._opening)
+        self.executor.open()
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
             states = {
@@ -144,13 +133,6 @@ class Engine:
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        # For an unused engine: the executor can only end launched workers after connecting them.
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self.executor.open())
-        await asyncio.wait([self._opening], timeout=deadline)
-        if self._opening.done():
-            # Mark the error as retrieved: the sessions waiting for the executor have raised it.
-            self._opening.exception()
         await self.executor.close(deadline)
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
@@ -314,7 +296,7 @@ class Session:
             # Restored states are sent even if the session is ending: persistent workers keep them
             # for the next epoch.
             if not self._context.stopping or self.start.streams:
-                await self._engine.prepare(self.start)
+                self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
@@ -407,35 +389,31 @@ class Session:
         watch, sample_bytes = self._watch, self._sizes.fetched or 0
         for raw, host in ready:
             host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
-            state = host.stream_state if raw.stream_state is None else raw.stream_state
-            number, (_, admitted), work = (
-                raw.plan.number,
-                self._outstanding[raw.plan.number],
-                host.times,
-            )
-            times = StageTimes(
-                admitted,
-                raw.began or admitted,
-                fetched,
-                work.work_began,
-                work.work_ended,
-                now,
-                raw.fetch_seconds,
-                int(sample_bytes * len(raw.plan.indices)),
-                cpu,
-                watch.blocked_seconds,
-                watch.place,
-                self._executor.take_deaths(),
-                watch.queued_seconds,
-                work.work_cpu,
-                self._blocked_before,
-                work.worked_by,
-                self._steps.seconds,
-                load,
+            number = raw.plan.number
+            _, admitted = self._outstanding[number]
+            deaths, self._executor.deaths = self._executor.deaths, 0
+            times = host.times._replace(
+                admitted=admitted,
+                began=raw.began or admitted,
+                fetched=fetched,
+                assembled=now,
+                fetch_seconds=raw.fetch_seconds,
+                nbytes=int(sample_bytes * len(raw.plan.indices)),
+                engine_cpu=cpu,
+                blocked=watch.blocked_seconds,
+                blocked_in=watch.place,
+                worker_deaths=deaths,
+                engine_queued=watch.queued_seconds,
+                blocked_before=self._blocked_before,
+                steps_seconds=self._steps.seconds,
+                load=load,
             )
             fetches = None if self._context.recorder is None else self._context.recorder.take()
             self._held[number] = host._replace(
-                requests=self._requests.take(), stream_state=state, times=times, fetches=fetches
+                requests=self._requests.take(),
+                stream_state=host.stream_state if raw.stream_state is None else raw.stream_state,
+                times=times,
+                fetches=fetches,
             )
             if not self._in_order:
                 self._next_number = number

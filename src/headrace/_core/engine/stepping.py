@@ -6,13 +6,13 @@ A session's executor applies the steps, in this process or in a worker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
 from headrace._core.messages import Call
@@ -21,7 +21,7 @@ from headrace._core.ranks.distributed import undivided
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
-from headrace._core.transport.pickling import noted_error
+from headrace._core.transport.pickling import Message, dump_message, not_picklable, noted_error
 from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
 from headrace.errors import NotPicklableError
 
@@ -93,15 +93,24 @@ class StepsTask:
     def start(self, worker: int, workers: int) -> None:
         pass  # nothing to do: the task of the assembly has started the worker
 
-    def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
-        """Return the outcomes of a `Chunk` in a worker, with picklable errors."""
-        outcomes = self.apply(Chunk(*request))
+    def __call__(self, chunk: Chunk) -> Message:
+        """Return the outcomes of a chunk, pickled in a worker, with picklable errors."""
+        outcomes = self.apply(chunk)
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
                 outcomes.of_samples[place] = Raised(
                     noted_error(outcome.error, "in a worker process")
                 )
-        return outcomes
+        try:
+            return dump_message(outcomes)
+        except BaseException as error:  # user code: __reduce__ of a result
+            remedy = (
+                "It is sent back from a worker process: return tensors, arrays, or classes that "
+                "both can import."
+            )
+            raise not_picklable(
+                "the result of a function before batching", error, remedy
+            ) from error
 
     def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:
         """Return the outcome of each sample.
@@ -126,24 +135,6 @@ Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]
 """Applies steps off the session's event loop."""
 
 
-def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
-    """Set the result or error of a future, from any thread.
-
-    Nothing happens if the future is done or the event loop is closed.
-    """
-
-    def settle_on_loop() -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
-
-    with contextlib.suppress(RuntimeError):
-        answer.get_loop().call_soon_threadsafe(settle_on_loop)
-
-
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """Return a function for applying steps on the consumer's thread.
 
@@ -151,14 +142,16 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """
 
     async def apply(task: StepsTask, chunk: Chunk) -> Outcomes:
-        answer: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        answer: Future[Outcomes] = Future()
 
         def run() -> None:
-            if not answer.done():  # otherwise the session was cancelled
-                settle(answer, task.apply(chunk, catch=CONSUMER_CATCH))
+            if answer.done():  # the session was cancelled, or Ctrl-C came after the call
+                return
+            if answer.running() or answer.set_running_or_notify_cancel():
+                answer.set_result(task.apply(chunk, catch=CONSUMER_CATCH))
 
         send(Call(run))
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     return apply
 

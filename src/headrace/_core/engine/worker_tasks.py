@@ -20,7 +20,6 @@ from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dum
 from headrace._core.engine.assemble import Assembler, now, set_worker, times_since
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import session_epoch
@@ -35,9 +34,15 @@ from headrace._core.streams.resumable import (
     user_state,
 )
 from headrace._core.torchcompat.private import become_worker, numpy_seed
-from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
+from headrace._core.transport.pickling import (
+    Message,
+    PickledPayload,
+    dump_message,
+    format_error,
+    not_picklable,
+    picklable_error,
+)
 from headrace.collate import is_default, output, stacks_tensors
-from headrace.errors import NotPicklableError
 
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
@@ -71,7 +76,7 @@ class AssembleTask:
         raw = request if in_thread else RawBatch.from_flat(request)
         self._generators.seed(raw.plan.seed)
         host = self.assembler(raw)
-        return to_wire(host, copied=self.copies) if in_thread else _flat(host, raw.plan)
+        return to_wire(host, copied=self.copies) if in_thread else dump_batch(host, raw.plan)
 
 
 class StartEpoch(NamedTuple):
@@ -124,7 +129,7 @@ class ReadTask(AssembleTask):
             self._readers[request.epoch] = self._reader(
                 request.epoch, request.state, set_epoch=request.set_epoch
             )
-            return None
+            return dump_message(None, plain=True)
         plan = RawBatch.from_flat(request).plan
         if self.iterable:  # each worker counts the samples of its own share
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
@@ -134,7 +139,7 @@ class ReadTask(AssembleTask):
             # A new seed: otherwise the worker would repeat the draws of the dead worker.
             self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)
         session_epoch.set(epoch)
-        return _flat(self._readers[epoch](plan), plan)
+        return dump_batch(self._readers[epoch](plan), plan)
 
     def _seed(self, base_seed: int) -> None:
         random.seed(base_seed + self._worker)
@@ -157,10 +162,10 @@ class ReadTask(AssembleTask):
             return cannot_start(error, restoring=state is not None)
 
 
-def _flat(host: HostBatch, plan: BatchPlan) -> Any:
+def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
+    """Pickle a batch for a process with the batch's plan."""
     host = to_wire(host)
-    flat = host.flat(plan)
-    return flat if host.failures else Plain(flat)
+    return dump_message(host.flat(plan), plain=not host.failures)
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
@@ -192,16 +197,6 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     if host.failures:
         host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
     return host
-
-
-def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
-    """Return the error for an unpicklable value.
-
-    The cause is `reason`, the pickling error.
-    """
-    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
-    error.__cause__ = reason
-    return error
 
 
 def _with_picklable_error(failure: Failure) -> Failure:

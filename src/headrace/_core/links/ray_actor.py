@@ -19,8 +19,9 @@ import ray
 
 from headrace._core.batches import BatchPlan, HostBatch, SessionStart
 from headrace._core.engine.config import EngineConfig
+from headrace._core.engine.worker_tasks import dump_batch
 from headrace._core.links.process import ProcessLink, ProcessPlacement
-from headrace._core.links.sidecar import dump_batch, portable_end
+from headrace._core.links.sidecar import portable_end
 from headrace._core.messages import SessionEnd, Status, StatusRequest
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.pickling import Message, copy_of, dump_message, load_message

@@ -344,7 +344,7 @@ class EngineChannel(_Channel):
     Args:
         connection: The connection.
         on_object: Called with each received object, or with the error of unpickling it.
-        on_lost: Called once, after the other end or `close` has closed the channel.
+        on_lost: Called once, after the other end has closed the channel.
     """
 
     def __init__(
@@ -404,6 +404,7 @@ class EngineChannel(_Channel):
             return False
         except Disconnected:
             self.close()
+            self._on_lost()
         while self._arrived:
             self._on_object(self._arrived.popleft())
         return more
@@ -427,7 +428,6 @@ class EngineChannel(_Channel):
             self._loop.add_reader(descriptors, self._on_views_collected)
         else:
             descriptors.close()
-        self._on_lost()
 
     def _on_views_collected(self) -> None:
         self._loop.remove_reader(self._connection.descriptors)

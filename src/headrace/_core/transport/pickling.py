@@ -32,7 +32,7 @@ from headrace._core.text import add_note, error_message, set_cause
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
-from headrace.errors import RemoteError
+from headrace.errors import NotPicklableError, RemoteError
 
 E = TypeVar("E", bound=BaseException)
 
@@ -123,6 +123,16 @@ def picklable_error(error: E) -> E | RemoteError:
         type_name=f"{type(error).__module__}.{type(error).__qualname__}",
         message=error_message(error),
     )
+
+
+def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
+    """Return the error for an unpicklable value.
+
+    The cause is `reason`, the pickling error.
+    """
+    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
+    error.__cause__ = reason
+    return error
 
 
 def _text_of(error: BaseException) -> str:

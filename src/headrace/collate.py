@@ -189,7 +189,7 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
-    plain = _is_plain(first)
+    plain = is_plain(first)
     size = len(batch) * first.nbytes if plain else 0
     # Torch stacks small batches in the loader's process.
     if (
@@ -232,7 +232,8 @@ HUGE = 1 << 22
 _DTYPE = operator.attrgetter("dtype")
 
 
-def _is_plain(tensor: object) -> bool:
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor is a dense tensor on the CPU without a gradient."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

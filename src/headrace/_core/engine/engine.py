@@ -62,6 +62,8 @@ from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 
+_ASSEMBLE = "assemble (transform and collate)"
+
 
 class Engine:
     """Runs sessions on an event loop.
@@ -251,22 +253,20 @@ class Session:
     def _status(self, number: int) -> str:
         if number not in self._outstanding:
             return f"batch {number} is being sent to this process"
-        plan, _ = self._outstanding[number]
         if self._stage is None:
             return f"batch {number} has not begun: the workers are being started"
-        raw = self._assembling.get(number)
+        plan, _ = self._outstanding[number]
+        raw, worker = self._assembling.get(number), self._executor.worker_of(number)
         if raw is None:
-            missing = plan.indices if plan in self._plans else self._stage.missing(plan)
-            samples = describe_samples(missing, self._sample_key)
-            count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-            return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
-        worker = self._executor.worker_of(number)
-        stage = (
-            "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
-        )
-        who = "" if worker is None else f", worker {worker}"
-        samples = describe_samples(raw.plan.indices, self._sample_key)
-        return f"batch {number} is in stage {stage}{who}, {samples}"
+            indices = plan.indices if plan in self._plans else self._stage.missing(plan)
+            count = "1 sample" if len(indices) == 1 else f"{len(indices)} samples"
+            stage = f"fetch, and waits for {count}:"
+        else:
+            indices = raw.plan.indices
+            stage = "fetch, in a worker" if raw.samples is None else _ASSEMBLE
+            stage += "," if worker is None else f", worker {worker},"
+        samples = describe_samples(indices, self._sample_key)
+        return f"batch {number} is in stage {stage} {samples}"
 
     def leave(self) -> None:
         """End the session after the consumer has left the epoch.

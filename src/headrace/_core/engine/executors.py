@@ -145,7 +145,6 @@ class ProcessExecutor(Pool):
                 context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
             )
-            self.launch()
         except Exception as error:
             name_unpicklable(config, error)
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
+from headrace._core.engine.config import MAKE_LATER
 from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
@@ -22,8 +23,7 @@ from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
 from headrace._core.transport.pickling import Message, dump_message, not_picklable, noted_error
-from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
-from headrace.errors import NotPicklableError
+from headrace._core.transport.shared_pickle import SharedPickle, raise_unpicklable
 
 # Number of kept pickles: a pickle for each `filter` or inner `map` of a loader.
 KNOWN = 32
@@ -76,16 +76,8 @@ class StepsTask:
             try:
                 self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
             except Exception as error:
-                failed = next(
-                    (step for step in self._steps if why_not_picklable(step.function)),
-                    self._steps[0],
-                )
-                raise NotPicklableError(
-                    what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
-                    reason=why_not_picklable(failed.function) or f"{type(error).__name__}: {error}",
-                    remedy="Worker processes need a copy of it: create unpicklable objects inside "
-                    "the function, or use num_workers=0.",
-                ) from error
+                parts = [(step.name, step.function, MAKE_LATER) for step in self._steps]
+                raise_unpicklable(parts, error)
             if len(earlier) > KNOWN:
                 earlier.popitem(last=False)
         return self._pickled

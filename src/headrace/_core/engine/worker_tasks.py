@@ -42,7 +42,7 @@ from headrace._core.transport.pickling import (
     not_picklable,
     picklable_error,
 )
-from headrace.collate import is_default, output, stacks_tensors
+from headrace.collate import is_default, is_plain, output, stacks_tensors
 
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
@@ -220,7 +220,7 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
     if (
         type(dataset) is not TensorDataset
         or not len(dataset)
-        or not all(map(_is_plain, dataset.tensors))
+        or not all(map(is_plain, dataset.tensors))
     ):
         return None
     length = len(dataset)
@@ -239,11 +239,6 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         ]
 
     return gather
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return type(tensor) is torch.Tensor and on_cpu and not tensor.requires_grad
 
 
 class BatchReader:

@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace._core.batches import BatchPlan
 from headrace._core.descriptors import explained
-from headrace._core.pool.launch import WorkerProcess, launch_worker
+from headrace._core.pool.launch import WorkerProcess, launch_with_control, launch_worker
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import (
     INHERITED,
@@ -154,9 +154,9 @@ class NumberedWorker:
 class Pool:
     """Worker processes for tasks, owned by the engine.
 
-    Construct and `launch` the pool from any thread. Then call `open`, `run` and `close` on one
-    event loop. If the zygote forks the workers, the constructor pickles the first task and raises
-    pickling errors.
+    The constructor starts the processes from any thread, and does not wait for them to run. Call
+    `open`, `run` and `close` on one event loop. If the zygote forks the workers, the constructor
+    pickles the first task and raises pickling errors.
 
     Args:
         task: The first task.
@@ -197,13 +197,6 @@ class Pool:
         # Deaths of started processes since the reader of this count last set it to 0.
         self.deaths = 0
         self._closing = False
-
-    @property
-    def workers(self) -> int:
-        return len(self._numbers)
-
-    def launch(self) -> None:
-        """Start the processes, without waiting for them to run."""
         try:
             for number in self._numbers:
                 self._workers[number] = self._start(number)
@@ -212,11 +205,19 @@ class Pool:
             self.release()
             raise
 
+    @property
+    def workers(self) -> int:
+        return len(self._numbers)
+
     def _start(self, number: int) -> NumberedWorker:
-        modules = () if self._latest is None else self._latest.modules
-        stop = self._numbers.stop
-        started = launch_worker(self._context, self._inherited, number, stop, modules)
-        return NumberedWorker(number, *started)
+        if self._context is None:
+            modules = () if self._latest is None else self._latest.modules
+            process, connection = launch_with_control(modules)
+        else:
+            process, connection = launch_worker(
+                self._context, self._inherited, number, self._numbers.stop
+            )
+        return NumberedWorker(number, process, connection)
 
     def open(self) -> None:
         """Connect the launched workers to the running loop, once."""
@@ -274,7 +275,7 @@ class Pool:
                 worker.exited.set()
                 # After the last answers, the first remaining job is the job of the dead process.
                 if worker.channel is not None:
-                    worker.channel.receive_rest()
+                    worker.channel.receive()
                 if not self._closing:
                     self._on_exit(worker)
 

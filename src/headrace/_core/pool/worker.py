@@ -78,20 +78,17 @@ class ProcessEnvironment(NamedTuple):
     directory: str
     environment: dict[str, str]
     # The `__file__` of the main module; `multiprocessing` runs the file in spawned processes.
-    script: dict[str, object]
+    script: str | None
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        script = {
-            name: value
-            for name, value in vars(sys.modules["__main__"]).items()
-            if name == "__file__"
-        }
+        script = getattr(sys.modules["__main__"], "__file__", None)
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
         main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-        vars(main).update(self.script)
+        if self.script is not None:
+            main.__file__ = self.script
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)
@@ -153,7 +150,7 @@ def unpicklable_sample(reason: BaseException) -> NotPicklableError:
     return not_picklable("a fetched sample", reason, remedy)
 
 
-def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
+def serve_boot_message(connection: Connection, control: socket.socket) -> None:
     """Run a process forked by the zygote, as the first message says."""
     channel = BlockingChannel(connection)
     try:
@@ -163,12 +160,12 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         return
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
+        control.close()
         worker = Worker(channel, message.worker, message.workers)
         worker.begin(message.task.number, message.load_task)
         del message  # then only the loaded objects keep the shared memory alive
         worker.serve()
     else:
-        assert control is not None
         _begin_process("headrace-loader")
         message.task(channel, connection, control, message.prepare)
 

@@ -40,12 +40,12 @@ from headrace._core.transport.preload import has_threads, import_modules
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, sent with descriptors.
-FORK = b"f"  # the writing end of the status pipe, and the two sockets of the connection
-# As FORK, and a socket pair for the control socket of the new process.
-FORK_WITH_CONTROL = b"c"
+# The writing end of the status pipe, the two sockets of the connection, and a socket pair for the
+# control socket of the new process.
+FORK = b"f"
 # The template's control socket, and a file with the pickled environment and names of modules.
 FORK_TEMPLATE = b"t"
-_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
+_DESCRIPTORS = {FORK: 5, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
@@ -134,27 +134,30 @@ class _Zygote:
         elif descriptors:
             with suppress(BrokenPipeError):  # the requester has ended
                 os.write(descriptors[0], EXIT_STATUS.pack(-reason))
-        else:
-            print(f"headrace: a process cannot be started: {os.strerror(reason)}", file=sys.stderr)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
     def _fork_process(
-        self, control: socket.socket, status: int, frames: int, descriptors: int, *own: int
+        self,
+        control: socket.socket,
+        status: int,
+        frames: int,
+        descriptors: int,
+        own: int,
+        childs: int,
     ) -> None:
         def run() -> None:
-            for descriptor in (status, *own[:1]):
-                os.close(descriptor)
+            os.close(status)
+            os.close(own)
             connection = Connection(socket.socket(fileno=frames), socket.socket(fileno=descriptors))
-            serve_boot_message(connection, socket.socket(fileno=own[1]) if own else None)
+            serve_boot_message(connection, socket.socket(fileno=childs))
 
         pid = self._fork(run)
         self._statuses[pid], self._requester_of[pid] = status, control.fileno()
-        for descriptor in (frames, descriptors, *own[1:]):
+        for descriptor in (frames, descriptors, childs):
             os.close(descriptor)
-        if own:
-            self._listen_to(socket.socket(fileno=own[0]))
+        self._listen_to(socket.socket(fileno=own))
         # The pid goes first on the status pipe. The exit status follows when the process ends.
         with suppress(BrokenPipeError):  # the requester has ended, and so its control socket closes
             os.write(status, EXIT_STATUS.pack(pid))

@@ -128,6 +128,7 @@ class _Channel:
         self._start = self._filled = 0  # range of received bytes, not yet parsed
         self._header: tuple[int, ...] | None = None  # header of the frame being read
         self._size = _HEADER.size  # size of the header, or of the rest of the frame
+        self._closed = False
 
     def _frame(self, message: Message) -> list[memoryview]:
         """Return the pieces of a frame, in order.
@@ -238,6 +239,20 @@ class _Channel:
             self._start, self._filled = 0, len(begun)
         return count == len(buffer)
 
+    def receive_ready(self) -> Iterator[Any]:
+        """Yield the objects received so far, without blocking.
+
+        An error of unpickling is yielded in place of the object.
+        """
+        more = True
+        while more and not self._closed:
+            try:
+                more = self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                more = False
+            while self._arrived:  # before the next read, because the next read may raise
+                yield self._arrived.popleft()
+
     def _load(self, header: tuple[int, ...], body: memoryview, region: memoryview) -> None:
         """Unpickle the object in a frame.
 
@@ -313,20 +328,6 @@ class BlockingChannel(_Channel):
             raise obj
         return obj
 
-    def receive_ready(self) -> Iterator[Any]:
-        """Yield the objects received so far, without blocking.
-
-        An error of unpickling is yielded in place of the object.
-        """
-        more = True
-        while more:
-            try:
-                more = self._read(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                more = False
-            while self._arrived:  # before the next read, because the next read may raise
-                yield self._arrived.popleft()
-
     def close(self) -> None:
         """Close the channel.
 
@@ -359,9 +360,8 @@ class EngineChannel(_Channel):
         self._on_object = on_object
         self._on_lost = on_lost
         self._unsent: list[memoryview] = []
-        self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._on_readable)
+        self._loop.add_reader(self._socket, self.receive)
 
     def send(self, message: Message) -> None:
         """Send a message.
@@ -390,24 +390,14 @@ class EngineChannel(_Channel):
         if self._sent_all():
             self._loop.remove_writer(self._socket)
 
-    def receive_rest(self) -> None:
-        """Receive the remaining objects of an ended process."""
-        while not self._closed and self._on_readable():
-            pass
-
-    def _on_readable(self) -> bool:
-        """Read once, and return whether there may be more."""
-        more = False
+    def receive(self) -> None:
+        """Receive the objects that have arrived."""
         try:
-            more = self._read()
-        except BlockingIOError:
-            return False
+            for obj in self.receive_ready():
+                self._on_object(obj)
         except Disconnected:
             self.close()
             self._on_lost()
-        while self._arrived:
-            self._on_object(self._arrived.popleft())
-        return more
 
     def close(self) -> None:
         """Close the connection.

@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace._core.batches import (
@@ -81,10 +81,9 @@ class Engine:
         # Measures how long user code blocks the loop, and where.
         self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the search of the last epoch
-        bounded = (
-            config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
-        )
-        self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY)
+        bounded = config.kind is DatasetKind.ASYNC_MAP
+        self.budget: int | None = config.options["memory_budget"] if bounded else None
+        self.sizes = SampleSizes(MEASURED_RARELY if self.budget is None else MEASURED_BATCHES)
         self.executor: Executor
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
@@ -210,13 +209,13 @@ class Session:
         self._next_number = start.batch
         self._held: dict[int, HostBatch] = {}  # batches waiting for earlier batches
         self._sample_key = functools.partial(sample_key, config.dataset)
-        retry, budget = config.options["retry"], config.options["memory_budget"]
+        retry = config.options["retry"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         self._memory: MemoryBudget | None = None
-        if budget is not None and config.kind is DatasetKind.ASYNC_MAP:
+        if engine.budget is not None:
             joins = capabilities(config.dataset).ranges or reads_whole_blocks(config.dataset)
-            self._memory = MemoryBudget(budget, self._sizes, joins=joins)
+            self._memory = MemoryBudget(engine.budget, self._sizes, joins=joins)
         self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
         # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}
@@ -351,18 +350,12 @@ class Session:
                 self._memory.on_fetched(raw)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
-        ready = []
         for raw in raws:
-            # If the batch stays in this process, a task and a thread would take longer than the
-            # work.
-            host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
-            if host is None:
+            if isinstance(self._work, Assembler) and self._work.is_quick(raw):
+                self._put(raw, self._work(raw), fetched, load)
+            else:
                 self._assembling[raw.plan.number] = raw
                 self._tasks.create_task(self._assemble(raw, fetched, load))
-            else:
-                ready.append((raw, host))
-        if ready:
-            self._put(ready, fetched, load)
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
@@ -374,52 +367,46 @@ class Session:
             nothing = self._assembler.nothing_to_do(kept, lost)
             host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
-        self._put([(raw, host)], fetched, load)
+        self._put(raw, host, fetched, load)
 
-    def _put(
-        self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad
-    ) -> None:
-        """Send finished batches with times, and batches held for order."""
+    def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
+        """Send a finished batch with times, and batches held for order."""
         assert self._stage is not None
-        self._sizes.on_assembled(ready[0][1])
+        self._sizes.on_assembled(host)
         if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
-        now, cpu = time.perf_counter(), time.thread_time()
-        watch, sample_bytes = self._watch, self._sizes.fetched or 0
-        for raw, host in ready:
-            host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
-            number = raw.plan.number
-            _, admitted = self._outstanding[number]
-            deaths, self._executor.deaths = self._executor.deaths, 0
-            times = host.times._replace(
-                admitted=admitted,
-                began=raw.began or admitted,
-                fetched=fetched,
-                assembled=now,
-                fetch_seconds=raw.fetch_seconds,
-                nbytes=int(sample_bytes * len(raw.plan.indices)),
-                engine_cpu=cpu,
-                blocked=watch.blocked_seconds,
-                blocked_in=watch.place,
-                worker_deaths=deaths,
-                engine_queued=watch.queued_seconds,
-                blocked_before=self._blocked_before,
-                steps_seconds=self._steps.seconds,
-                load=load,
-            )
-            fetches = None if self._context.recorder is None else self._context.recorder.take()
-            self._held[number] = host._replace(
-                requests=self._requests.take(),
-                stream_state=host.stream_state if raw.stream_state is None else raw.stream_state,
-                times=times,
-                fetches=fetches,
-            )
-            if not self._in_order:
-                self._next_number = number
-            while (done := self._held.pop(self._next_number, None)) is not None:
-                del self._outstanding[self._next_number]
-                self._next_number += 1
-                self._send(done)
+        host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
+        number, watch = raw.plan.number, self._watch
+        _, admitted = self._outstanding[number]
+        deaths, self._executor.deaths = self._executor.deaths, 0
+        times = host.times._replace(
+            admitted=admitted,
+            began=raw.began or admitted,
+            fetched=fetched,
+            assembled=time.perf_counter(),
+            fetch_seconds=raw.fetch_seconds,
+            nbytes=int((self._sizes.fetched or 0) * len(raw.plan.indices)),
+            engine_cpu=time.thread_time(),
+            blocked=watch.blocked_seconds,
+            blocked_in=watch.place,
+            worker_deaths=deaths,
+            engine_queued=watch.queued_seconds,
+            blocked_before=self._blocked_before,
+            steps_seconds=self._steps.seconds,
+            load=load,
+        )
+        self._held[number] = host._replace(
+            requests=self._requests.take(),
+            stream_state=host.stream_state if raw.stream_state is None else raw.stream_state,
+            times=times,
+            fetches=None if self._context.recorder is None else self._context.recorder.take(),
+        )
+        if not self._in_order:
+            self._next_number = number
+        while (done := self._held.pop(self._next_number, None)) is not None:
+            del self._outstanding[self._next_number]
+            self._next_number += 1
+            self._send(done)
         if self._left and not self._outstanding:
             self.cancel()

@@ -388,8 +388,7 @@ class BatchFetch(SampleFetch):
 
         If `concurrency` is a number of samples, the result counts samples.
         """
-        busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
-        return FetchLoad(busy, size, queued, unused=unused)
+        return FetchLoad(*(self._of_call * count for count in super().load()))
 
     def _wake_one(self) -> None:
         # A joint fetch takes many plans. With a task for each plan, most tasks would find no plan.

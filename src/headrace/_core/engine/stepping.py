@@ -19,6 +19,7 @@ from headrace._core.engine.config import MAKE_LATER
 from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
@@ -112,15 +113,12 @@ class StepsTask:
         """
         current, began = CurrentSample(chunk.seed), time.perf_counter()
         outcomes: list[object] = []
-        token = current_sample.set(current)
-        try:
+        with bound(current_sample, current):
             for position, sample in enumerate(chunk.samples, chunk.position):
                 current.position, current.calls = position, 0
                 self._generators.seed(batch_seed(chunk.seed, 0, position))
                 outcomes.append(apply_steps(self._steps, sample, catch))
-            return Outcomes(outcomes, time.perf_counter() - began)
-        finally:
-            current_sample.reset(token)
+        return Outcomes(outcomes, time.perf_counter() - began)
 
 
 Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]

@@ -250,13 +250,24 @@ class BatchReader:
     _gather: Gather | None = None  # makes a batch from indices, if no user code has to run
 
     def __init__(
-        self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False
+        self,
+        dataset: Any,
+        assembler: Assembler,
+        state: State | None = None,
+        *,
+        drop_last: bool = False,
+        seeds: bool = False,
     ) -> None:
         self._dataset = dataset
         self._assembler = assembler
         self._tolerance, self._catch = assembler.tolerance, assembler.catch
         self._drop_last = drop_last
         self._generators = assembler.generators() if seeds else None
+        self._start(state)
+
+    def _start(self, state: State | None) -> None:
+        """Begin to read, from a state or from the beginning."""
+        raise NotImplementedError  # subclasses implement this
 
     def state_dict(self) -> State | None:
         """Return the state of a stateful dataset or iterator, or None."""
@@ -293,10 +304,8 @@ class MapReader(BatchReader):
     state of an earlier reader after a batch, or None for the beginning.
     """
 
-    def __init__(
-        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
-    ) -> None:
-        super().__init__(dataset, assembler, **kwargs)
+    def _start(self, state: State | None) -> None:
+        dataset, assembler = self._dataset, self._assembler
         self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
         if state is not None:
             restore_user(dataset, state, lambda: None)
@@ -358,10 +367,8 @@ class StreamReader(BatchReader):
         StateError: The state belongs to another dataset, or is damaged.
     """
 
-    def __init__(
-        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
-    ) -> None:
-        super().__init__(dataset, assembler, **kwargs)
+    def _start(self, state: State | None) -> None:
+        dataset = self._dataset
         self._progress = Progress.at(state)
         self._errors = 0  # number of errors among the samples read
         self._stream: Iterator[Any]

@@ -475,19 +475,16 @@ class Pool:
         try:
             with explained(f"replace worker {worker.number}"):
                 successor = self._start(worker.number)
+            successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
+            worker = self._workers[worker.number] = successor
+            self._connect(successor)
         except Exception as error:
-            worker.failed_starts += 1
+            if not worker.exited.is_set():
+                worker.process.signal(signal.SIGKILL)
             self._break(worker.death(None, obstacle=error))
             return
         if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
             _log.warning("%s Another process has taken its place.", died)
-        successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
-        self._workers[worker.number] = successor
-        try:
-            self._connect(successor)
-        except Exception as error:
-            successor.process.signal(signal.SIGKILL)
-            self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests.

@@ -28,6 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
@@ -74,15 +75,18 @@ def _serve(control: socket.socket) -> None:
         zygote.close()
 
 
+class _Child(NamedTuple):
+    status: int  # descriptor of the status pipe
+    requester: int  # descriptor of the requesting control socket
+
+
 class _Zygote:
     """Forked processes, and the control sockets of the requesting processes."""
 
     def __init__(self, first: socket.socket) -> None:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
-        self._statuses: dict[int, int] = {}  # pid of a living process → status pipe
-        # pid of a living process → descriptor of the requesting control socket
-        self._requester_of: dict[int, int] = {}
+        self._children: dict[int, _Child] = {}  # living processes by pid
         # pid of a living template → control socket
         self._templates: dict[int, socket.socket] = {}
         # A free descriptor, so that the first sent descriptor (the status pipe) always arrives.
@@ -154,7 +158,7 @@ class _Zygote:
             serve_boot_message(connection, socket.socket(fileno=childs))
 
         pid = self._fork(run)
-        self._statuses[pid], self._requester_of[pid] = status, control.fileno()
+        self._children[pid] = _Child(status, control.fileno())
         for descriptor in (frames, descriptors, childs):
             os.close(descriptor)
         self._listen_to(socket.socket(fileno=own))
@@ -214,11 +218,10 @@ class _Zygote:
                 return
             if not pid:
                 return
-            if (pipe := self._statuses.pop(pid, None)) is not None:
+            if (child := self._children.pop(pid, None)) is not None:
                 with suppress(BrokenPipeError):  # the requester has ended
-                    os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
-                os.close(pipe)
-                del self._requester_of[pid]
+                    os.write(child.status, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(child.status)
             if (control := self._templates.pop(pid, None)) is not None:
                 # If the requester has ended, the socket reads as closed, and `serve` drops it.
                 self._listen_to(control)
@@ -231,7 +234,8 @@ class _Zygote:
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
-        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+        pipes = [child.status for child in self._children.values()]
+        for descriptor in (self._wake, self._woken, *pipes):
             os.close(descriptor)
         self._reserve.close()
 
@@ -240,8 +244,8 @@ class _Zygote:
 
         None: kill all processes.
         """
-        for pid, requester in self._requester_of.items():
-            if of is None or requester == of:
+        for pid, child in self._children.items():
+            if of is None or child.requester == of:
                 os.kill(pid, signal.SIGKILL)  # safe: until `_reap`, the pid cannot be reused
 
 

@@ -40,7 +40,6 @@ from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, 
 _HEADER = struct.Struct("<IIQIIII")
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_JOINED = 16 * 1024  # bytes; a larger pickle is sent separately, without a copy
 _IOV_MAX = 512  # number of pieces in a call of sendmsg; the kernel's limit is 1,024
 # In bytes. Larger than a region without a slab: a single read then receives most frames.
 _BUFFER_SIZE = 64 * 1024
@@ -175,8 +174,6 @@ class _Channel:
         for offset, buffer in zip(offsets, message.buffers, strict=True):
             head.append(_EXTENT.pack(offset, buffer.nbytes))
         head += map(_NUMBER.pack, returned)
-        if len(message.pickled) <= _JOINED:
-            return [memoryview(b"".join([*head, message.pickled]))]
         return [memoryview(b"".join(head)), memoryview(message.pickled)]
 
     def _write(self, pieces: list[memoryview]) -> None:

@@ -28,7 +28,7 @@ import torch
 
 from headrace._core.batches import is_table
 from headrace._core.descriptors import Descriptor, received, received_descriptor
-from headrace._core.text import add_note, error_message, set_cause
+from headrace._core.text import add_note, error_message
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
@@ -130,10 +130,8 @@ def picklable_error(error: E) -> E | RemoteError:
     both pickling and unpickling in the worker, where a failure can still be reported.
     """
     text = _text_of(error)
-    for cause in dict.fromkeys((error.__cause__, None)):
-        set_cause(error, cause)
-        if _text_of(_copied(error)) == text:
-            return error
+    if _text_of(_copied(error)) == text:
+        return error
     with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from headrace._core.descriptors import Descriptor, Reserve, shortage
+from headrace._core.descriptors import Descriptor, shortage
 
 # In bytes. Buffers begin at multiples of a cache line, as vectorised code of torch and NumPy needs.
 ALIGNMENT = 64
@@ -252,19 +252,6 @@ class Allocator:
 # The slabs of all mappers, for an allocator that forwards slabs.
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()
 _forwards = False
-_reserve: Any = None  # a single reserve for the lifetime of the process
-
-
-def _after_fork() -> None:
-    """Drop the parent's reserve.
-
-    Another thread of the parent may have held the lock of the reserve.
-    """
-    global _reserve
-    _reserve = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable_forwarding() -> None:
@@ -291,15 +278,12 @@ class Mapper:
     """The slabs written by the other end of a channel, mapped here."""
 
     def __init__(self, descriptors: socket.socket) -> None:
-        global _reserve
         self._descriptors = descriptors
         self._slabs: dict[int, Slab] = {}
         self._others: dict[int, Descriptor] = {}  # other descriptors, not yet taken
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
-        if _reserve is None:
-            _reserve = Reserve(1)
 
     def view(self, number: int, size: int) -> memoryview:
         """Return a writable view of `size` bytes of a slab.
@@ -357,37 +341,36 @@ class Mapper:
         return [self._others.pop(number) for number in numbers]
 
     def _receive(self) -> None:
-        with _reserve.given_up():
-            # The allocator sends a descriptor before the frame that refers to the slab, so this
-            # call does not block. The message stays in the socket until the end of this function.
-            # After a shortage, another call reads the message again.
-            space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
-            message, carried, flags, _ = self._descriptors.recvmsg(
-                _ANNOUNCEMENT.size, space, socket.MSG_PEEK
-            )
-            numbers = [each for _, _, data in carried for (each,) in _INT.iter_unpack(data)]
-            try:
-                if flags & socket.MSG_CTRUNC:
-                    raise shortage("map the shared memory of a batch")
-                if not message:
-                    raise EOFError("the process that allocated the slab has ended")
-                number, size, replaced = _ANNOUNCEMENT.unpack(message)
-                slab = Slab(number, numbers[0], size) if size else None
-                self._descriptors.recv(_ANNOUNCEMENT.size)
-            except BaseException:  # Ctrl-C too: nothing else owns the descriptors yet
-                for each in numbers:
-                    os.close(each)
-                raise
-            if slab is None:
-                self._others.update(enumerate(map(Descriptor, numbers), number))
-                return
-            # Keep the descriptor for forwarding, if enough descriptors are left for sockets to
-            # stores and for processes.
-            if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-                slab.descriptor = numbers[0]
-                weakref.finalize(slab, os.close, numbers[0]).atexit = False
-            else:
-                os.close(numbers[0])
+        # The allocator sends a descriptor before the frame that refers to the slab, so this
+        # call does not block. The message stays in the socket until the end of this function.
+        # After a shortage, another call reads the message again.
+        space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
+        message, carried, flags, _ = self._descriptors.recvmsg(
+            _ANNOUNCEMENT.size, space, socket.MSG_PEEK
+        )
+        numbers = [each for _, _, data in carried for (each,) in _INT.iter_unpack(data)]
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise shortage("map the shared memory of a batch")
+            if not message:
+                raise EOFError("the process that allocated the slab has ended")
+            number, size, replaced = _ANNOUNCEMENT.unpack(message)
+            slab = Slab(number, numbers[0], size) if size else None
+            self._descriptors.recv(_ANNOUNCEMENT.size)
+        except BaseException:  # Ctrl-C too: nothing else owns the descriptors yet
+            for each in numbers:
+                os.close(each)
+            raise
+        if slab is None:
+            self._others.update(enumerate(map(Descriptor, numbers), number))
+            return
+        # Keep the descriptor for forwarding, if enough descriptors are left for sockets to
+        # stores and for processes.
+        if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            slab.descriptor = numbers[0]
+            weakref.finalize(slab, os.close, numbers[0]).atexit = False
+        else:
+            os.close(numbers[0])
         _received.add(slab)
         self._slabs.pop(replaced, None)
         self._slabs[number] = slab

@@ -114,22 +114,34 @@ class Assembler:
             return HostBatch.nothing(plan, tuple(failures), end=raw.end)
         return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
 
-    def is_quick(self, raw: RawBatch) -> bool:
-        """Whether the work takes less time than a task and a thread.
+    def passed_on(self, raw: RawBatch) -> HostBatch | None:
+        """Return the batch if no CPU work is left, else None.
 
-        True for a list of samples, the rows of a tensor, or a single sample. Containers are
-        excluded: converting the items may take long.
+        No work is left for a list of samples, the rows of a tensor, or a single sample. Containers
+        are excluded: converting the items may take long.
         """
         samples = raw.samples
         if self.transforms or raw.whole or not samples:
-            return False
-        if type(samples) is Rows:
-            return self.batched and is_default(self.collate)
-        if Failure in map(type, samples):
-            return False
-        if self.batched:
-            return self.collate in (list, tuple)
-        return self.collate is default_convert and not isinstance(samples[0], Mapping | Sequence)
+            return None
+        if self.batched and type(samples) is Rows and is_default(self.collate):
+            data = samples.whole
+        elif Failure in map(type, samples):
+            return None
+        elif self.batched and self.collate in (list, tuple):
+            data = self.collate(samples)
+        elif (
+            self.batched
+            or self.collate is not default_convert
+            or isinstance(samples[0], Mapping | Sequence)
+        ):
+            return None
+        else:
+            try:
+                data = self.collate(samples[0])
+            except Exception:
+                # torch has no dtype for the array. The assembler makes a failure of this error.
+                return None
+        return HostBatch(raw.plan, data, len(samples), end=raw.end)
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """Return the batch if no CPU work exists, else None.

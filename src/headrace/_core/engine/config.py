@@ -149,7 +149,9 @@ def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
     If each part can be pickled, raise `error`.
     """
     assembler, dataset = config.assembler, config.dataset
-    parts = [(f"transform {each!r}", each, MAKE_LATER) for each in assembler.transforms]
+    parts: list[tuple[str, object, str]] = [
+        (f"transform {each!r}", each, MAKE_LATER) for each in assembler.transforms
+    ]
     parts += [
         (f"collate_fn {assembler.collate!r}", assembler.collate, MAKE_LATER),
         (f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn, MAKE_LATER),

@@ -16,6 +16,7 @@ from headrace._core.batches import (
     HostBatch,
     RawBatch,
     SessionStart,
+    StageTimes,
 )
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.concurrency import AdaptiveLimit
@@ -351,8 +352,11 @@ class Session:
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
         for raw in raws:
-            if isinstance(self._work, Assembler) and self._work.is_quick(raw):
-                self._put(raw, self._work(raw), fetched, load)
+            # If the batch stays in this process, a task and a thread would take longer than the
+            # work.
+            host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+            if host is not None:
+                self._put(raw, host, fetched, load)
             else:
                 self._assembling[raw.plan.number] = raw
                 self._tasks.create_task(self._assemble(raw, fetched, load))
@@ -380,10 +384,13 @@ class Session:
         number, watch = raw.plan.number, self._watch
         _, admitted = self._outstanding[number]
         deaths, self._executor.deaths = self._executor.deaths, 0
-        times = host.times._replace(
+        work = host.times
+        times = StageTimes(  # `_replace` would take twice as long
             admitted=admitted,
             began=raw.began or admitted,
             fetched=fetched,
+            work_began=work.work_began,
+            work_ended=work.work_ended,
             assembled=time.perf_counter(),
             fetch_seconds=raw.fetch_seconds,
             nbytes=int((self._sizes.fetched or 0) * len(raw.plan.indices)),
@@ -392,7 +399,9 @@ class Session:
             blocked_in=watch.place,
             worker_deaths=deaths,
             engine_queued=watch.queued_seconds,
+            work_cpu=work.work_cpu,
             blocked_before=self._blocked_before,
+            worked_by=work.worked_by,
             steps_seconds=self._steps.seconds,
             load=load,
         )

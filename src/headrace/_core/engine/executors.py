@@ -29,7 +29,7 @@ from headrace._core.pool.worker import Failed
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import NotPicklableError, WorkerDiedError
+from headrace.errors import WorkerDiedError
 
 T = TypeVar("T")
 
@@ -161,15 +161,13 @@ class ProcessExecutor(Pool):
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None, origin=None)  # both stay in this process
         job = Job(raw.flat(), work, raw.worker, plan, plain=raw.is_plain)
-        try:
-            answer = await self.run(job)
-        except (WorkerDiedError, NotPicklableError) as error:
-            return HostBatch.failed(plan, error, Stage.ASSEMBLE)._replace(end=pinned)
+        answer = await self.run(job)
         if isinstance(answer, Failed):
-            # A worker that cannot start has no stream to continue.
+            # A worker that died or cannot start has no stream to continue.
+            ends = pinned and (answer.starting or isinstance(answer.error, WorkerDiedError))
             stage = Stage.WORKER_START if answer.starting else Stage.ASSEMBLE
             failure = Failure.caught(answer.error, stage, plan.number, traceback=answer.traceback)
-            host = HostBatch.nothing(plan, (failure,), end=answer.starting and pinned)
+            host = HostBatch.nothing(plan, (failure,), end=ends)
         else:
             host = HostBatch.from_flat(answer, plan)
             quick = host.times.work_ended - host.times.work_began < QUICK

@@ -245,8 +245,10 @@ class SampleFetch(FetchStage):
         """
         plans, left = [plan], 0 if self._first else most - len(plan.indices)
         self._first = False
-        while self._queue and self._queue[0][2] == fetch:
-            following: BatchPlan = self._queue[0][3]
+        while self._queue:
+            _, _, function, following = self._queue[0]
+            if function != fetch:
+                break
             left -= len(following.indices)
             if left < 0:
                 break
@@ -396,9 +398,8 @@ class BatchFetch(SampleFetch):
             super()._wake_one()
 
     async def _fetch_waiting(self, plan: BatchPlan) -> None:
-        await self._fetch(
-            self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan]
-        )
+        most = JOINED_SAMPLES if self._joins else 0
+        await self._fetch(self._take_waiting(self._fetch_waiting, plan, most))
 
     async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()

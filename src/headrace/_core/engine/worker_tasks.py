@@ -194,15 +194,12 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
         )
         failed = not_picklable("the state of the dataset", error, remedy)
         host = host._replace(stream_state=None).replaced_by(failed, Stage.SAVE_STATE)
-    if host.failures:
-        host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
-    return host
-
-
-def _with_picklable_error(failure: Failure) -> Failure:
-    # Keep the traceback of the process that raised the error.
-    traceback = format_error(failure.error) if failure.traceback is None else failure.traceback
-    return replace(failure, error=picklable_error(failure.error), traceback=traceback)
+    failures = []
+    for each in host.failures:
+        # Keep the traceback of the process that raised the error.
+        traceback = format_error(each.error) if each.traceback is None else each.traceback
+        failures.append(replace(each, error=picklable_error(each.error), traceback=traceback))
+    return host._replace(failures=tuple(failures)) if failures else host
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:

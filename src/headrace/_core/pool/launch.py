@@ -304,8 +304,8 @@ class _Zygote:
         Args:
             inherited: This process is a fork of the owner, and so cannot wait for the zygote.
         """
-        for each in (*self._templates, self):
-            each.control.close()
+        for control in (*(each.control for each in self._templates), self.control):
+            control.close()
         if self.process is None:
             return
         if inherited:

@@ -73,9 +73,9 @@ class Job:
     )
 
     def fail(self, error: Exception) -> None:
-        """Set an error as the answer, unless the job is answered or cancelled."""
+        """Answer with an error, unless the job is answered or cancelled."""
         if not self.answer.done():
-            self.answer.set_exception(error)
+            self.answer.set_result(Failed(error))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +108,14 @@ class NumberedWorker:
         self.process.release()
         self.close_channel()
 
-    def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
-        """Return the error for the end of the process.
+    def cannot_start(self, error: Exception) -> WorkerDiedError:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return WorkerDiedError(
+            f"worker {self.number} cannot be started: {reason}", worker=self.number
+        )
 
-        Args:
-            job: The job of the process when the process ended.
-            obstacle: The reason why the process, or a replacement, could not be started.
-        """
+    def death(self, job: Job | None) -> WorkerDiedError:
+        """Return the error for the end of the process, which had a job or no job."""
         plan = None if job is None else job.plan
         batch, indices = (None, ()) if plan is None else (plan.number, tuple(plan.indices))
         attempts = self.failed_starts if job is None else job.attempt
@@ -142,10 +143,6 @@ class NumberedWorker:
             "look for the out-of-memory killer in the kernel's log. "
             f"In torch's words: {torchs}."
         )
-        if obstacle is not None:
-            ended = "" if pid is None else f" (pid {pid}) {how}, and"
-            reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
-            message = f"worker {self.number}{ended} cannot be started: {reason}"
         return WorkerDiedError(
             message, worker=self.number, exit_code=code, batch=batch, indices=indices
         )
@@ -226,7 +223,7 @@ class Pool:
                 try:
                     self._connect(worker)
                 except Exception as error:
-                    self._break(worker.death(None, obstacle=error))
+                    self._break(worker.cannot_start(error))
                     raise
 
     def resize(self, stop: int) -> None:
@@ -285,14 +282,11 @@ class Pool:
     async def run(self, job: Job) -> Any:
         """Wait for a worker's answer to a job.
 
-        The answer is the result of the task, or `Failed`.
-
-        Raises:
-            WorkerDiedError: The worker died, or the pool is broken.
-            NotPicklableError: The request could not be pickled.
+        The answer is the result of the task, or `Failed`: the task raised an error, the worker died
+        (`WorkerDiedError`), or the request cannot be pickled (`NotPicklableError`).
         """
         if self.broken is not None:
-            raise copy.copy(self.broken)
+            return Failed(copy.copy(self.broken))
         if job.task is not None:
             self._in_use[job.task.number] = job.task
             self._latest = self._latest if job.plan is None else job.task
@@ -315,10 +309,7 @@ class Pool:
         if self.broken is not None:
             return
         for worker in self._workers.values():
-            job = Job(request(worker.number), doing="while starting an epoch")
-            # Retrieve the exception, because no other code does.
-            job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-            worker.pinned.append(job)
+            worker.pinned.append(Job(request(worker.number), doing="while starting an epoch"))
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
@@ -344,15 +335,14 @@ class Pool:
         for last, patience in (
             (signal.SIGTERM, WORK_DEADLINE),
             (signal.SIGKILL, deadline),
-            (None, 1.0),
+            (signal.SIGKILL, 1.0),
         ):
             # The last wait follows SIGKILL, and ends within milliseconds.
             late = (await asyncio.wait(living, timeout=patience))[1] if living else ()
             if not late:
                 break
             for worker in workers:
-                if last is not None:
-                    worker.process.signal(last)
+                worker.process.signal(last)
         for task in living:
             task.cancel()
         for worker in workers:
@@ -413,7 +403,7 @@ class Pool:
             channel.send(dump_message(tuple(request), plain=job.plain and not ships))
         except BaseException as error:
             # user code: __reduce__ of a sample's class; descriptors that cannot be sent
-            job.answer.set_exception(unpicklable_sample(error))
+            job.fail(unpicklable_sample(error))
             return
         job.worker = worker.number
         worker.jobs.append(job)
@@ -470,7 +460,7 @@ class Pool:
             return
         worker.release()
         if refusal is not None:
-            self._break(worker.death(None, obstacle=refusal))
+            self._break(worker.cannot_start(refusal))
             return
         try:
             with explained(f"replace worker {worker.number}"):
@@ -481,7 +471,7 @@ class Pool:
         except Exception as error:
             if not worker.exited.is_set():
                 worker.process.signal(signal.SIGKILL)
-            self._break(worker.death(None, obstacle=error))
+            self._break(worker.cannot_start(error))
             return
         if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
             _log.warning("%s Another process has taken its place.", died)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -234,7 +233,7 @@ class Session:
                 self._outstanding[plan.number] = plan, now
                 self._on_consumed(plan.taken)
             # Plans from an engine that has ended may precede other plans, so sort.
-            self._plans = deque(sorted((*self._plans, *message), key=operator.attrgetter("number")))
+            self._plans = deque(sorted((*self._plans, *message)))
             self._changed.set()
         elif isinstance(message, Consumed):
             self._on_consumed(message.number)

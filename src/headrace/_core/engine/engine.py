@@ -336,29 +336,26 @@ class Session:
         if not self._context.stopping:
             self._tasks.create_task(work())
 
-    def _assemble_soon(self, *raws: RawBatch) -> None:
-        """Take on batches fetched together."""
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        """Take on a fetched batch."""
         fetched = time.perf_counter()
         if self._context.stopping:
             return
         assert self._stage is not None
         load = self._stage.load()
         if self._memory is None:
-            self._sizes.on_fetched(raws[0])
+            self._sizes.on_fetched(raw)
         else:
-            for raw in raws:
-                self._memory.on_fetched(raw)
+            self._memory.on_fetched(raw)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
-        for raw in raws:
-            # If the batch stays in this process, a task and a thread would take longer than the
-            # work.
-            host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
-            if host is not None:
-                self._put(raw, host, fetched, load)
-            else:
-                self._assembling[raw.plan.number] = raw
-                self._tasks.create_task(self._assemble(raw, fetched, load))
+        # If the batch stays in this process, a task and a thread would take longer than the work.
+        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+        if host is not None:
+            self._put(raw, host, fetched, load)
+        else:
+            self._assembling[raw.plan.number] = raw
+            self._tasks.create_task(self._assemble(raw, fetched, load))
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:

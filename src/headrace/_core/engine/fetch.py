@@ -64,7 +64,7 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    deliver: Callable[..., None]  # takes a complete batch, or several batches fetched together
+    deliver: Callable[[RawBatch], None]  # takes a complete batch
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
@@ -435,11 +435,10 @@ class BatchFetch(SampleFetch):
         if self.context.recorder is not None:
             self.context.recorder.add(plans[0].number, 0, began)
         seconds = time.perf_counter() - began
-        fetched, start = [], 0
+        start = 0
         for plan in plans:
             stop = start + len(plan.indices)
             own = samples[start:stop] if len(plans) > 1 else samples
-            fetched.append(RawBatch(plan, own, began=began, fetch_seconds=seconds))
+            self.context.deliver(RawBatch(plan, own, began=began, fetch_seconds=seconds))
             start = stop
-        self.context.deliver(*fetched)
         await asyncio.sleep(0)  # give other tasks a turn

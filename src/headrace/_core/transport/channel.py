@@ -28,16 +28,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace._core.descriptors import Descriptor
 from headrace._core.eventloop.waiting import wait_writable
 from headrace._core.transport.log_records import Record, unsent_records
 from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, aligned
 
-_HEADER = struct.Struct("<IIQIIII")
+_HEADER = struct.Struct("<IIQIIII")  # the fields of `_Header`
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
 _IOV_MAX = 512  # number of pieces in a call of sendmsg; the kernel's limit is 1,024
@@ -95,6 +96,16 @@ def _close_in_fork() -> None:
 os.register_at_fork(after_in_child=_close_in_fork)
 
 
+class _Header(NamedTuple):
+    pickled: int  # bytes
+    buffers: int
+    size: int  # bytes of the region
+    slab: int
+    returned: int  # number of returned slabs
+    first: int  # first descriptor
+    descriptors: int  # number of descriptors
+
+
 class Disconnected(EOFError):
     """The other end of a channel is closed.
 
@@ -125,7 +136,7 @@ class _Channel:
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
         self._start = self._filled = 0  # range of received bytes, not yet parsed
-        self._header: tuple[int, ...] | None = None  # header of the frame being read
+        self._header: _Header | None = None  # header of the frame being read
         self._size = _HEADER.size  # size of the header, or of the rest of the frame
         self._closed = False
 
@@ -210,11 +221,11 @@ class _Channel:
             part = self._memory[self._start : self._start + self._size]
             self._start += self._size
             if (header := self._header) is None:
-                self._header = _HEADER.unpack(part)
-                pickled, buffers, size, slab, returned, _, _ = self._header
+                header = self._header = _Header._make(_HEADER.unpack(part))
+                table = header.buffers * _EXTENT.size + header.returned * _NUMBER.size
                 # The offset of the region in the frame, after the header.
-                self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
-                self._size = self._region + (0 if slab else size)
+                self._region = table + header.pickled
+                self._size = self._region + (0 if header.slab else header.size)
             else:
                 self._header, self._size = None, _HEADER.size
                 region = part[self._region :]
@@ -250,24 +261,25 @@ class _Channel:
             while self._arrived:  # before the next read, because the next read may raise
                 yield self._arrived.popleft()
 
-    def _load(self, header: tuple[int, ...], body: memoryview, region: memoryview) -> None:
+    def _load(self, header: _Header, body: memoryview, region: memoryview) -> None:
         """Unpickle the object in a frame.
 
         `region` is used if there is no slab.
         """
-        _, buffers, size, slab, returned, first, count = header
-        table = buffers * _EXTENT.size
-        begin = table + returned * _NUMBER.size
-        if returned:
+        table = header.buffers * _EXTENT.size
+        begin = table + header.returned * _NUMBER.size
+        if header.returned:
             self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
         try:
-            if slab:
-                region = self._mapper.view(slab, size)
+            if header.slab:
+                region = self._mapper.view(header.slab, header.size)
             views = [
                 region[offset : offset + length]
                 for offset, length in _EXTENT.iter_unpack(body[:table])
             ]
-            descriptors = self._mapper.take_descriptors(first, count) if count else ()
+            descriptors: Sequence[Descriptor] = ()
+            if header.descriptors:
+                descriptors = self._mapper.take_descriptors(header.first, header.descriptors)
             obj = load_message(body[begin:], views, descriptors)
             if type(obj) is Record:
                 obj.handle()

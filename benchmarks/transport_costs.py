@@ -33,7 +33,7 @@ from headrace._core.consumer.deliver import opened
 from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import ReadTask
 from headrace._core.error_policy import Tolerance
-from headrace._core.pool.worker import INHERITED, Worker
+from headrace._core.pool.worker import INHERITED, Request, Worker
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.transport.channel import BlockingChannel, Connection
 from headrace._core.transport.pickling import dump_message
@@ -104,13 +104,13 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
-        engine.send_message(dump_message((raw.flat(), INHERITED, None, frozenset()), plain=True))
+        engine.send_message(dump_message(tuple(Request(raw.flat(), INHERITED)), plain=True))
         times.append(time.thread_time())
         worker.answer_next()
         times.append(time.thread_time())
         answer = engine.receive()
         times.append(time.thread_time())
-        batch = opened(HostBatch.from_flat(answer[0], raw.plan))
+        batch = opened(HostBatch.from_flat(answer, raw.plan))
         times.append(time.thread_time())
         pairs = zip(values(batch), values(expected), strict=True)
         if not all(torch.equal(came, made) for came, made in pairs):

@@ -180,7 +180,7 @@ def tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
     first = batch[0]
-    size = len(batch) * first.nbytes if _is_plain(first) else 0
+    size = len(batch) * first.nbytes if is_plain(first) else 0
     # Torch stacks small batches in the loader's process.
     if (
         size >= (HUGE if _destination is None else 1)
@@ -218,7 +218,8 @@ HUGE = 1 << 22
 _DTYPE = operator.attrgetter("dtype")
 
 
-def _is_plain(tensor: object) -> bool:
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor is a dense tensor on the CPU without a gradient."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -8,7 +8,7 @@ from headrace._core.ranks.rankinfo import RankInfo
 
 async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():
     executor = ThreadExecutor(RankInfo(0, 1, "the test"), deferred=False)
-    await executor.open()
+    executor.open()
 
     def fail(raw):
         raise OSError("too many open files")

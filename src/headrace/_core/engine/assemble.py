@@ -17,6 +17,7 @@ from headrace._core.batches import BatchPlan, HostBatch, RawBatch, Rows, StageTi
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage, describe_samples, key_in
 from headrace._core.randomized import CurrentSample, current_sample
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import TransformGenerators
 from headrace._core.torchcompat.portable_collate import collating
 from headrace.collate import collated, default_convert, draws_nothing, is_default, note_culprit
@@ -67,11 +68,8 @@ class Assembler:
             began: When the work began, if reading is part of the work. Default: now.
         """
         current = CurrentSample(raw.plan.random_key)
-        token = current_sample.set(current)
-        try:
+        with bound(current_sample, current):
             return self._assemble(raw, current, began or now())
-        finally:
-            current_sample.reset(token)
 
     def _assemble(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
         plan, size = raw.plan, len(raw.plan.indices)
@@ -89,11 +87,9 @@ class Assembler:
             size = len(samples)
             if failures and (not self.tolerance.skips or not samples):
                 return HostBatch.nothing(plan, tuple(failures), end=raw.end)
-        current.position, current.of_batch, current.calls = (
-            plan.positions[0] if plan.positions else 0,
-            True,
-            0,
-        )
+        current.position = plan.positions[0] if plan.positions else 0
+        current.of_batch = True
+        current.calls = 0
         try:
             with collating(self.transforms):
                 if not self.batched:
@@ -121,28 +117,31 @@ class Assembler:
     def passed_on(self, raw: RawBatch) -> HostBatch | None:
         """Return the batch if no CPU work is left, else None.
 
-        No work is left for a list of samples, the rows of a tensor, or a single sample. A single
-        sample is returned unchanged, or as a tensor with the same memory. Containers are left out:
-        converting the items may take long.
+        No work is left for a list of samples, the rows of a tensor, or a single sample. Containers
+        are excluded: converting the items may take long.
         """
         samples = raw.samples
         if self.transforms or raw.whole or not samples:
             return None
-        if self.batched:
-            if type(samples) is Rows and is_default(self.collate):
-                return HostBatch(raw.plan, samples.whole, len(samples), end=raw.end)
-            if self.collate not in (list, tuple) or Failure in map(type, samples):
-                return None
-            return HostBatch(raw.plan, self.collate(samples), len(samples), end=raw.end)
-        if self.collate is not default_convert or isinstance(
-            samples[0], Failure | Mapping | Sequence
+        if self.batched and type(samples) is Rows and is_default(self.collate):
+            data = samples.whole
+        elif Failure in map(type, samples):
+            return None
+        elif self.batched and self.collate in (list, tuple):
+            data = self.collate(samples)
+        elif (
+            self.batched
+            or self.collate is not default_convert
+            or isinstance(samples[0], Mapping | Sequence)
         ):
             return None
-        try:
-            return HostBatch(raw.plan, self.collate(samples[0]), 1, end=raw.end)
-        except Exception:
-            # torch has no dtype for the array. The assembler raises this error again, as a failure.
-            return None
+        else:
+            try:
+                data = self.collate(samples[0])
+            except Exception:
+                # torch has no dtype for the array. The assembler makes a failure of this error.
+                return None
+        return HostBatch(raw.plan, data, len(samples), end=raw.end)
 
     def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
         """Return the batch if no CPU work exists, else None.

@@ -11,6 +11,7 @@ docs/design/0002.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -125,14 +126,11 @@ class AdaptiveLimit:
 
         An unfinished trial of fewer fetches does not count.
         """
-        start = self.limit if self._base is None else max(self.limit, self._base[0])
-        other = AdaptiveLimit(start, self._most, self._peers, self._draw)
-        other._doubling, other._throttled, other._up_next = (
-            self._doubling,
-            self._throttled,
-            self._up_next,
-        )
-        other._hold, other._next_probe_at = self._hold, self._next_probe_at
+        other = copy.copy(self)
+        if self._base is not None:
+            other.limit = max(self.limit, self._base[0])
+        other._base = other._began = None
+        other._settling, other._last_totals = 0, (0, 0)
         return other
 
     def _back_off(self, now: float, ended: int, throttled: int) -> None:

@@ -10,9 +10,8 @@ from headrace._core.engine.assemble import Assembler
 from headrace._core.engine.worker_tasks import AssembleTask, ReadTask
 from headrace._core.ranks.rankinfo import RankInfo
 from headrace._core.streams.kinds import DatasetKind
-from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
+from headrace._core.transport.shared_pickle import SharedPickle, raise_unpicklable
 from headrace.collate import is_default
-from headrace.errors import NotPicklableError
 from headrace.options import LoaderOptions
 
 
@@ -144,7 +143,7 @@ def pickled_config(config: EngineConfig, *, portable: bool = False) -> SharedPic
         name_unpicklable(config, error)
 
 
-_MAKE_LATER = (
+MAKE_LATER = (
     "Worker processes need a copy of it, and it holds something that cannot leave this process "
     "(a lock, a socket, an open file): make that inside the function, at its first call, or use "
     "num_workers=0. Take primitives of multiprocessing from get_context('spawn'), or use "
@@ -161,15 +160,17 @@ def name_unpicklable(config: EngineConfig, error: Exception) -> NoReturn:
 
     If each part can be pickled, raise `error`.
     """
-    for what, part in (
-        *((f"transform {function!r}", function) for function in config.assembler.transforms),
-        (f"collate_fn {config.assembler.collate!r}", config.assembler.collate),
-        (f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn),
-        (f"dataset {type(config.dataset).__name__}", config.dataset),
-    ):
-        if (reason := why_not_picklable(part)) is not None:
-            fetched = part is config.dataset and config.kind.is_async
-            raise NotPicklableError(
-                what=what, reason=reason, remedy=_OPEN_LATER if fetched else _MAKE_LATER
-            ) from error
-    raise error
+    assembler, dataset = config.assembler, config.dataset
+    parts: list[tuple[str, object, str]] = [
+        (f"transform {each!r}", each, MAKE_LATER) for each in assembler.transforms
+    ]
+    parts += [
+        (f"collate_fn {assembler.collate!r}", assembler.collate, MAKE_LATER),
+        (f"worker_init_fn {config.worker_init_fn!r}", config.worker_init_fn, MAKE_LATER),
+        (
+            f"dataset {type(dataset).__name__}",
+            dataset,
+            _OPEN_LATER if config.kind.is_async else MAKE_LATER,
+        ),
+    ]
+    raise_unpicklable(parts, error)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import operator
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace._core.batches import (
@@ -63,6 +62,8 @@ from headrace._core.streams.steps import compute
 from headrace._core.transport.pickling import PickledPayload
 from headrace._core.transport.shared_pickle import SharedPickle
 
+_ASSEMBLE = "assemble (transform and collate)"
+
 
 class Engine:
     """Runs sessions on an event loop.
@@ -80,28 +81,19 @@ class Engine:
         # Measures how long user code blocks the loop, and where.
         self.watch = LoopWatch(type(config.dataset).__qualname__)
         self._control: AdaptiveLimit | None = None  # the search of the last epoch
-        bounded = (
-            config.options["memory_budget"] is not None and config.kind is DatasetKind.ASYNC_MAP
-        )
-        self.sizes = SampleSizes(MEASURED_BATCHES if bounded else MEASURED_RARELY)
+        bounded = config.kind is DatasetKind.ASYNC_MAP
+        self.budget: int | None = config.options["memory_budget"] if bounded else None
+        self.sizes = SampleSizes(MEASURED_RARELY if self.budget is None else MEASURED_BATCHES)
         self.executor: Executor
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
         else:
             self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
-        self._opening: asyncio.Task[None] | None = None
         self._running: dict[Session, asyncio.Task[None]] = {}
 
     @property
     def usable(self) -> bool:
         """False after the executor failed to open or replace workers."""
-        opening = self._opening
-        if (
-            opening is not None
-            and opening.done()
-            and (opening.cancelled() or opening.exception() is not None)
-        ):
-            return False
         return self.executor.broken is None
 
     def start(self, session: Session) -> None:
@@ -117,14 +109,12 @@ class Engine:
         if self.config.kind.is_async:
             self.watch.end()
 
-    async def prepare(self, start: SessionStart) -> None:
+    def prepare(self, start: SessionStart) -> None:
         # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
         provide_rank(self.config.rank)
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self.executor.open())
-        await asyncio.shield(self._opening)
+        self.executor.open()
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
             states = {
@@ -144,13 +134,6 @@ class Engine:
             session.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        # For an unused engine: the executor can only end launched workers after connecting them.
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self.executor.open())
-        await asyncio.wait([self._opening], timeout=deadline)
-        if self._opening.done():
-            # Mark the error as retrieved: the sessions waiting for the executor have raised it.
-            self._opening.exception()
         await self.executor.close(deadline)
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
@@ -226,13 +209,13 @@ class Session:
         self._next_number = start.batch
         self._held: dict[int, HostBatch] = {}  # batches waiting for earlier batches
         self._sample_key = functools.partial(sample_key, config.dataset)
-        retry, budget = config.options["retry"], config.options["memory_budget"]
+        retry = config.options["retry"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         self._memory: MemoryBudget | None = None
-        if budget is not None and config.kind is DatasetKind.ASYNC_MAP:
+        if engine.budget is not None:
             joins = capabilities(config.dataset).ranges or reads_whole_blocks(config.dataset)
-            self._memory = MemoryBudget(budget, self._sizes, joins=joins)
+            self._memory = MemoryBudget(engine.budget, self._sizes, joins=joins)
         self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
         # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}
@@ -250,7 +233,7 @@ class Session:
                 self._outstanding[plan.number] = plan, now
                 self._on_consumed(plan.taken)
             # Plans from an engine that has ended may precede other plans, so sort.
-            self._plans = deque(sorted((*self._plans, *message), key=operator.attrgetter("number")))
+            self._plans = deque(sorted((*self._plans, *message)))
             self._changed.set()
         elif isinstance(message, Consumed):
             self._on_consumed(message.number)
@@ -269,22 +252,20 @@ class Session:
     def _status(self, number: int) -> str:
         if number not in self._outstanding:
             return f"batch {number} is being sent to this process"
-        plan, _ = self._outstanding[number]
         if self._stage is None:
             return f"batch {number} has not begun: the workers are being started"
-        raw = self._assembling.get(number)
+        plan, _ = self._outstanding[number]
+        raw, worker = self._assembling.get(number), self._executor.worker_of(number)
         if raw is None:
-            missing = plan.indices if plan in self._plans else self._stage.missing(plan)
-            samples = describe_samples(missing, self._sample_key)
-            count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-            return f"batch {number} is in stage fetch, and waits for {count}: {samples}"
-        worker = self._executor.worker_of(number)
-        stage = (
-            "assemble (transform and collate)" if raw.samples is not None else "fetch, in a worker"
-        )
-        who = "" if worker is None else f", worker {worker}"
-        samples = describe_samples(raw.plan.indices, self._sample_key)
-        return f"batch {number} is in stage {stage}{who}, {samples}"
+            indices = plan.indices if plan in self._plans else self._stage.missing(plan)
+            count = "1 sample" if len(indices) == 1 else f"{len(indices)} samples"
+            stage = f"fetch, and waits for {count}:"
+        else:
+            indices = raw.plan.indices
+            stage = "fetch, in a worker" if raw.samples is None else _ASSEMBLE
+            stage += "," if worker is None else f", worker {worker},"
+        samples = describe_samples(indices, self._sample_key)
+        return f"batch {number} is in stage {stage} {samples}"
 
     def leave(self) -> None:
         """End the session after the consumer has left the epoch.
@@ -314,7 +295,7 @@ class Session:
             # Restored states are sent even if the session is ending: persistent workers keep them
             # for the next epoch.
             if not self._context.stopping or self.start.streams:
-                await self._engine.prepare(self.start)
+                self._engine.prepare(self.start)
             if not self._context.stopping:
                 self._task = asyncio.current_task()
                 await self._run_stages()
@@ -355,32 +336,26 @@ class Session:
         if not self._context.stopping:
             self._tasks.create_task(work())
 
-    def _assemble_soon(self, *raws: RawBatch) -> None:
-        """Take on batches fetched together."""
+    def _assemble_soon(self, raw: RawBatch) -> None:
+        """Take on a fetched batch."""
         fetched = time.perf_counter()
         if self._context.stopping:
             return
         assert self._stage is not None
         load = self._stage.load()
         if self._memory is None:
-            self._sizes.on_fetched(raws[0])
+            self._sizes.on_fetched(raw)
         else:
-            for raw in raws:
-                self._memory.on_fetched(raw)
+            self._memory.on_fetched(raw)
             load = self._memory.load(load, len(self._plans))
             self._changed.set()
-        ready = []
-        for raw in raws:
-            # If the batch stays in this process, a task and a thread would take longer than the
-            # work.
-            host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
-            if host is None:
-                self._assembling[raw.plan.number] = raw
-                self._tasks.create_task(self._assemble(raw, fetched, load))
-            else:
-                ready.append((raw, host))
-        if ready:
-            self._put(ready, fetched, load)
+        # If the batch stays in this process, a task and a thread would take longer than the work.
+        host = self._work.passed_on(raw) if isinstance(self._work, Assembler) else None
+        if host is not None:
+            self._put(raw, host, fetched, load)
+        else:
+            self._assembling[raw.plan.number] = raw
+            self._tasks.create_task(self._assemble(raw, fetched, load))
 
     async def _assemble(self, raw: RawBatch, fetched: float, load: FetchLoad) -> None:
         if raw.samples is None:
@@ -392,56 +367,51 @@ class Session:
             nothing = self._assembler.nothing_to_do(kept, lost)
             host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
         del self._assembling[raw.plan.number]
-        self._put([(raw, host)], fetched, load)
+        self._put(raw, host, fetched, load)
 
-    def _put(
-        self, ready: Sequence[tuple[RawBatch, HostBatch]], fetched: float, load: FetchLoad
-    ) -> None:
-        """Send finished batches with times, and batches held for order."""
+    def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
+        """Send a finished batch with times, and batches held for order."""
         assert self._stage is not None
-        self._sizes.on_assembled(ready[0][1])
+        self._sizes.on_assembled(host)
         if self._memory is not None:
             self._memory.on_assembled()
             self._changed.set()
-        now, cpu = time.perf_counter(), time.thread_time()
-        watch, sample_bytes = self._watch, self._sizes.fetched or 0
-        for raw, host in ready:
-            host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
-            state = host.stream_state if raw.stream_state is None else raw.stream_state
-            number, (_, admitted), work = (
-                raw.plan.number,
-                self._outstanding[raw.plan.number],
-                host.times,
-            )
-            times = StageTimes(
-                admitted,
-                raw.began or admitted,
-                fetched,
-                work.work_began,
-                work.work_ended,
-                now,
-                raw.fetch_seconds,
-                int(sample_bytes * len(raw.plan.indices)),
-                cpu,
-                watch.blocked_seconds,
-                watch.place,
-                self._executor.take_deaths(),
-                watch.queued_seconds,
-                work.work_cpu,
-                self._blocked_before,
-                work.worked_by,
-                self._steps.seconds,
-                load,
-            )
-            fetches = None if self._context.recorder is None else self._context.recorder.take()
-            self._held[number] = host._replace(
-                requests=self._requests.take(), stream_state=state, times=times, fetches=fetches
-            )
-            if not self._in_order:
-                self._next_number = number
-            while (done := self._held.pop(self._next_number, None)) is not None:
-                del self._outstanding[self._next_number]
-                self._next_number += 1
-                self._send(done)
+        host = self._stage.on_assembled(raw, host).located(raw.origin or self._sample_key)
+        number, watch = raw.plan.number, self._watch
+        _, admitted = self._outstanding[number]
+        deaths, self._executor.deaths = self._executor.deaths, 0
+        work = host.times
+        times = StageTimes(  # `_replace` would take twice as long
+            admitted=admitted,
+            began=raw.began or admitted,
+            fetched=fetched,
+            work_began=work.work_began,
+            work_ended=work.work_ended,
+            assembled=time.perf_counter(),
+            fetch_seconds=raw.fetch_seconds,
+            nbytes=int((self._sizes.fetched or 0) * len(raw.plan.indices)),
+            engine_cpu=time.thread_time(),
+            blocked=watch.blocked_seconds,
+            blocked_in=watch.place,
+            worker_deaths=deaths,
+            engine_queued=watch.queued_seconds,
+            work_cpu=work.work_cpu,
+            blocked_before=self._blocked_before,
+            worked_by=work.worked_by,
+            steps_seconds=self._steps.seconds,
+            load=load,
+        )
+        self._held[number] = host._replace(
+            requests=self._requests.take(),
+            stream_state=host.stream_state if raw.stream_state is None else raw.stream_state,
+            times=times,
+            fetches=None if self._context.recorder is None else self._context.recorder.take(),
+        )
+        if not self._in_order:
+            self._next_number = number
+        while (done := self._held.pop(self._next_number, None)) is not None:
+            del self._outstanding[self._next_number]
+            self._next_number += 1
+            self._send(done)
         if self._left and not self._outstanding:
             self.cancel()

@@ -12,29 +12,38 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import multiprocessing
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask, settle
-from headrace._core.engine.worker_tasks import not_picklable
+from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.look_ahead import QUICK
 from headrace._core.pool.supervisor import PINNED_AHEAD, PINNED_QUICK, Job, Pool
+from headrace._core.pool.worker import Failed
 from headrace._core.ranks.rankinfo import RankInfo, provide_rank
 from headrace._core.streams.resumable import is_stateful
 from headrace._core.transport.shared_pickle import SharedPickle
-from headrace.errors import NotPicklableError, WorkerDiedError
+from headrace.errors import WorkerDiedError
+
+T = TypeVar("T")
 
 Work = Callable[[RawBatch], HostBatch] | SharedPickle | None
 """The assembly of a batch: a function for a thread, or a task for processes.
 
 None stands for the first task of the processes."""
 
-_STEPS = "on samples that are not yet in a batch"  # the job's description, for `WorkerDiedError`
+
+class _Call(NamedTuple):
+    """A call in the thread, and the future of the answer."""
+
+    work: Callable[[], Any]
+    answer: Future[Any]
 
 
 class ThreadExecutor:
@@ -46,12 +55,12 @@ class ThreadExecutor:
 
     broken = None
     workers = 1
+    deaths = 0
 
     def __init__(self, rank: RankInfo, *, deferred: bool) -> None:
         self._rank = rank
-        # Pairs of a call and a future for the answer. (None, future) ends the thread and then sets
-        # the future.
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Calls, and None for the end of the thread.
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # Run in the caller's context, because `numpy.errstate` is a context variable.
         run = contextvars.copy_context().run
         thread = threading.Thread(
@@ -59,26 +68,23 @@ class ThreadExecutor:
         )
         self._thread = None if deferred else thread
 
-    async def open(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        if self._thread is not None:
+    def open(self) -> None:
+        if self._thread is not None and self._thread.ident is None:
             self._thread.start()
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         if self._thread is None:
             return HostBatch(raw.plan, raw, len(raw.plan.indices), end=raw.end)
         assert callable(work)
-        host: HostBatch = await self._call(functools.partial(work, raw))
-        return host
+        return await self._call(functools.partial(work, raw))
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
-        outcomes: Outcomes = await self._call(functools.partial(task.apply, chunk))
-        return outcomes
+        return await self._call(functools.partial(task.apply, chunk))
 
-    async def _call(self, work: Callable[[], object]) -> Any:
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        self._requests.put((work, answer))
-        return await answer
+    def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        call = _Call(work, Future())
+        self._calls.put(call)
+        return asyncio.wrap_future(call.answer)
 
     async def close(self, deadline: float) -> None:
         """Let the thread finish the current work.
@@ -87,42 +93,36 @@ class ThreadExecutor:
         """
         if self._thread is None or self._thread.ident is None:
             return
-        end = self._loop.create_future()
-        self._requests.put((None, end))
-        # Without an answer in time, user code still holds the thread.
-        if (await asyncio.wait([end], timeout=deadline))[0]:
+        last = self._call(lambda: None)
+        self._calls.put(None)
+        with suppress(TimeoutError):  # user code still holds the thread
+            await asyncio.wait_for(last, deadline)
             self._thread.join()
 
     def worker_of(self, batch: int) -> int | None:
         return None
 
-    def take_deaths(self) -> int:
-        return 0
-
     def kill(self) -> None:
-        """Let the thread end at the next request.
+        """Let the thread end at the next call.
 
         A thread cannot be killed.
         """
-        self._requests.put((None, None))
+        self._calls.put(None)
 
     def release(self) -> None:
         pass  # there are no descriptors
 
     def _work(self) -> None:
         provide_rank(self._rank)
-        while (request := self._requests.get())[0] is not None:
-            work, answer = request
-            if not answer.done():
+        while (call := self._calls.get()) is not None:
+            if call.answer.set_running_or_notify_cancel():
                 try:
-                    settle(answer, work())
+                    call.answer.set_result(call.work())
                 except BaseException as error:
                     # Not an error of user code (the result holds such errors), but for example a
                     # failed import.
-                    settle(answer, None, as_exception(error))
-            del request, work, answer  # hold no batch while waiting for the next request
-        if request[1] is not None:
-            settle(request[1], None)
+                    call.answer.set_exception(as_exception(error))
+            del call  # hold no batch while waiting for the next call
 
 
 class ProcessExecutor(Pool):
@@ -145,71 +145,37 @@ class ProcessExecutor(Pool):
                 context=config.context or (multiprocessing.get_context() if torchs else None),
                 stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
             )
-            self.launch()
         except Exception as error:
             name_unpicklable(config, error)
 
     async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
-        answer = await self.run(Job(tuple(chunk), task.pickle(self._steps), doing=_STEPS))
-        if answer.error is None:
-            return Outcomes(*answer.value)
-        if answer.step == "pack":
-            remedy = (
-                "It is sent back from a worker process: return tensors, arrays, or classes that "
-                "both can import."
-            )
-            raise not_picklable("the result of a function before batching", answer.error, remedy)
-        raise answer.error
+        job = Job(chunk, task.pickle(self._steps), doing="on samples that are not yet in a batch")
+        outcomes: Outcomes | Failed = await self.run(job)
+        if isinstance(outcomes, Failed):
+            raise outcomes.error
+        return outcomes
 
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         assert work is None or isinstance(work, SharedPickle)
         plan, pinned = raw.plan, raw.worker is not None
         if raw.stream_state is not None:
             raw = raw._replace(stream_state=None, origin=None)  # both stay in this process
-        job = Job(
-            raw.flat(), work, raw.worker, plan.number, tuple(plan.indices), plain=raw.is_plain
-        )
-        try:
-            answer = await self.run(job)
-        except WorkerDiedError as died:
-            return HostBatch.failed(plan, died, Stage.ASSEMBLE)._replace(end=pinned)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as caught:  # user code: __reduce__ of a sample's class
-            return HostBatch.failed(plan, _unpicklable_sample(caught), Stage.ASSEMBLE)
-        if answer.error is None:
-            host = HostBatch.from_flat(answer.value, plan)
+        job = Job(raw.flat(), work, raw.worker, plan, plain=raw.is_plain)
+        answer = await self.run(job)
+        if isinstance(answer, Failed):
+            # A worker that died or cannot start has no stream to continue.
+            ends = pinned and (answer.starting or isinstance(answer.error, WorkerDiedError))
+            stage = Stage.WORKER_START if answer.starting else Stage.ASSEMBLE
+            failure = Failure.caught(answer.error, stage, plan.number, traceback=answer.traceback)
+            host = HostBatch.nothing(plan, (failure,), end=ends)
+        else:
+            host = HostBatch.from_flat(answer, plan)
             quick = host.times.work_ended - host.times.work_began < QUICK
             self.pinned_ahead = PINNED_QUICK if quick else PINNED_AHEAD
-        else:
-            unread = answer.step == "receive"
-            error = _unpicklable_sample(answer.error) if unread else answer.error
-            # The worker cannot run, so the worker's stream cannot continue.
-            cannot_start = answer.step == "start"
-            stage = Stage.WORKER_START if cannot_start else Stage.ASSEMBLE
-            failure = Failure.caught(error, stage, plan.number)
-            failure = replace(failure, traceback=None if unread else answer.traceback)
-            host = HostBatch.nothing(plan, (failure,), end=cannot_start and pinned)
         if not host.failures:
             return host
         located = (replace(f, worker=job.worker, attempt=job.attempt) for f in host.failures)
         return host._replace(failures=tuple(located))
 
-    def take_deaths(self) -> int:
-        """Return the number of worker deaths since the last call.
-
-        A death counts even if another worker has assembled the batch since.
-        """
-        deaths, self.deaths = self.deaths, 0
-        return deaths
-
 
 Executor = ThreadExecutor | ProcessExecutor
-
-
-def _unpicklable_sample(reason: BaseException) -> NotPicklableError:
-    remedy = (
-        "The result of aget is sent to a worker process: return bytes or arrays, or use "
-        "num_workers=0."
-    )
-    return not_picklable("a fetched sample", reason, remedy)

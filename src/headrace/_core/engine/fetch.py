@@ -64,7 +64,7 @@ class FetchRecorder:
 
 @dataclass(slots=True, eq=False)
 class FetchContext:
-    deliver: Callable[..., None]  # takes a complete batch, or several batches fetched together
+    deliver: Callable[[RawBatch], None]  # takes a complete batch
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
@@ -245,8 +245,10 @@ class SampleFetch(FetchStage):
         """
         plans, left = [plan], 0 if self._first else most - len(plan.indices)
         self._first = False
-        while self._queue and self._queue[0][2] == fetch:
-            following: BatchPlan = self._queue[0][3]
+        while self._queue:
+            _, _, function, following = self._queue[0]
+            if function != fetch:
+                break
             left -= len(following.indices)
             if left < 0:
                 break
@@ -388,8 +390,7 @@ class BatchFetch(SampleFetch):
 
         If `concurrency` is a number of samples, the result counts samples.
         """
-        busy, size, queued, *_, unused = (self._of_call * count for count in super().load())
-        return FetchLoad(busy, size, queued, unused=unused)
+        return FetchLoad(*(self._of_call * count for count in super().load()))
 
     def _wake_one(self) -> None:
         # A joint fetch takes many plans. With a task for each plan, most tasks would find no plan.
@@ -397,9 +398,8 @@ class BatchFetch(SampleFetch):
             super()._wake_one()
 
     async def _fetch_waiting(self, plan: BatchPlan) -> None:
-        await self._fetch(
-            self._take_waiting(self._fetch_waiting, plan, JOINED_SAMPLES) if self._joins else [plan]
-        )
+        most = JOINED_SAMPLES if self._joins else 0
+        await self._fetch(self._take_waiting(self._fetch_waiting, plan, most))
 
     async def _fetch(self, plans: Sequence[BatchPlan]) -> None:
         began = time.perf_counter()
@@ -435,11 +435,10 @@ class BatchFetch(SampleFetch):
         if self.context.recorder is not None:
             self.context.recorder.add(plans[0].number, 0, began)
         seconds = time.perf_counter() - began
-        fetched, start = [], 0
+        start = 0
         for plan in plans:
             stop = start + len(plan.indices)
             own = samples[start:stop] if len(plans) > 1 else samples
-            fetched.append(RawBatch(plan, own, began=began, fetch_seconds=seconds))
+            self.context.deliver(RawBatch(plan, own, began=began, fetch_seconds=seconds))
             start = stop
-        self.context.deliver(*fetched)
         await asyncio.sleep(0)  # give other tasks a turn

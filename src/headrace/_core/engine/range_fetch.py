@@ -27,9 +27,9 @@ _EMPTY = memoryview(b"")
 class RangedBatch(PartialBatch):
     """A batch whose bytes are read by joint requests."""
 
-    # The plan of the requests, and the number of the batch in the plan. None without a plan, or
-    # after the bytes were taken.
-    read_plan: tuple[ReadPlan, int] | None = None
+    # The plan of the requests. None without a plan, or after the bytes were taken.
+    read_plan: ReadPlan | None = None
+    number: int = 0  # the number of the batch in `read_plan`
     # Received bytes, by the piece numbers of `ReadPlan`.
     pieces: dict[int, memoryview] = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ class RangeFetch(SampleFetch):
             return
         plan = ReadPlan(batches, ranges)
         for number, batch in enumerate(batches):
-            batch.read_plan = plan, number
+            batch.read_plan, batch.number = plan, number
             batch.began = began
         spans, complete = plan.plan()
         self._submit((None, 0, self._read, (plan, span)) for span in spans)
@@ -156,35 +156,26 @@ class RangeFetch(SampleFetch):
 
     async def _read(self, planned: tuple[ReadPlan, Span]) -> None:
         plan, span = planned
+        number, size = span.object, span.stop - span.start
+        read = functools.partial(self._dataset.read_range, number, span.start, span.stop)
+        oldest = plan.first(span).plan.number
         began = time.perf_counter()
         try:
-            data = await self._read_range(plan.first(span), span.object, span.start, span.stop)
-            seconds = time.perf_counter() - began
+            data: memoryview = await (
+                read() if self._hedged is None else self._hedged.first(oldest, size, read)
+            )
+            if self.context.recorder is not None:
+                self.context.recorder.add(oldest, number, began)
+            if len(data) != size:
+                raise ValueError(f"read_range gave {len(data)} bytes in place of {size}")
         except BaseException:  # user code; `aget` of each member then names the error and sample
             if not self.context.stopping:
                 self._fetch_singly(plan.locate(span.members))
             return
         complete = plan.put(span, data)
         for batch in complete:
-            batch.fetch_seconds = seconds
+            batch.fetch_seconds = time.perf_counter() - began
         await self._make_all(complete)
-
-    async def _read_range(
-        self, batch: RangedBatch, number: int, start: int, stop: int
-    ) -> memoryview:
-        """Read bytes, hedged if configured. `batch` is the oldest waiting batch."""
-        read = functools.partial(self._dataset.read_range, number, start, stop)
-        began = time.perf_counter()
-        data: memoryview = await (
-            read()
-            if self._hedged is None
-            else self._hedged.first(batch.plan.number, stop - start, read)
-        )
-        if self.context.recorder is not None:
-            self.context.recorder.add(batch.plan.number, number, began)
-        if len(data) != stop - start:
-            raise ValueError(f"read_range gave {len(data)} bytes in place of {stop - start}")
-        return data
 
     async def _make_all(self, batches: Iterable[RangedBatch]) -> None:
         for batch in batches:
@@ -198,8 +189,8 @@ class RangeFetch(SampleFetch):
         """
         samples: Sequence[Any] = batch.samples
         if batch.read_plan is not None:
-            (plan, number), batch.read_plan = batch.read_plan, None
-            views = plan.views(number)
+            views = batch.read_plan.views(batch.number)
+            batch.read_plan = None
             batch.pieces.clear()  # free the responses
             made = None if batch.single else self._make_together(batch.plan.indices, views)
             if made is None:

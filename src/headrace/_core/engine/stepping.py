@@ -6,24 +6,25 @@ A session's executor applies the steps, in this process or in a worker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace._core.engine.assemble import CONSUMER_CATCH, Catch
+from headrace._core.engine.config import MAKE_LATER
 from headrace._core.messages import Call
 from headrace._core.randomized import CurrentSample, current_sample
 from headrace._core.ranks.distributed import undivided
+from headrace._core.ranks.rankinfo import bound
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import spawn_key
 from headrace._core.streams.steps import Raised, RunSteps, Step, apply_steps
-from headrace._core.transport.pickling import noted_error
-from headrace._core.transport.shared_pickle import SharedPickle, why_not_picklable
-from headrace.errors import NotPicklableError
+from headrace._core.transport.pickling import Message, dump_message, not_picklable, noted_error
+from headrace._core.transport.shared_pickle import SharedPickle, raise_unpicklable
 
 # Number of kept pickles: a pickle for each `filter` or inner `map` of a loader.
 KNOWN = 32
@@ -76,16 +77,8 @@ class StepsTask:
             try:
                 self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
             except Exception as error:
-                failed = next(
-                    (step for step in self._steps if why_not_picklable(step.function)),
-                    self._steps[0],
-                )
-                raise NotPicklableError(
-                    what=f"{'filter' if failed.is_filter else 'map'} function {failed.function!r}",
-                    reason=why_not_picklable(failed.function) or f"{type(error).__name__}: {error}",
-                    remedy="Worker processes need a copy of it: create unpicklable objects inside "
-                    "the function, or use num_workers=0.",
-                ) from error
+                parts = [(step.name, step.function, MAKE_LATER) for step in self._steps]
+                raise_unpicklable(parts, error)
             if len(earlier) > KNOWN:
                 earlier.popitem(last=False)
         return self._pickled
@@ -93,15 +86,24 @@ class StepsTask:
     def start(self, worker: int, workers: int) -> None:
         pass  # nothing to do: the task of the assembly has started the worker
 
-    def __call__(self, request: tuple[Sequence[object], int, int]) -> Outcomes:
-        """Return the outcomes of a `Chunk` in a worker, with picklable errors."""
-        outcomes = self.apply(Chunk(*request))
+    def __call__(self, chunk: Chunk) -> Message:
+        """Return the outcomes of a chunk, pickled in a worker, with picklable errors."""
+        outcomes = self.apply(chunk)
         for place, outcome in enumerate(outcomes.of_samples):
             if type(outcome) is Raised:
                 outcomes.of_samples[place] = Raised(
                     noted_error(outcome.error, "in a worker process")
                 )
-        return outcomes
+        try:
+            return dump_message(outcomes)
+        except BaseException as error:  # user code: __reduce__ of a result
+            remedy = (
+                "It is sent back from a worker process: return tensors, arrays, or classes that "
+                "both can import."
+            )
+            raise not_picklable(
+                "the result of a function before batching", error, remedy
+            ) from error
 
     def apply(self, chunk: Chunk, *, catch: Catch = BaseException) -> Outcomes:
         """Return the outcome of each sample.
@@ -111,37 +113,16 @@ class StepsTask:
         """
         current, began = CurrentSample(chunk.seed), time.perf_counter()
         outcomes: list[object] = []
-        token = current_sample.set(current)
-        try:
+        with bound(current_sample, current):
             for position, sample in enumerate(chunk.samples, chunk.position):
                 current.position, current.calls = position, 0
                 self._generators.seed(batch_seed(chunk.seed, 0, position))
                 outcomes.append(apply_steps(self._steps, sample, catch))
-            return Outcomes(outcomes, time.perf_counter() - began)
-        finally:
-            current_sample.reset(token)
+        return Outcomes(outcomes, time.perf_counter() - began)
 
 
 Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]
 """Applies steps off the session's event loop."""
-
-
-def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
-    """Set the result or error of a future, from any thread.
-
-    Nothing happens if the future is done or the event loop is closed.
-    """
-
-    def settle_on_loop() -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
-
-    with contextlib.suppress(RuntimeError):
-        answer.get_loop().call_soon_threadsafe(settle_on_loop)
 
 
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
@@ -151,14 +132,16 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
     """
 
     async def apply(task: StepsTask, chunk: Chunk) -> Outcomes:
-        answer: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        answer: Future[Outcomes] = Future()
 
         def run() -> None:
-            if not answer.done():  # otherwise the session was cancelled
-                settle(answer, task.apply(chunk, catch=CONSUMER_CATCH))
+            if answer.done():  # the session was cancelled, or Ctrl-C came after the call
+                return
+            if answer.running() or answer.set_running_or_notify_cancel():
+                answer.set_result(task.apply(chunk, catch=CONSUMER_CATCH))
 
         send(Call(run))
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     return apply
 

@@ -20,7 +20,6 @@ from headrace._core.engine.assemble import Catch
 from headrace._core.engine.fetch import FetchContext, FetchStage
 from headrace._core.error_policy import Tolerance
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.supervisor import PINNED_AHEAD
 from headrace._core.streams.epochs import keys_within
 from headrace._core.streams.resumable import ResumableIterator, State, start_stream
 from headrace.errors import StateError
@@ -275,8 +274,8 @@ class DispatchToWorkers(FetchStage):
         start: The beginning of the epoch.
         workers: The number of workers.
         streams: Whether each worker reads a stream. A stream can end.
-        in_order: Whether the workers take turns, as in torch. Otherwise a plan goes to the next
-            worker with room, so that a slow worker delays no plan of other workers.
+        in_order: Whether the workers take turns, as in torch. Otherwise a plan goes to the worker
+            with the fewest plans, so that a slow worker gets few.
     """
 
     def __init__(
@@ -296,30 +295,21 @@ class DispatchToWorkers(FetchStage):
         self._streams = streams
         self._in_order = in_order
         self._loads = [0] * workers
-        self._waiting: deque[BatchPlan] = deque()
 
     def admit(self, plan: BatchPlan) -> None:
         """Send the plan to a worker whose stream has not ended."""
-        self._waiting.append(plan)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        while self._waiting and self._active:
-            free = (
-                each for each in self._active if self._in_order or self._loads[each] < PINNED_AHEAD
-            )
-            if (worker := next(free, None)) is None:
-                return
-            self._active.rotate(-self._active.index(worker) - 1)
-            self._loads[worker] += 1
-            self.context.deliver(RawBatch(self._waiting.popleft(), None, worker=worker))
-        while self._waiting:
-            self.context.deliver(
-                RawBatch(self._waiting.popleft()._replace(indices=()), (), end=True)
-            )
+        if not self._active:
+            self.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
+            return
+        worker = self._active[0]
+        if not self._in_order:
+            worker = min(self._active, key=self._loads.__getitem__)
+        self._active.rotate(-self._active.index(worker) - 1)
+        self._loads[worker] += 1
+        self.context.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
-        """Free the worker's slot.
+        """Note that a worker has answered.
 
         The whole stream ends with the stream of the last worker.
         """
@@ -330,6 +320,5 @@ class DispatchToWorkers(FetchStage):
             self._active.remove(raw.worker)
         # The worker of a map-style dataset may have died or failed to start. The next batch may
         # succeed, so there is no end.
-        host = host._replace(worker=raw.worker, end=host.end and self._streams and not self._active)
-        self._dispatch()
-        return host
+        ends = host.end and self._streams and not self._active
+        return host._replace(worker=raw.worker, end=ends)

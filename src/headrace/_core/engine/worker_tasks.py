@@ -20,7 +20,6 @@ from headrace._core.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dum
 from headrace._core.engine.assemble import Assembler, now, set_worker, times_since
 from headrace._core.engine.streams import Progress, StreamBatch, without_state
 from headrace._core.failure import Failure, Stage
-from headrace._core.pool.worker import Plain
 from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.seeding import TransformGenerators, batch_seed
 from headrace._core.streams.epochs import session_epoch
@@ -35,9 +34,15 @@ from headrace._core.streams.resumable import (
     user_state,
 )
 from headrace._core.torchcompat.private import become_worker, numpy_seed
-from headrace._core.transport.pickling import PickledPayload, format_error, picklable_error
-from headrace.collate import is_default, output, stacks_tensors
-from headrace.errors import NotPicklableError
+from headrace._core.transport.pickling import (
+    Message,
+    PickledPayload,
+    dump_message,
+    format_error,
+    not_picklable,
+    picklable_error,
+)
+from headrace.collate import is_default, is_plain, output, stacks_tensors
 
 Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 
@@ -71,7 +76,7 @@ class AssembleTask:
         raw = request if in_thread else RawBatch.from_flat(request)
         self._generators.seed(raw.plan.seed)
         host = self.assembler(raw)
-        return to_wire(host, copied=self.copies) if in_thread else _flat(host, raw.plan)
+        return to_wire(host, copied=self.copies) if in_thread else dump_batch(host, raw.plan)
 
 
 class StartEpoch(NamedTuple):
@@ -124,7 +129,7 @@ class ReadTask(AssembleTask):
             self._readers[request.epoch] = self._reader(
                 request.epoch, request.state, set_epoch=request.set_epoch
             )
-            return None
+            return dump_message(None, plain=True)
         plan = RawBatch.from_flat(request).plan
         if self.iterable:  # each worker counts the samples of its own share
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
@@ -134,7 +139,7 @@ class ReadTask(AssembleTask):
             # A new seed: otherwise the worker would repeat the draws of the dead worker.
             self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)
         session_epoch.set(epoch)
-        return _flat(self._readers[epoch](plan), plan)
+        return dump_batch(self._readers[epoch](plan), plan)
 
     def _seed(self, base_seed: int) -> None:
         random.seed(base_seed + self._worker)
@@ -157,10 +162,10 @@ class ReadTask(AssembleTask):
             return cannot_start(error, restoring=state is not None)
 
 
-def _flat(host: HostBatch, plan: BatchPlan) -> Any:
+def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
+    """Pickle a batch for a process with the batch's plan."""
     host = to_wire(host)
-    flat = host.flat(plan)
-    return flat if host.failures else Plain(flat)
+    return dump_message(host.flat(plan), plain=not host.failures)
 
 
 def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
@@ -189,25 +194,12 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
         )
         failed = not_picklable("the state of the dataset", error, remedy)
         host = host._replace(stream_state=None).replaced_by(failed, Stage.SAVE_STATE)
-    if host.failures:
-        host = host._replace(failures=tuple(map(_with_picklable_error, host.failures)))
-    return host
-
-
-def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
-    """Return the error for an unpicklable value.
-
-    The cause is `reason`, the pickling error.
-    """
-    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
-    error.__cause__ = reason
-    return error
-
-
-def _with_picklable_error(failure: Failure) -> Failure:
-    # Keep the traceback of the process that raised the error.
-    traceback = format_error(failure.error) if failure.traceback is None else failure.traceback
-    return replace(failure, error=picklable_error(failure.error), traceback=traceback)
+    failures = []
+    for each in host.failures:
+        # Keep the traceback of the process that raised the error.
+        traceback = format_error(each.error) if each.traceback is None else each.traceback
+        failures.append(replace(each, error=picklable_error(each.error), traceback=traceback))
+    return host._replace(failures=tuple(failures)) if failures else host
 
 
 def tensor_fast_path(dataset: Any) -> Gather | None:
@@ -225,7 +217,7 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
     if (
         type(dataset) is not TensorDataset
         or not len(dataset)
-        or not all(map(_is_plain, dataset.tensors))
+        or not all(map(is_plain, dataset.tensors))
     ):
         return None
     length = len(dataset)
@@ -246,11 +238,6 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
     return gather
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return type(tensor) is torch.Tensor and on_cpu and not tensor.requires_grad
-
-
 class BatchReader:
     """Reads and assembles the batches of an epoch of a torch dataset.
 
@@ -260,13 +247,24 @@ class BatchReader:
     _gather: Gather | None = None  # makes a batch from indices, if no user code has to run
 
     def __init__(
-        self, dataset: Any, assembler: Assembler, *, drop_last: bool = False, seeds: bool = False
+        self,
+        dataset: Any,
+        assembler: Assembler,
+        state: State | None = None,
+        *,
+        drop_last: bool = False,
+        seeds: bool = False,
     ) -> None:
         self._dataset = dataset
         self._assembler = assembler
         self._tolerance, self._catch = assembler.tolerance, assembler.catch
         self._drop_last = drop_last
         self._generators = assembler.generators() if seeds else None
+        self._start(state)
+
+    def _start(self, state: State | None) -> None:
+        """Begin to read, from a state or from the beginning."""
+        raise NotImplementedError  # subclasses implement this
 
     def state_dict(self) -> State | None:
         """Return the state of a stateful dataset or iterator, or None."""
@@ -303,10 +301,8 @@ class MapReader(BatchReader):
     state of an earlier reader after a batch, or None for the beginning.
     """
 
-    def __init__(
-        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
-    ) -> None:
-        super().__init__(dataset, assembler, **kwargs)
+    def _start(self, state: State | None) -> None:
+        dataset, assembler = self._dataset, self._assembler
         self._many = getattr(dataset, "__getitems__", None) if assembler.batched else None
         if state is not None:
             restore_user(dataset, state, lambda: None)
@@ -368,10 +364,8 @@ class StreamReader(BatchReader):
         StateError: The state belongs to another dataset, or is damaged.
     """
 
-    def __init__(
-        self, dataset: Any, assembler: Assembler, state: State | None = None, **kwargs: bool
-    ) -> None:
-        super().__init__(dataset, assembler, **kwargs)
+    def _start(self, state: State | None) -> None:
+        dataset = self._dataset
         self._progress = Progress.at(state)
         self._errors = 0  # number of errors among the samples read
         self._stream: Iterator[Any]

@@ -20,7 +20,7 @@ from headrace._core.descriptors import Reserve, explained, shortage
 from headrace._core.engine.config import EngineConfig
 from headrace._core.engine.engine import Engine, Session
 from headrace._core.engine.executors import Work
-from headrace._core.engine.worker_tasks import to_wire
+from headrace._core.engine.worker_tasks import dump_batch
 from headrace._core.eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._core.links.placement import CLOSE_DEADLINE
 from headrace._core.messages import Answer, Request, SessionEnd, Started
@@ -29,7 +29,7 @@ from headrace._core.ranks.rankinfo import RankInfo, adopt_rank
 from headrace._core.streams.kinds import propagate_epoch
 from headrace._core.transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._core.transport.log_records import unsent_records
-from headrace._core.transport.pickling import Message, dump_message, noted_error
+from headrace._core.transport.pickling import dump_message, noted_error
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace._core.transport.slabs import enable_forwarding
 from headrace.errors import LoaderClosedError
@@ -238,12 +238,6 @@ class _SessionServer:
         else:
             packed = dump_message(message)
         self.channel.send(packed)
-
-
-def dump_batch(host: HostBatch, plan: BatchPlan) -> Message:
-    """Pickle a batch for a process with the batch's plan."""
-    host = to_wire(host)
-    return dump_message(host.flat(plan), plain=not host.failures)
 
 
 def portable_end(end: SessionEnd, where: str) -> SessionEnd:

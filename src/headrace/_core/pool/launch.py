@@ -23,12 +23,13 @@ from contextlib import ExitStack, suppress
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 import cloudpickle
 
 from headrace._core.descriptors import check_free, shortage
 from headrace._core.pool.worker import ProcessEnvironment, WorkerTask, serve
-from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE, FORK_WITH_CONTROL
+from headrace._core.pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE
 from headrace._core.transport.channel import Connection
 from headrace._core.transport.preload import program_sources
 
@@ -75,23 +76,13 @@ class WorkerProcess(ABC):
 
 
 def launch_worker(
-    context: BaseContext | None,
-    task: WorkerTask | None,
-    worker: int,
-    workers: int,
-    modules: tuple[str, ...],
+    context: BaseContext, task: WorkerTask | None, worker: int, workers: int
 ) -> tuple[WorkerProcess, Connection]:
-    """Start a worker from any thread.
-
-    With a `context`, `multiprocessing` starts the worker and passes the task. Without a context,
-    the zygote imports `modules` and forks the worker. The first message, a `BootMessage`, then
-    carries the task.
+    """Start a worker from any thread by `multiprocessing`, which passes the task.
 
     Returns:
         The worker process, and the engine's end of the worker's channel.
     """
-    if context is None:
-        return _forked(FORK, (), modules)
     # The connection takes 4 descriptors, and the pipes of multiprocessing up to 4. If a pipe cannot
     # be opened, multiprocessing leaks the open pipes.
     check_free(8)
@@ -156,18 +147,14 @@ IMPORTED = "headrace, headrace._core.links.sidecar, headrace._core.pool.zygote"
 
 
 def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
-    """Fork a process with a control socket of the zygote.
+    """Fork a process of the zygote, from any thread.
 
-    The process imports `modules` and can itself request processes (see `adopt_control`).
+    The first message to the process is a `BootMessage`. The process has `modules`, and a control
+    socket of the zygote to request processes (see `adopt_control`).
+
+    Returns:
+        The process, and this end of its channel.
     """
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        return _forked(FORK_WITH_CONTROL, (ours.fileno(), theirs.fileno()), modules)
-
-
-def _forked(
-    request: bytes, extra: tuple[int, ...], modules: tuple[str, ...]
-) -> tuple[WorkerProcess, Connection]:
     with ExitStack() as for_the_child, ExitStack() as on_failure:
         ours, theirs = Connection.pair()
         on_failure.callback(ours.close)
@@ -175,8 +162,10 @@ def _forked(
         status_read, status_write = os.pipe()
         on_failure.callback(os.close, status_read)
         for_the_child.callback(os.close, status_write)
-        sockets = theirs.frames.fileno(), theirs.descriptors.fileno()
-        _request_fork(modules, request, [status_write, *sockets, *extra])
+        sockets = [theirs.frames, theirs.descriptors, *socket.socketpair()]
+        for each in sockets:
+            for_the_child.callback(each.close)
+        _request_fork(modules, [status_write, *(each.fileno() for each in sockets)])
         on_failure.pop_all()
     return _ZygoteProcess(status_read), ours
 
@@ -228,6 +217,12 @@ class _ZygoteProcess(WorkerProcess):
             self._ended = True
 
 
+class _Template(NamedTuple):
+    modules: tuple[str, ...]  # the imported modules
+    sources: frozenset[tuple[str, int, int]]  # the program's sources at the time of the import
+    control: socket.socket
+
+
 class _Zygote:
     """The zygote's control socket and templates.
 
@@ -238,28 +233,25 @@ class _Zygote:
         self.control = control
         self.process = process
         self.used = False
-        # For each template: the imported modules, the program's sources at the time of the import,
-        # and the control socket.
-        self._templates: list[
-            tuple[tuple[str, ...], frozenset[tuple[str, int, int]], socket.socket]
-        ] = []
+        self._templates: list[_Template] = []
 
     @classmethod
     def start(cls) -> _Zygote:
         # If a worker spawns a process, a main module is imported. Without a guard, the main module
         # would start workers again.
         multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
-        frozen = getattr(sys, "frozen", False)  # by PyInstaller, for example
-        configured = os.fsdecode(multiprocessing.spawn.get_executable() or b"")
-        if frozen and configured == sys.executable:
-            raise OSError(
-                "this program is frozen (sys.frozen), so that sys.executable would start the "
-                "program again in place of a worker. Call multiprocessing.freeze_support() at the "
-                "start of the program, and give the loader multiprocessing_context='spawn' and "
-                "placement='thread'; or give multiprocessing.set_executable() the path of a Python "
-                "interpreter that has the program's packages"
-            )
-        executable = configured if frozen or not sys.executable else sys.executable
+        executable = sys.executable
+        if getattr(sys, "frozen", False) or not executable:
+            executable = os.fsdecode(multiprocessing.spawn.get_executable() or b"")
+            if executable == (sys.executable or ""):
+                raise OSError(
+                    "sys.executable is no Python interpreter: this program is frozen, by "
+                    "PyInstaller for example, or embeds Python. Call "
+                    "multiprocessing.freeze_support() at the start of the program, and give the "
+                    "loader multiprocessing_context='spawn' and placement='thread'; or give "
+                    "multiprocessing.set_executable() the path of a Python interpreter that has "
+                    "the program's packages"
+                )
         control, theirs = socket.socketpair()
         start = (
             f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
@@ -289,9 +281,9 @@ class _Zygote:
         if self.process is None or not modules:
             return self.control
         sources = program_sources()
-        for imported, unchanged, template in self._templates:
-            if set(modules) <= set(imported) and unchanged <= sources:
-                return template
+        for template in self._templates:
+            if set(modules) <= set(template.modules) and template.sources <= sources:
+                return template.control
         control, theirs = socket.socketpair()
         try:
             with theirs, tempfile.TemporaryFile() as request:
@@ -301,7 +293,7 @@ class _Zygote:
         except BaseException:  # Ctrl-C too: nothing owns the socket yet
             control.close()
             raise
-        self._templates.append((modules, sources, control))
+        self._templates.append(_Template(modules, sources, control))
         return control
 
     def close(self, *, inherited: bool = False) -> None:
@@ -312,7 +304,7 @@ class _Zygote:
         Args:
             inherited: This process is a fork of the owner, and so cannot wait for the zygote.
         """
-        for control in (*(template for _, _, template in self._templates), self.control):
+        for control in (*(each.control for each in self._templates), self.control):
             control.close()
         if self.process is None:
             return
@@ -350,14 +342,14 @@ def start_early() -> None:
             _zygote = _Zygote.start()
 
 
-def _request_fork(modules: tuple[str, ...], request: bytes, descriptors: list[int]) -> None:
+def _request_fork(modules: tuple[str, ...], descriptors: list[int]) -> None:
     global _zygote
     with _lock:
         for _ in range(2):  # a killed zygote is replaced once
             if _zygote is None:
                 _zygote = _Zygote.start()
             try:
-                socket.send_fds(_zygote.control_for(modules), [request], descriptors)
+                socket.send_fds(_zygote.control_for(modules), [FORK], descriptors)
                 _zygote.used = True
                 return
             except (BrokenPipeError, ConnectionResetError):

@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from headrace._core.batches import BatchPlan
 from headrace._core.descriptors import explained
-from headrace._core.failure import as_exception
-from headrace._core.pool.launch import WorkerProcess, launch_worker
+from headrace._core.pool.launch import WorkerProcess, launch_with_control, launch_worker
 from headrace._core.pool.settings import Settings
 from headrace._core.pool.worker import (
     INHERITED,
-    Answer,
     BootMessage,
+    Failed,
     ProcessEnvironment,
     Request,
     Started,
     WorkerTask,
+    unpicklable_sample,
 )
 from headrace._core.text import shorten_list
 from headrace._core.transport.channel import Connection, EngineChannel
@@ -63,21 +64,18 @@ class Job:
     task: SharedPickle | None = None
     # Before sending: the worker to use, or None for any worker. After sending: the worker in use.
     worker: int | None = None
-    # Number and indices of the batch, for `WorkerDiedError`.
-    batch: int | None = None
-    indices: tuple[object, ...] = ()
-    # A description of a request with a separate task, for error messages. None for a batch.
-    doing: str | None = None
+    plan: BatchPlan | None = None  # the plan of the batch, for `WorkerDiedError`
+    doing: str = ""  # the work in words, for a request without a batch
     plain: bool = False  # whether the request holds no object of a user's class
     attempt: int = 1  # number of workers so far, including the current worker
-    answer: asyncio.Future[Answer] = field(
+    answer: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def fail(self, error: Exception) -> None:
-        """Set an error as the answer, unless the job is answered or cancelled."""
+        """Answer with an error, unless the job is answered or cancelled."""
         if not self.answer.done():
-            self.answer.set_exception(error)
+            self.answer.set_result(Failed(error))
 
 
 @dataclass(slots=True, eq=False)
@@ -94,20 +92,15 @@ class NumberedWorker:
     # Processes of this number started since the last answer, including this process.
     failed_starts: int = 1
     started: bool = False  # whether the process has begun to read jobs
-    # None before the connection, and after this end has closed the channel.
-    channel: EngineChannel | None = None
-    connected: bool = False  # whether a channel has taken over the connection and closes it
+    channel: EngineChannel | None = None  # owns the connection; None before `Pool.open`
+    leaving: bool = False  # whether the pool has ended the process, as a surplus worker
     # Numbers of the tasks in the process, if the pool sends tasks.
     loaded: set[int] = field(default_factory=set)
     jobs: deque[Job] = field(default_factory=deque)  # jobs sent to the process, in order
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     def close_channel(self) -> None:
-        channel, self.channel = self.channel, None
-        if channel is not None:
-            channel.close()
-        elif not self.connected:
-            self.connection.close()
+        (self.channel or self.connection).close()
 
     def release(self) -> None:
         if not self.exited.is_set():
@@ -115,27 +108,23 @@ class NumberedWorker:
         self.process.release()
         self.close_channel()
 
-    def death(self, job: Job | None, obstacle: Exception | None = None) -> WorkerDiedError:
-        """Return the error for the end of the process.
+    def cannot_start(self, error: Exception) -> WorkerDiedError:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return WorkerDiedError(
+            f"worker {self.number} cannot be started: {reason}", worker=self.number
+        )
 
-        Args:
-            job: The job of the process when the process ended.
-            obstacle: The reason why the process, or a replacement, could not be started.
-        """
-        batch, indices = (None, ()) if job is None else (job.batch, job.indices)
+    def death(self, job: Job | None) -> WorkerDiedError:
+        """Return the error for the end of the process, which had a job or no job."""
+        plan = None if job is None else job.plan
+        batch, indices = (None, ()) if plan is None else (plan.number, tuple(plan.indices))
         attempts = self.failed_starts if job is None else job.attempt
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
-        if job is not None and job.doing is not None:
-            doing = job.doing
-            remedy = (
-                "Call the function that map or filter was given in this process to see the crash"
-            )
-        elif batch is not None:
+        remedy = "Do the same with num_workers=0 to see the crash"
+        if plan is not None:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
-            remedy = (
-                "Run the transform and collate_fn over these indices with num_workers=0 to see "
-                "the crash"
-            )
+        elif job is not None:
+            doing = job.doing
         elif attempts:
             doing = "while starting"
             remedy = (
@@ -154,10 +143,6 @@ class NumberedWorker:
             "look for the out-of-memory killer in the kernel's log. "
             f"In torch's words: {torchs}."
         )
-        if obstacle is not None:
-            ended = "" if pid is None else f" (pid {pid}) {how}, and"
-            reason = getattr(obstacle, "strerror", None) or f"{type(obstacle).__name__}: {obstacle}"
-            message = f"worker {self.number}{ended} cannot be started: {reason}"
         return WorkerDiedError(
             message, worker=self.number, exit_code=code, batch=batch, indices=indices
         )
@@ -166,9 +151,9 @@ class NumberedWorker:
 class Pool:
     """Worker processes for tasks, owned by the engine.
 
-    Construct and `launch` the pool from any thread. Then call `open`, `run` and `close` on one
-    event loop. If the zygote forks the workers, the constructor pickles the first task and raises
-    pickling errors.
+    The constructor starts the processes from any thread, and does not wait for them to run. Call
+    `open`, `run` and `close` on one event loop. If the zygote forks the workers, the constructor
+    pickles the first task and raises pickling errors.
 
     Args:
         task: The first task.
@@ -201,21 +186,14 @@ class Pool:
         self._context = context
         self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
+        # A worker with a number outside of `_numbers` ends as soon as it is idle.
         self._workers: dict[int, NumberedWorker] = {}
-        self._leaving: set[NumberedWorker] = set()  # workers to end as soon as they are idle
         self.pinned_ahead = PINNED_AHEAD
         self._waiting: deque[Job] = deque()
         self.broken: WorkerDiedError | None = None  # the reason why the pool runs no more jobs
         # Deaths of started processes since the reader of this count last set it to 0.
         self.deaths = 0
         self._closing = False
-
-    @property
-    def workers(self) -> int:
-        return len(self._numbers)
-
-    def launch(self) -> None:
-        """Start the processes, without waiting for them to run."""
         try:
             for number in self._numbers:
                 self._workers[number] = self._start(number)
@@ -224,16 +202,29 @@ class Pool:
             self.release()
             raise
 
-    def _start(self, number: int) -> NumberedWorker:
-        modules = () if self._latest is None else self._latest.modules
-        stop = self._numbers.stop
-        started = launch_worker(self._context, self._inherited, number, stop, modules)
-        return NumberedWorker(number, *started)
+    @property
+    def workers(self) -> int:
+        return len(self._numbers)
 
-    async def open(self) -> None:
-        for worker in list(self._workers.values()):
-            if not worker.connected:  # `resize` may have connected the worker already
-                self._connect(worker)
+    def _start(self, number: int) -> NumberedWorker:
+        if self._context is None:
+            modules = () if self._latest is None else self._latest.modules
+            process, connection = launch_with_control(modules)
+        else:
+            process, connection = launch_worker(
+                self._context, self._inherited, number, self._numbers.stop
+            )
+        return NumberedWorker(number, process, connection)
+
+    def open(self) -> None:
+        """Connect the launched workers to the running loop, once."""
+        for worker in self._workers.values():
+            if worker.channel is None:
+                try:
+                    self._connect(worker)
+                except Exception as error:
+                    self._break(worker.cannot_start(error))
+                    raise
 
     def resize(self, stop: int) -> None:
         """Change the workers to the numbers below `stop`.
@@ -241,13 +232,15 @@ class Pool:
         A surplus worker ends after answering the remaining jobs. At least one number is below
         `stop`.
         """
+        self.open()
         self._numbers = range(self._numbers.start, stop, self._numbers.step)
+        for worker in self._workers.values():
+            self._next_job(worker)
+        self._start_missing()
+
+    def _start_missing(self) -> None:
         if self.broken is not None or self._closing:
             return
-        for number in [number for number in self._workers if number not in self._numbers]:
-            worker = self._workers.pop(number)
-            self._leaving.add(worker)
-            self._next_job(worker)
         try:
             for number in self._numbers:
                 if number not in self._workers:
@@ -258,12 +251,10 @@ class Pool:
             _log.warning("%s", error)
 
     def _connect(self, worker: NumberedWorker) -> None:
-        on_object, on_lost = (
-            functools.partial(self._on_object, worker),
-            functools.partial(self._on_lost, worker),
-        )
+        on_object = functools.partial(self._on_object, worker)
+        # A worker cannot work without a channel.
+        on_lost = functools.partial(worker.process.signal, signal.SIGKILL)
         self._watch(worker)
-        worker.connected = True
         worker.channel = channel = EngineChannel(worker.connection, on_object, on_lost)
         if (task := self._latest) is not None:
             place = worker.number, self._numbers.stop
@@ -281,27 +272,24 @@ class Pool:
                 worker.exited.set()
                 # After the last answers, the first remaining job is the job of the dead process.
                 if worker.channel is not None:
-                    worker.channel.receive_rest()
+                    worker.channel.receive()
                 if not self._closing:
                     self._on_exit(worker)
 
         if not worker.exited.is_set():
             asyncio.get_running_loop().add_reader(worker.process.sentinel, check)
 
-    async def run(self, job: Job) -> Answer:
+    async def run(self, job: Job) -> Any:
         """Wait for a worker's answer to a job.
 
-        Raises:
-            WorkerDiedError: The worker died, or the pool is broken.
-            Exception: The request could not be pickled.
+        The answer is the result of the task, or `Failed`: the task raised an error, the worker died
+        (`WorkerDiedError`), or the request cannot be pickled (`NotPicklableError`).
         """
         if self.broken is not None:
-            raise copy.copy(self.broken)
-        if job.task is None:
-            job.task = self._latest
-        else:
+            return Failed(copy.copy(self.broken))
+        if job.task is not None:
             self._in_use[job.task.number] = job.task
-            self._latest = job.task if job.doing is None else self._latest
+            self._latest = self._latest if job.plan is None else job.task
         if job.worker is not None:
             chosen = self._workers[job.worker]
             chosen.pinned.append(job)
@@ -321,17 +309,15 @@ class Pool:
         if self.broken is not None:
             return
         for worker in self._workers.values():
-            job = Job(request(worker.number), self._latest)
-            # Retrieve the exception, because no other code does.
-            job.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-            worker.pinned.append(job)
+            worker.pinned.append(Job(request(worker.number), doing="while starting an epoch"))
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
         """Return the worker with the request for a batch, or None."""
-        return next(
-            (w.number for w in self._all() if any(job.batch == batch for job in w.jobs)), None
-        )
+        for worker in self._workers.values():
+            if any(job.plan is not None and job.plan.number == batch for job in worker.jobs):
+                return worker.number
+        return None
 
     async def close(self, deadline: float) -> None:
         """End all workers by closing their channels.
@@ -341,25 +327,25 @@ class Pool:
         seconds.
         """
         self._closing = True
-        for worker in self._all():
+        workers = list(self._workers.values())
+        for worker in workers:
             worker.close_channel()
             self._watch(worker)  # for a worker without a channel
-        living = [asyncio.ensure_future(worker.exited.wait()) for worker in self._all()]
+        living = [asyncio.ensure_future(worker.exited.wait()) for worker in workers]
         for last, patience in (
             (signal.SIGTERM, WORK_DEADLINE),
             (signal.SIGKILL, deadline),
-            (None, 1.0),
+            (signal.SIGKILL, 1.0),
         ):
             # The last wait follows SIGKILL, and ends within milliseconds.
             late = (await asyncio.wait(living, timeout=patience))[1] if living else ()
             if not late:
                 break
-            for worker in self._all():
-                if last is not None:
-                    worker.process.signal(last)
+            for worker in workers:
+                worker.process.signal(last)
         for task in living:
             task.cancel()
-        for worker in self._all():
+        for worker in workers:
             worker.release()
         self._forget()
 
@@ -368,12 +354,12 @@ class Pool:
 
         Call from any thread, if the loop cannot close the pool.
         """
-        for worker in self._all():
+        for worker in self._workers.values():
             worker.process.signal(signal.SIGKILL)
 
     def release(self) -> None:
         """Close the remaining handles, after the loop is closed."""
-        for worker in self._all():
+        for worker in self._workers.values():
             worker.process.release()
             worker.connection.close()
         self._forget()
@@ -384,18 +370,15 @@ class Pool:
         The pool is part of reference cycles.
         """
         self._workers.clear()
-        self._leaving.clear()
         self._latest = None
 
-    def _all(self) -> list[NumberedWorker]:
-        return [*self._workers.values(), *self._leaving]
-
     def _next_job(self, worker: NumberedWorker) -> None:
-        if worker in self._leaving:
+        if worker.number not in self._numbers:
             if not worker.jobs:
-                worker.close_channel()  # the process then ends by itself
+                worker.leaving = True
+                worker.close_channel()
             return
-        while worker.channel is not None:
+        while worker.channel is not None and not worker.leaving:
             # Waiting jobs go first. If requests are pinned, waiting jobs come from a dead worker.
             queue, most = (
                 (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
@@ -411,49 +394,41 @@ class Pool:
 
         A pickling error becomes the job's answer.
         """
-        task, number = job.task, INHERITED if job.task is None else job.task.number
-        ships = task is not None and number not in worker.loaded
+        request = Request(job.request, INHERITED if job.task is None else job.task.number)
+        ships = job.task is not None and request.number not in worker.loaded
+        if ships:
+            in_use = frozenset((INHERITED, *self._in_use))
+            request = request._replace(task=job.task, in_use=in_use)
         try:
-            request: Request = job.request, number, None, frozenset()
-            if ships:
-                numbers = frozenset((INHERITED, *self._in_use))
-                worker.loaded &= numbers
-                request = job.request, number, task, numbers
-            channel.send(dump_message(request, plain=job.plain and not ships))
+            channel.send(dump_message(tuple(request), plain=job.plain and not ships))
         except BaseException as error:
             # user code: __reduce__ of a sample's class; descriptors that cannot be sent
-            job.answer.set_exception(as_exception(error))
+            job.fail(unpicklable_sample(error))
             return
         job.worker = worker.number
         worker.jobs.append(job)
         if ships:
-            worker.loaded.add(number)
+            worker.loaded = (worker.loaded & request.in_use) | {request.number}
 
     def _on_object(self, worker: NumberedWorker, obj: Any) -> None:
         if isinstance(obj, Started):
             worker.started = True
             return
-        if type(obj) is tuple:
-            obj = Answer(*obj)
-        elif isinstance(obj, BaseException):
-            obj = Answer(error=obj, step="unpack")
+        if isinstance(obj, BaseException):  # of unpickling the answer
+            obj = Failed(obj)
         worker.failed_starts = 0
-        if obj.step == "receive":  # a task may have been lost together with the request
+        if isinstance(obj, Failed):  # a task may have been lost together with its request
             worker.loaded.clear()
         job = worker.jobs.popleft() if worker.jobs else None
         if job is not None and not job.answer.done():
             job.answer.set_result(obj)
         self._next_job(worker)
 
-    def _on_lost(self, worker: NumberedWorker) -> None:
-        # Without a channel, this end has closed the channel, and the process ends by itself.
-        if worker.channel is not None:
-            worker.process.signal(signal.SIGKILL)  # a worker cannot work without a channel
-
     def _on_exit(self, worker: NumberedWorker) -> None:
-        if worker in self._leaving and not worker.jobs:
-            self._leaving.remove(worker)
+        if worker.leaving:
+            del self._workers[worker.number]
             worker.release()
+            self._start_missing()
             return
         refusal = worker.process.refusal
         self.deaths += refusal is None
@@ -472,8 +447,8 @@ class Pool:
             again.appendleft(job)
         if suspect is not None:
             worker.failed_starts = 0  # the attempts of the job are the limit here
-        if worker in self._leaving:  # other workers take over the jobs
-            self._leaving.remove(worker)
+        if worker.number not in self._numbers:  # other workers take over the jobs
+            del self._workers[worker.number]
             worker.release()
             for candidate in self._workers.values():
                 self._next_job(candidate)
@@ -485,24 +460,21 @@ class Pool:
             return
         worker.release()
         if refusal is not None:
-            self._break(worker.death(None, obstacle=refusal))
+            self._break(worker.cannot_start(refusal))
             return
         try:
             with explained(f"replace worker {worker.number}"):
                 successor = self._start(worker.number)
+            successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
+            worker = self._workers[worker.number] = successor
+            self._connect(successor)
         except Exception as error:
-            worker.failed_starts += 1
-            self._break(worker.death(None, obstacle=error))
+            if not worker.exited.is_set():
+                worker.process.signal(signal.SIGKILL)
+            self._break(worker.cannot_start(error))
             return
         if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
             _log.warning("%s Another process has taken its place.", died)
-        successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
-        self._workers[worker.number] = successor
-        try:
-            self._connect(successor)
-        except Exception as error:
-            successor.process.signal(signal.SIGKILL)
-            self._break(successor.death(None, obstacle=error))
 
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests.

@@ -22,18 +22,26 @@ import torch
 from headrace._core.pool.settings import Settings
 from headrace._core.transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._core.transport.log_records import forward_records
-from headrace._core.transport.pickling import format_error, picklable_error, prefer_references
+from headrace._core.transport.pickling import (
+    Message,
+    dump_message,
+    format_error,
+    not_picklable,
+    picklable_error,
+    prefer_references,
+)
 from headrace._core.transport.preload import import_modules
 from headrace._core.transport.shared_pickle import SharedPickle
 from headrace.collate import collate_into
+from headrace.errors import NotPicklableError
 
 
 class WorkerTask(Protocol):
     def start(self, worker: int, workers: int) -> None:
         """Prepare in the worker, before the first request; called once."""
 
-    def __call__(self, request: Any, /) -> Any:
-        """Answer one request. An exception is sent back to the engine."""
+    def __call__(self, request: Any, /) -> Message:
+        """Return the pickled answer to a request. An exception is sent back to the engine."""
 
 
 ProcessMain = Callable[[BlockingChannel, Connection, socket.socket, Callable[[], None]], None]
@@ -43,28 +51,19 @@ Args: a channel on the connection to the requesting process; the connection; a c
 requests to the zygote; a function to call before unpickling user code, which may raise."""
 
 
-class Answer(NamedTuple):
-    """A worker's answer to one request.
+class Failed(NamedTuple):
+    """An error in place of a task's answer."""
 
-    An answer is a value, or an error with the failed step.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    step: str = "run"
+    error: BaseException
     traceback: str | None = None
     """The traceback, formatted by the worker."""
+    starting: bool = False
+    """Whether the task could not be started."""
 
     @classmethod
-    def failed(cls, error: BaseException, step: str = "run") -> Answer:
+    def caught(cls, error: BaseException, *, starting: bool = False) -> Failed:
         traceback = format_error(error)
-        return cls(error=picklable_error(error), step=step, traceback=traceback)
-
-
-class Plain(NamedTuple):
-    """A task's result for the plain pickler: no object of a user's class."""
-
-    value: object
+        return cls(picklable_error(error), traceback, starting)
 
 
 class Started:
@@ -79,20 +78,17 @@ class ProcessEnvironment(NamedTuple):
     directory: str
     environment: dict[str, str]
     # The `__file__` of the main module; `multiprocessing` runs the file in spawned processes.
-    script: dict[str, object]
+    script: str | None
 
     @classmethod
     def here(cls) -> ProcessEnvironment:
-        script = {
-            name: value
-            for name, value in vars(sys.modules["__main__"]).items()
-            if name == "__file__"
-        }
+        script = getattr(sys.modules["__main__"], "__file__", None)
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
         main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-        vars(main).update(self.script)
+        if self.script is not None:
+            main.__file__ = self.script
         sys.path[:] = self.path
         sys.argv[:] = self.arguments
         os.chdir(self.directory)
@@ -112,25 +108,49 @@ class BootMessage(NamedTuple):
     workers: int
 
     def prepare(self) -> None:
-        """Import modules and apply settings, before the task is unpickled.
-
-        Errors of user code are raised.
-        """
+        """Import modules and apply settings, before the task is unpickled."""
         # Imports come first, as in the sending process: imports change settings too.
         import_modules(self.modules)
         forward_records(self.worker)
         self.settings.adopt()
 
+    def load_task(self) -> WorkerTask:
+        assert isinstance(self.task, SharedPickle)
+        self.prepare()
+        task: WorkerTask = self.task.loads()
+        return task
 
-Request = tuple[object, int, SharedPickle | None, frozenset[int]]
-"""A request to a worker: the argument of the task, the number of the task, the task, and task
-numbers. The task is None if the worker has the task already. Otherwise the task numbers name all
-tasks still in use, because overlapping epochs use several tasks."""
+
+class Request(NamedTuple):
+    """A request to a worker, sent as a plain tuple.
+
+    Attributes:
+        payload: the argument of the task.
+        number: the number of the task.
+        task: the task, if the worker does not have the task yet.
+        in_use: with `task`, the numbers of all tasks still in use. Overlapping epochs use several
+            tasks.
+    """
+
+    payload: object
+    number: int
+    task: SharedPickle | None = None
+    in_use: frozenset[int] = frozenset()
+
 
 INHERITED = 0  # the number of an inherited task
 
 
-def serve_boot_message(connection: Connection, control: socket.socket | None) -> None:
+def unpicklable_sample(reason: BaseException) -> NotPicklableError:
+    """Return the error for a request that cannot be pickled or unpickled."""
+    remedy = (
+        "The result of aget is sent to a worker process: return bytes or arrays, or use "
+        "num_workers=0."
+    )
+    return not_picklable("a fetched sample", reason, remedy)
+
+
+def serve_boot_message(connection: Connection, control: socket.socket) -> None:
     """Run a process forked by the zygote, as the first message says."""
     channel = BlockingChannel(connection)
     try:
@@ -140,12 +160,12 @@ def serve_boot_message(connection: Connection, control: socket.socket | None) ->
         return
     if isinstance(message.task, SharedPickle):
         assert message.worker is not None
+        control.close()
         worker = Worker(channel, message.worker, message.workers)
-        worker.begin(message.prepare, message.task.number, message.task.loads)
+        worker.begin(message.task.number, message.load_task)
         del message  # then only the loaded objects keep the shared memory alive
         worker.serve()
     else:
-        assert control is not None
         _begin_process("headrace-loader")
         message.task(channel, connection, control, message.prepare)
 
@@ -157,9 +177,7 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
     """
     prefer_references()
     worker = Worker(BlockingChannel(connection), number, workers)
-    worker.begin(
-        lambda: None, INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task
-    )
+    worker.begin(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
     worker.serve()
 
 
@@ -178,23 +196,15 @@ class Worker:
         self._channel = channel
         self._position = number, workers
         collate_into(channel.arena.empty)
-        self._tasks: dict[int, WorkerTask | Answer] = {}
-        self._broken: BaseException | None = None
+        self._tasks: dict[int, WorkerTask | Failed] = {}
 
-    def begin(
-        self, prepare: Callable[[], None], number: int, make: Callable[[], WorkerTask]
-    ) -> None:
+    def begin(self, number: int, make: Callable[[], WorkerTask]) -> None:
         """Set up this process as a worker, and add the first task."""
         _begin_process(f"headrace-worker-{self._position[0]}")
         # Existing objects are modules, or come from the parent. In a forked process, a collection
         # would copy each page of the objects. The first collection took 165 ms, without a batch in
         # this time (170,000 objects after importing torch; benchmarks/drop_in.py).
         gc.freeze()
-        try:
-            prepare()
-        except BaseException as error:
-            # A setting cannot be applied: this error answers each request.
-            self._broken = error
         self.add(number, make)
 
     def add(self, number: int, make: Callable[[], WorkerTask]) -> None:
@@ -203,12 +213,10 @@ class Worker:
         If this fails, each request for the task gets the error as answer.
         """
         try:
-            if self._broken is not None:
-                raise self._broken
             task = make()
             task.start(*self._position)
         except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
-            self._tasks[number] = Answer.failed(error, step="start")
+            self._tasks[number] = Failed.caught(error, starting=True)
         else:
             self._tasks[number] = task
 
@@ -228,40 +236,31 @@ class Worker:
         Return False at the end of the channel.
         """
         try:
-            payload, number, shipped, in_use = self._channel.receive()
+            request = Request(*self._channel.receive())
         except Disconnected:
             return False
         except BaseException as error:  # user code: __setstate__ of a sample's class
-            self._send(Answer.failed(error, step="receive"))
+            self._channel.send(Failed.caught(unpicklable_sample(error)))
             return True
+        answer = self._answer(request)
+        del request  # so that the slab of the request is returned with this answer
+        self._channel.send_message(answer)
+        return True
+
+    def _answer(self, request: Request) -> Message:
+        number, shipped = request.number, request.task
         if shipped is not None:
-            self._tasks = {each: task for each, task in self._tasks.items() if each in in_use}
+            self._tasks = {
+                each: task for each, task in self._tasks.items() if each in request.in_use
+            }
             if number not in self._tasks:
                 self.add(number, shipped.loads)
         task = self._tasks[number]
-        answer = task if isinstance(task, Answer) else self._run(task, payload)
-        del payload, shipped  # so that the slab of the request is returned with this answer
-        self._send(answer)
-        return True
-
-    def _run(self, task: WorkerTask, request: object) -> Answer:
+        if isinstance(task, Failed):
+            return dump_message(task)
         self._channel.arena.begin()
         try:
-            return Answer(task(request))
+            return task(request.payload)
         except BaseException as error:
             # user code: SystemExit and KeyboardInterrupt are errors here, see docs/design
-            return Answer.failed(error)
-
-    def _send(self, answer: Answer) -> None:
-        try:
-            if answer.error is not None:
-                self._channel.send(answer)
-            elif type(answer.value) is Plain:
-                self._channel.send((answer.value.value,), plain=True)
-            else:
-                self._channel.send((answer.value,))
-        except OSError:
-            raise
-        except BaseException as error:
-            # user code: the result of transform or collate_fn cannot be pickled
-            self._channel.send(Answer.failed(error, step="pack"))
+            return dump_message(Failed.caught(error))

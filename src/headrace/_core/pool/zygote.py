@@ -28,6 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from headrace._core.descriptors import Reserve
 from headrace._core.eventloop.loop_thread import import_event_loop
@@ -40,12 +41,12 @@ from headrace._core.transport.preload import has_threads, import_modules
 EXIT_STATUS = struct.Struct("<i")
 
 # Requests: one byte each, sent with descriptors.
-FORK = b"f"  # the writing end of the status pipe, and the two sockets of the connection
-# As FORK, and a socket pair for the control socket of the new process.
-FORK_WITH_CONTROL = b"c"
+# The writing end of the status pipe, the two sockets of the connection, and a socket pair for the
+# control socket of the new process.
+FORK = b"f"
 # The template's control socket, and a file with the pickled environment and names of modules.
 FORK_TEMPLATE = b"t"
-_DESCRIPTORS = {FORK: 3, FORK_WITH_CONTROL: 5, FORK_TEMPLATE: 2}
+_DESCRIPTORS = {FORK: 5, FORK_TEMPLATE: 2}
 
 
 def main(control_descriptor: int) -> None:
@@ -74,15 +75,18 @@ def _serve(control: socket.socket) -> None:
         zygote.close()
 
 
+class _Child(NamedTuple):
+    status: int  # descriptor of the status pipe
+    requester: int  # descriptor of the requesting control socket
+
+
 class _Zygote:
     """Forked processes, and the control sockets of the requesting processes."""
 
     def __init__(self, first: socket.socket) -> None:
         self._first = first.fileno()
         self._controls = {first.fileno(): first}
-        self._statuses: dict[int, int] = {}  # pid of a living process → status pipe
-        # pid of a living process → descriptor of the requesting control socket
-        self._requester_of: dict[int, int] = {}
+        self._children: dict[int, _Child] = {}  # living processes by pid
         # pid of a living template → control socket
         self._templates: dict[int, socket.socket] = {}
         # A free descriptor, so that the first sent descriptor (the status pipe) always arrives.
@@ -134,27 +138,30 @@ class _Zygote:
         elif descriptors:
             with suppress(BrokenPipeError):  # the requester has ended
                 os.write(descriptors[0], EXIT_STATUS.pack(-reason))
-        else:
-            print(f"headrace: a process cannot be started: {os.strerror(reason)}", file=sys.stderr)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
     def _fork_process(
-        self, control: socket.socket, status: int, frames: int, descriptors: int, *own: int
+        self,
+        control: socket.socket,
+        status: int,
+        frames: int,
+        descriptors: int,
+        own: int,
+        childs: int,
     ) -> None:
         def run() -> None:
-            for descriptor in (status, *own[:1]):
-                os.close(descriptor)
+            os.close(status)
+            os.close(own)
             connection = Connection(socket.socket(fileno=frames), socket.socket(fileno=descriptors))
-            serve_boot_message(connection, socket.socket(fileno=own[1]) if own else None)
+            serve_boot_message(connection, socket.socket(fileno=childs))
 
         pid = self._fork(run)
-        self._statuses[pid], self._requester_of[pid] = status, control.fileno()
-        for descriptor in (frames, descriptors, *own[1:]):
+        self._children[pid] = _Child(status, control.fileno())
+        for descriptor in (frames, descriptors, childs):
             os.close(descriptor)
-        if own:
-            self._listen_to(socket.socket(fileno=own[0]))
+        self._listen_to(socket.socket(fileno=own))
         # The pid goes first on the status pipe. The exit status follows when the process ends.
         with suppress(BrokenPipeError):  # the requester has ended, and so its control socket closes
             os.write(status, EXIT_STATUS.pack(pid))
@@ -211,11 +218,10 @@ class _Zygote:
                 return
             if not pid:
                 return
-            if (pipe := self._statuses.pop(pid, None)) is not None:
+            if (child := self._children.pop(pid, None)) is not None:
                 with suppress(BrokenPipeError):  # the requester has ended
-                    os.write(pipe, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
-                os.close(pipe)
-                del self._requester_of[pid]
+                    os.write(child.status, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(child.status)
             if (control := self._templates.pop(pid, None)) is not None:
                 # If the requester has ended, the socket reads as closed, and `serve` drops it.
                 self._listen_to(control)
@@ -228,7 +234,8 @@ class _Zygote:
         for control in (*self._controls.values(), *self._templates.values()):
             control.close()
         signal.set_wakeup_fd(-1)
-        for descriptor in (self._wake, self._woken, *self._statuses.values()):
+        pipes = [child.status for child in self._children.values()]
+        for descriptor in (self._wake, self._woken, *pipes):
             os.close(descriptor)
         self._reserve.close()
 
@@ -237,8 +244,8 @@ class _Zygote:
 
         None: kill all processes.
         """
-        for pid, requester in self._requester_of.items():
-            if of is None or requester == of:
+        for pid, child in self._children.items():
+            if of is None or child.requester == of:
                 os.kill(pid, signal.SIGKILL)  # safe: until `_reap`, the pid cannot be reused
 
 

@@ -30,6 +30,10 @@ class Step(NamedTuple):
     function: Callable[[Any], Any]
     is_filter: bool
 
+    @property
+    def name(self) -> str:
+        return f"{'filter' if self.is_filter else 'map'} function {self.function!r}"
+
 
 class Raised(NamedTuple):
     """An error in place of a sample."""

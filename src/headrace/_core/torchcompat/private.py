@@ -56,12 +56,6 @@ def set_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
     torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Return the memory of a `torch.TypedStorage`, without a deprecation warning."""
-    memory: torch.UntypedStorage = storage._untyped_storage
-    return memory
-
-
 def share_by_file(storage: torch.UntypedStorage) -> tuple[bytes, bytes, int]:
     """Share a storage by torch's ``"file_system"`` strategy.
 

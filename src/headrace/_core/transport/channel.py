@@ -29,19 +29,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace._core.descriptors import Descriptor
 from headrace._core.eventloop.waiting import wait_writable
 from headrace._core.transport.log_records import Record, unsent_records
 from headrace._core.transport.pickling import Message, dump_message, load_message
 from headrace._core.transport.slabs import ALIGNMENT, Allocator, Arena, Mapper, aligned
 
-_HEADER = struct.Struct("<IIQIIII")
+_HEADER = struct.Struct("<IIQIIII")  # the fields of `_Header`
 _EXTENT = struct.Struct("<QQ")
 _NUMBER = struct.Struct("<I")
-_JOINED = 16 * 1024  # bytes; a larger pickle or region is sent separately, without a copy
+_JOINED = 16 * 1024  # bytes; a larger region is sent without a copy
 _PADDING = memoryview(bytes(ALIGNMENT))
 _IOV_MAX = 512  # number of pieces in a call of sendmsg; the kernel's limit is 1,024
 # In bytes. Larger than a region without a slab: a single read then receives most frames.
@@ -116,6 +117,16 @@ def _close_in_fork() -> None:
 os.register_at_fork(after_in_child=_close_in_fork)
 
 
+class _Header(NamedTuple):
+    pickled: int  # bytes
+    buffers: int
+    size: int  # bytes of the region
+    slab: int
+    returned: int  # number of returned slabs
+    first: int  # first descriptor
+    descriptors: int  # number of descriptors
+
+
 class Disconnected(EOFError):
     """The other end of a channel is closed.
 
@@ -146,8 +157,9 @@ class _Channel:
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
         self._start = self._filled = 0  # range of received bytes, not yet parsed
-        self._header: tuple[int, ...] | None = None  # header of the frame being read
+        self._header: _Header | None = None  # header of the frame being read
         self._size = _HEADER.size  # size of the header, or of the rest of the frame
+        self._closed = False
 
     def _frame(self, message: Message) -> list[memoryview]:
         """Return the pieces of a frame, in order.
@@ -209,8 +221,6 @@ class _Channel:
         for offset, buffer in zip(offsets, message.buffers, strict=True):
             head.append(_EXTENT.pack(offset, buffer.nbytes))
         head += map(_NUMBER.pack, returned)
-        if len(message.pickled) <= _JOINED:
-            return [memoryview(b"".join([*head, message.pickled]))]
         return [memoryview(b"".join(head)), memoryview(message.pickled)]
 
     def _write(self, pieces: list[memoryview]) -> None:
@@ -247,11 +257,11 @@ class _Channel:
             part = self._memory[self._start : self._start + self._size]
             self._start += self._size
             if (header := self._header) is None:
-                self._header = _HEADER.unpack(part)
-                pickled, buffers, size, slab, returned, _, _ = self._header
+                header = self._header = _Header._make(_HEADER.unpack(part))
+                table = header.buffers * _EXTENT.size + header.returned * _NUMBER.size
                 # The offset of the region in the frame, after the header.
-                self._region = buffers * _EXTENT.size + returned * _NUMBER.size + pickled
-                self._size = self._region + (0 if slab else size)
+                self._region = table + header.pickled
+                self._size = self._region + (0 if header.slab else header.size)
             else:
                 self._header, self._size = None, _HEADER.size
                 region = part[self._region :]
@@ -273,24 +283,39 @@ class _Channel:
             self._start, self._filled = 0, len(begun)
         return count == len(buffer)
 
-    def _load(self, header: tuple[int, ...], body: memoryview, region: memoryview) -> None:
+    def receive_ready(self) -> Iterator[Any]:
+        """Yield the objects received so far, without blocking.
+
+        An error of unpickling is yielded in place of the object.
+        """
+        more = True
+        while more and not self._closed:
+            try:
+                more = self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                more = False
+            while self._arrived:  # before the next read, because the next read may raise
+                yield self._arrived.popleft()
+
+    def _load(self, header: _Header, body: memoryview, region: memoryview) -> None:
         """Unpickle the object in a frame.
 
         `region` is used if there is no slab.
         """
-        _, buffers, size, slab, returned, first, count = header
-        table = buffers * _EXTENT.size
-        begin = table + returned * _NUMBER.size
-        if returned:
+        table = header.buffers * _EXTENT.size
+        begin = table + header.returned * _NUMBER.size
+        if header.returned:
             self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
         try:
-            if slab:
-                region = self._mapper.view(slab, size)
+            if header.slab:
+                region = self._mapper.view(header.slab, header.size)
             views = [
                 region[offset : offset + length]
                 for offset, length in _EXTENT.iter_unpack(body[:table])
             ]
-            descriptors = self._mapper.take_descriptors(first, count) if count else ()
+            descriptors: Sequence[Descriptor] = ()
+            if header.descriptors:
+                descriptors = self._mapper.take_descriptors(header.first, header.descriptors)
             obj = load_message(body[begin:], views, descriptors)
             if type(obj) is Record:
                 obj.handle()
@@ -348,20 +373,6 @@ class BlockingChannel(_Channel):
             raise obj
         return obj
 
-    def receive_ready(self) -> Iterator[Any]:
-        """Yield the objects received so far, without blocking.
-
-        An error of unpickling is yielded in place of the object.
-        """
-        more = True
-        while more:
-            try:
-                more = self._read(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                more = False
-            while self._arrived:  # before the next read, because the next read may raise
-                yield self._arrived.popleft()
-
     def close(self) -> None:
         """Close the channel.
 
@@ -379,7 +390,7 @@ class EngineChannel(_Channel):
     Args:
         connection: The connection.
         on_object: Called with each received object, or with the error of unpickling it.
-        on_lost: Called once, after the other end or `close` has closed the channel.
+        on_lost: Called once, after the other end has closed the channel.
     """
 
     def __init__(
@@ -394,9 +405,8 @@ class EngineChannel(_Channel):
         self._on_object = on_object
         self._on_lost = on_lost
         self._unsent: list[memoryview] = []
-        self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._on_readable)
+        self._loop.add_reader(self._socket, self.receive)
 
     def send(self, message: Message) -> None:
         """Send a message.
@@ -425,23 +435,14 @@ class EngineChannel(_Channel):
         if self._sent_all():
             self._loop.remove_writer(self._socket)
 
-    def receive_rest(self) -> None:
-        """Receive the remaining objects of an ended process."""
-        while not self._closed and self._on_readable():
-            pass
-
-    def _on_readable(self) -> bool:
-        """Read once, and return whether there may be more."""
-        more = False
+    def receive(self) -> None:
+        """Receive the objects that have arrived."""
         try:
-            more = self._read()
-        except BlockingIOError:
-            return False
+            for obj in self.receive_ready():
+                self._on_object(obj)
         except Disconnected:
             self.close()
-        while self._arrived:
-            self._on_object(self._arrived.popleft())
-        return more
+            self._on_lost()
 
     def close(self) -> None:
         """Close the connection.
@@ -462,7 +463,6 @@ class EngineChannel(_Channel):
             self._loop.add_reader(descriptors, self._on_views_collected)
         else:
             descriptors.close()
-        self._on_lost()
 
     def _on_views_collected(self) -> None:
         self._loop.remove_reader(self._connection.descriptors)

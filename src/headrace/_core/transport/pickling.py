@@ -28,11 +28,11 @@ import torch
 
 from headrace._core.batches import is_table
 from headrace._core.descriptors import Descriptor, received, received_descriptor
-from headrace._core.text import add_note, error_message, set_cause
+from headrace._core.text import add_note, error_message
 from headrace._core.transport.exceptions import reduce_exception, without_unpicklable_parts
 from headrace._core.transport.slabs import SMALL, SMALL_PART
 from headrace.collate import tensor_of
-from headrace.errors import RemoteError
+from headrace.errors import NotPicklableError, RemoteError
 
 E = TypeVar("E", bound=BaseException)
 
@@ -45,19 +45,38 @@ class Message(NamedTuple):
     descriptors: Sequence[Descriptor] = ()
 
 
-def dump_message(obj: object, *, plain: bool = False) -> Message:
+def dump_message(
+    obj: object,
+    *,
+    plain: bool = False,
+    smallest: int = 0,
+    pickler: type[cloudpickle.Pickler] | None = None,
+) -> Message:
     """Pickle `obj`.
 
-    With `plain`, the pickler does not look for tensors or for classes of `__main__`: ten times as
-    fast.
+    Args:
+        obj: The object.
+        plain: Whether to use the pickler of Python, which does not look for tensors or for classes
+            of `__main__`: ten times as fast.
+        smallest: Size in bytes; smaller buffers are copied into the pickle.
+        pickler: The class of another pickler. Default: `Pickler`.
     """
-    found: list[pickle.PickleBuffer] = []
-    descriptors: list[Descriptor] = []
+    buffers: list[memoryview] = []
+
+    def keep_small(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < smallest:
+            return True
+        buffers.append(view)
+        return False
+
     if plain:
-        pickled = pickle.dumps(obj, protocol=5, buffer_callback=found.append)
-    else:
-        pickled = dump_parts(obj, found.append, descriptors)
-    return Message(pickled, [buffer.raw() for buffer in found], descriptors)
+        return Message(pickle.dumps(obj, protocol=5, buffer_callback=keep_small), buffers)
+    stream = io.BytesIO()
+    pickling: Any = (pickler or Pickler)(stream, protocol=5, buffer_callback=keep_small)
+    pickling.descriptors = []
+    pickling.dump(obj)
+    return Message(stream.getvalue(), buffers, pickling.descriptors)
 
 
 def out_of_band(view: memoryview) -> pickle.PickleBuffer:
@@ -111,10 +130,8 @@ def picklable_error(error: E) -> E | RemoteError:
     both pickling and unpickling in the worker, where a failure can still be reported.
     """
     text = _text_of(error)
-    for cause in dict.fromkeys((error.__cause__, None)):
-        set_cause(error, cause)
-        if _text_of(_copied(error)) == text:
-            return error
+    if _text_of(_copied(error)) == text:
+        return error
     with suppress(BaseException):  # user code: __str__, __setstate__
         reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
         if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:
@@ -123,6 +140,16 @@ def picklable_error(error: E) -> E | RemoteError:
         type_name=f"{type(error).__module__}.{type(error).__qualname__}",
         message=error_message(error),
     )
+
+
+def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklableError:
+    """Return the error for an unpicklable value.
+
+    The cause is `reason`, the pickling error.
+    """
+    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
+    error.__cause__ = reason
+    return error
 
 
 def _text_of(error: BaseException) -> str:
@@ -147,8 +174,7 @@ _LOST: Any = object()
 def _copied(obj: object) -> Any:
     """Return the object as another process unpickles it, or `_LOST`."""
     try:
-        found: list[pickle.PickleBuffer] = []
-        return pickle.loads(dump_parts(obj, found.append, []), buffers=found)
+        return load_message(*dump_message(obj))
     except BaseException:
         # user code: __reduce__, __init__, __setstate__ of a user's exception, or of its cause
         return _LOST
@@ -189,9 +215,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     From 3.1.3 on, cloudpickle leaves out the file name. Tracebacks and warnings need the name to
     show source lines.
     """
-    make, arguments, *rest = _CLOUDPICKLES[types.CodeType](code)
-    if code.co_filename in arguments:
-        return make, arguments, *rest
+    make, arguments = _CLOUDPICKLES[types.CodeType](code)
     return _code_in_file, ("".join(code.co_filename), make, arguments)
 
 
@@ -252,27 +276,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 state[0].pop("__slotnames__", None)  # added by pickling an object of the class
             return reduced
         return NotImplemented
-
-
-def dump_parts(
-    obj: object,
-    buffer_callback: Callable[[pickle.PickleBuffer], object],
-    descriptors: list[Descriptor],
-    pickler: type[pickle.Pickler] = Pickler,
-) -> bytes:
-    """Return the pickle of `obj`.
-
-    Args:
-        obj: The object.
-        buffer_callback: Called with each buffer.
-        descriptors: The descriptors in `obj` are appended to this list.
-        pickler: The class of the pickler.
-    """
-    stream = io.BytesIO()
-    pickling: Any = pickler(stream, protocol=5, buffer_callback=buffer_callback)
-    pickling.descriptors = descriptors
-    pickling.dump(obj)
-    return stream.getvalue()
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> object:
@@ -395,18 +398,8 @@ class PickledPayload:
 
         Large buffers are copied if `copied`. Otherwise the payload refers to the buffers.
         """
-        buffers: list[memoryview] = []
-
-        def keep_large(buffer: pickle.PickleBuffer) -> bool:
-            view = buffer.raw()
-            if view.nbytes > SMALL:
-                buffers.append(view)
-            return view.nbytes <= SMALL
-
-        pickled = dump_parts(obj, keep_large, [])
-        if copied:
-            buffers = [copy_of(buffer) for buffer in buffers]
-        return cls(pickled, *buffers)
+        message = dump_message(obj, smallest=SMALL + 1)
+        return cls(message.pickled, *map(copy_of, message.buffers) if copied else message.buffers)
 
     @property
     def nbytes(self) -> int:

@@ -20,22 +20,28 @@ import os
 import tempfile
 import types
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing import context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
-from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
 from headrace._core.descriptors import Descriptor
 from headrace._core.text import add_note
-from headrace._core.torchcompat.private import open_shared_file, share_by_file, untyped
-from headrace._core.transport.pickling import Pickler, dump_parts, load_message, out_of_band
+from headrace._core.torchcompat.private import open_shared_file, share_by_file
+from headrace._core.transport.pickling import (
+    Message,
+    Pickler,
+    dump_message,
+    load_message,
+    out_of_band,
+)
 from headrace._core.transport.preload import modules_named_in
 from headrace._core.transport.slabs import aligned
+from headrace.errors import NotPicklableError
 
 LARGE = 64 * 1024  # bytes; smaller buffers are copied into the pickle
 
@@ -69,33 +75,25 @@ class SharedPickle:
 
         The comparison takes a second for 0.7 GB.
         """
-        large: list[memoryview] = []
-        descriptors: list[Descriptor] = []
-
-        def keep_large(buffer: PickleBuffer) -> bool:
-            view = buffer.raw()
-            if view.nbytes >= LARGE:
-                large.append(view)
-            return view.nbytes < LARGE
-
-        dump = dump_parts if portable else dump_shared
-        whole = pickled = dump(obj, keep_large, descriptors)
-        if len(whole) >= LARGE:
-            large.append(memoryview(whole))
-            pickled = b""
-        if previous is not None and previous._is(pickled, large, descriptors):
+        dump = dump_message if portable else dump_shared
+        message = dump(obj, smallest=LARGE)
+        modules = modules_named_in(message.pickled)
+        if len(message.pickled) >= LARGE:
+            message.buffers.append(memoryview(message.pickled))
+            message = message._replace(pickled=b"")
+        if previous is not None and previous._is(message):
             return previous
-        memory, extents = _in_new_memory(large)
+        memory, extents = _in_new_memory(message.buffers)
         number = getattr(resource_tracker._resource_tracker, "_fd", None)
         tracker = None if number is None or portable else Descriptor.duplicate(number)
         return cls(
             uuid.uuid4().int,
-            pickled,
+            message.pickled,
             memory,
             extents,
-            tuple(descriptors),
+            tuple(message.descriptors),
             tracker,
-            modules_named_in(whole),
+            modules,
             portable,
         )
 
@@ -130,14 +128,12 @@ class SharedPickle:
         mapped = memoryview(mmap.mmap(self.memory.number, 0, flags=mmap.MAP_PRIVATE))
         return [mapped[offset : offset + size] for offset, size in self.extents]
 
-    def _is(
-        self, pickled: bytes, large: list[memoryview], descriptors: Sequence[Descriptor]
-    ) -> bool:
+    def _is(self, message: Message) -> bool:
         return (
-            pickled == self.pickled
-            and len(descriptors) == len(self.descriptors)
-            and all(map(Descriptor.same_file_as, descriptors, self.descriptors))
-            and large == self._mapped()
+            message.pickled == self.pickled
+            and len(message.descriptors) == len(self.descriptors)
+            and all(map(Descriptor.same_file_as, message.descriptors, self.descriptors))
+            and message.buffers == self._mapped()
         )
 
 
@@ -185,9 +181,7 @@ class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and torch."""
 
     def reducer_override(self, obj: object) -> object:
-        if isinstance(
-            obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
-        ) and _in_shared_memory(obj):
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage) and _in_shared_memory(obj):
             by_file = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
             if by_file and isinstance(obj, torch.UntypedStorage):
                 # The reducer of torch expects exactly one load of each pickle. Here several
@@ -203,31 +197,29 @@ class SharingPickler(Pickler):
 # share the memory.
 _LEFT_TO_CLOUDPICKLE = (
     *(types.MethodType, functools.partial, type(list.append), type(int.__add__)),
-    *(torch.Tensor, torch.UntypedStorage, torch.TypedStorage),
+    *(torch.Tensor, torch.UntypedStorage),
 )
 
 
-def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage | torch.TypedStorage) -> bool:
-    if isinstance(obj, torch.Tensor):
-        if obj.is_quantized or obj.is_nested or obj.layout is not torch.strided:
-            return False
-        storage = obj.untyped_storage()
+def _in_shared_memory(obj: torch.Tensor | torch.UntypedStorage) -> bool:
+    if isinstance(obj, torch.UntypedStorage):
+        storage = obj
+    elif obj.is_quantized or obj.is_nested or obj.layout is not torch.strided:
+        return False
     else:
-        storage = obj if isinstance(obj, torch.UntypedStorage) else untyped(obj)
+        storage = obj.untyped_storage()
     return storage.device.type == "cpu" and len(storage) > 0 and storage.is_shared()
 
 
-def dump_shared(
-    obj: object, buffer_callback: Callable[[PickleBuffer], object], descriptors: list[Descriptor]
-) -> bytes:
-    """Pickle like `dump_parts`, and keep shared objects shared.
+def dump_shared(obj: object, smallest: int = 0) -> Message:
+    """Pickle like `dump_message`, and keep shared objects shared.
 
     Shared objects are the same as for a child of `multiprocessing`.
     """
     before = context.get_spawning_popen()
     context.set_spawning_popen(_Spawning())  # type: ignore[arg-type]
     try:
-        return dump_parts(obj, buffer_callback, descriptors, pickler=SharingPickler)
+        return dump_message(obj, smallest=smallest, pickler=SharingPickler)
     finally:
         context.set_spawning_popen(before)
 
@@ -238,19 +230,32 @@ def why_not_picklable(obj: object) -> str | None:
     From Python 3.14 on, the text has the path to the unpicklable part.
     """
     try:
-        dump_shared(obj, lambda buffer: None, [])
+        dump_shared(obj)
     except Exception as error:
         return ": ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
     return None
 
 
+def raise_unpicklable(parts: Iterable[tuple[str, object, str]], error: Exception) -> NoReturn:
+    """Raise an error about the first unpicklable part, or else `error`.
+
+    For each part, `parts` has the name, the object and the remedy.
+    """
+    for what, part, remedy in parts:
+        if (reason := why_not_picklable(part)) is not None:
+            raise NotPicklableError(what=what, reason=reason, remedy=remedy) from error
+    raise error
+
+
 def fingerprint(obj: object) -> bytes | None:
     """Return a digest of the pickle of `obj`, or None if unpicklable."""
-    digest = hashlib.blake2b()
     try:
-        digest.update(dump_shared(obj, lambda buffer: digest.update(buffer.raw()), []))
+        message = dump_shared(obj)
     except Exception:  # code that needs the pickle raises the error
         return None
+    digest = hashlib.blake2b(message.pickled)
+    for buffer in message.buffers:
+        digest.update(buffer)
     return digest.digest()
 
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from headrace._core.descriptors import Descriptor, Reserve, shortage
+from headrace._core.descriptors import Descriptor, shortage
 
 # In bytes. Buffers begin at multiples of a cache line, as vectorised code of torch and NumPy needs.
 ALIGNMENT = 64
@@ -35,10 +35,6 @@ ALIGNMENT = 64
 # slabs for the batches of the consumer: fewer than ten. With more slabs in use, the consumer keeps
 # batches. Further batches are copied, which takes no more memory.
 SLABS = 32
-# Number of allocations until an unused slab returns its memory. With 64, the consumer's memory does
-# not grow over 5,000 batches of 4 MB. Without a return of memory, the consumer's memory grows by 6
-# to 9 %. A new slab costs as much as a few reuses save.
-IDLE = 64
 # In bytes. A smaller region is cheaper to send over the socket than to manage.
 SMALLEST = 32 * 1024
 # In bytes. A smaller buffer of a tensor stays in the pickle, where the bytes are copied a few
@@ -50,7 +46,6 @@ SMALL = 4 * 1024
 SMALL_PART = 1 / 8
 # Sent with the descriptor of a slab: number, size, and number of the replaced slab. Sent with other
 # descriptors: number of the first descriptor, 0, and number of descriptors.
-# descriptors: the number of the first, 0, how many.
 _ANNOUNCEMENT = struct.Struct("<IQI")
 _MAX_DESCRIPTORS = 250  # descriptors in a message; the kernel's limit is 253
 _INT = struct.Struct("i")
@@ -61,7 +56,6 @@ if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def aligned(size: int) -> int:
@@ -85,7 +79,7 @@ class Slab:
         OSError: The slab cannot be mapped.
     """
 
-    __slots__ = ("__weakref__", "address", "descriptor", "last_use", "memory", "number", "size")
+    __slots__ = ("__weakref__", "address", "descriptor", "memory", "number", "size")
 
     def __init__(self, number: int, descriptor: int, size: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -101,15 +95,6 @@ class Slab:
         # Set if this received slab may be forwarded to a third process. The slab owns the
         # descriptor.
         self.descriptor: int | None = None
-        self.last_use = 0  # number of the last allocation of this slab
-
-    def punch_hole(self) -> None:
-        """Return the memory to the kernel.
-
-        Every process then reads zeros from the slab.
-        """
-        if _libc.madvise(self.address, self.size, mmap.MADV_REMOVE):
-            raise OSError(error := ctypes.get_errno(), os.strerror(error))
 
 
 class Allocator:
@@ -124,9 +109,7 @@ class Allocator:
         self._shares_memory = _libc is not None and descriptors.family == socket.AF_UNIX
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}  # in the order of release
-        self._punched: list[int] = []
         self._last = 0
-        self._allocations = 0
         self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
         # Forwarded buffers, possibly still in use by the other end.
         self.kept: dict[int, list[memoryview]] = {}
@@ -140,30 +123,21 @@ class Allocator:
         """
         if size < SMALLEST or not self._shares_memory:
             return None
-        # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache,
-        # and other slabs stay idle.
+        # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
         slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
         if slab is not None:
             self._free.pop(slab.number, None)
-            self._allocations += 1
-            slab.last_use = self._allocations
-        longest = next(iter(self._free.values()), None)
-        if longest is not None and self._allocations - longest.last_use > IDLE:
-            longest.punch_hole()
-            del self._free[longest.number]
-            self._punched.append(longest.number)
         return slab
 
     def _another(self, size: int) -> Slab | None:
         replaced = 0
-        if self._punched:
-            replaced = self._punched.pop()
-        elif len(self._slabs) >= SLABS:
-            if not self._free:
-                return None
-            replaced = next(iter(self._free))  # a slab that is too small
+        if self._free:
+            # A slab that is too small. So there are no more slabs than are in use at a time.
+            replaced = next(iter(self._free))
             del self._free[replaced]
+        elif len(self._slabs) >= SLABS:
+            return None
         self._slabs.pop(replaced, None)
         # Rounded up to an eighth of a power of two, so that batches of nearly
         # equal size share slabs.
@@ -254,19 +228,6 @@ class Allocator:
 # The slabs of all mappers, for an allocator that forwards slabs.
 _received: weakref.WeakSet[Slab] = weakref.WeakSet()
 _forwards = False
-_reserve: Any = None  # a single reserve for the lifetime of the process
-
-
-def _after_fork() -> None:
-    """Drop the parent's reserve.
-
-    Another thread of the parent may have held the lock of the reserve.
-    """
-    global _reserve
-    _reserve = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def enable_forwarding() -> None:
@@ -293,15 +254,12 @@ class Mapper:
     """The slabs written by the other end of a channel, mapped here."""
 
     def __init__(self, descriptors: socket.socket) -> None:
-        global _reserve
         self._descriptors = descriptors
         self._slabs: dict[int, Slab] = {}
         self._others: dict[int, Descriptor] = {}  # other descriptors, not yet taken
         self._returned: deque[int] = deque()
         self._in_use: set[int] = set()
         self._closed = False
-        if _reserve is None:
-            _reserve = Reserve(1)
 
     def view(self, number: int, size: int) -> memoryview:
         """Return a writable view of `size` bytes of a slab.
@@ -359,37 +317,36 @@ class Mapper:
         return [self._others.pop(number) for number in numbers]
 
     def _receive(self) -> None:
-        with _reserve.given_up():
-            # The allocator sends a descriptor before the frame that refers to the slab, so this
-            # call does not block. The message stays in the socket until the end of this function.
-            # After a shortage, another call reads the message again.
-            space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
-            message, carried, flags, _ = self._descriptors.recvmsg(
-                _ANNOUNCEMENT.size, space, socket.MSG_PEEK
-            )
-            numbers = [each for _, _, data in carried for (each,) in _INT.iter_unpack(data)]
-            try:
-                if flags & socket.MSG_CTRUNC:
-                    raise shortage("map the shared memory of a batch")
-                if not message:
-                    raise EOFError("the process that allocated the slab has ended")
-                number, size, replaced = _ANNOUNCEMENT.unpack(message)
-                slab = Slab(number, numbers[0], size) if size else None
-                self._descriptors.recv(_ANNOUNCEMENT.size)
-            except BaseException:  # Ctrl-C too: nothing else owns the descriptors yet
-                for each in numbers:
-                    os.close(each)
-                raise
-            if slab is None:
-                self._others.update(enumerate(map(Descriptor, numbers), number))
-                return
-            # Keep the descriptor for forwarding, if enough descriptors are left for sockets to
-            # stores and for processes.
-            if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-                slab.descriptor = numbers[0]
-                weakref.finalize(slab, os.close, numbers[0]).atexit = False
-            else:
-                os.close(numbers[0])
+        # The allocator sends a descriptor before the frame that refers to the slab, so this
+        # call does not block. The message stays in the socket until the end of this function.
+        # After a shortage, another call reads the message again.
+        space = socket.CMSG_LEN(_MAX_DESCRIPTORS * _INT.size)
+        message, carried, flags, _ = self._descriptors.recvmsg(
+            _ANNOUNCEMENT.size, space, socket.MSG_PEEK
+        )
+        numbers = [each for _, _, data in carried for (each,) in _INT.iter_unpack(data)]
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise shortage("map the shared memory of a batch")
+            if not message:
+                raise EOFError("the process that allocated the slab has ended")
+            number, size, replaced = _ANNOUNCEMENT.unpack(message)
+            slab = Slab(number, numbers[0], size) if size else None
+            self._descriptors.recv(_ANNOUNCEMENT.size)
+        except BaseException:  # Ctrl-C too: nothing else owns the descriptors yet
+            for each in numbers:
+                os.close(each)
+            raise
+        if slab is None:
+            self._others.update(enumerate(map(Descriptor, numbers), number))
+            return
+        # Keep the descriptor for forwarding, if enough descriptors are left for sockets to
+        # stores and for processes.
+        if _forwards and numbers[0] < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            slab.descriptor = numbers[0]
+            weakref.finalize(slab, os.close, numbers[0]).atexit = False
+        else:
+            os.close(numbers[0])
         _received.add(slab)
         self._slabs.pop(replaced, None)
         self._slabs[number] = slab

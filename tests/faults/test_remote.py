@@ -138,6 +138,7 @@ def test_connection_without_the_token_is_closed(expected, monkeypatch):
             writer.write_eof()
             tried.append(await reader.read())
             writer.close()
+            await writer.wait_closed()
         await connect(self, port, token)
 
     monkeypatch.setattr(TcpHost, "connect", try_others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dis
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -248,7 +249,7 @@ class AsyncNumbers(hr.AsyncIterableDataset):
 @run_by("case")
 def test_ctrl_c_at_any_place_of_next_loses_no_batch(dataset, options) -> None:
     make_signal_pair()
-    # A socket whose owner had not been made yet: the reference count closes it.
+    # A socket whose owner had not been made yet: the reference count or the collector closes it.
     warnings.simplefilter("ignore", ResourceWarning)
     with hr.DataLoader(dataset, 2, timeout=10, seed=0, **options) as loader:
         place = 0
@@ -274,3 +275,4 @@ def test_ctrl_c_at_any_place_of_next_loses_no_batch(dataset, options) -> None:
             if interruption.left > 0:
                 break
         assert place > 20
+    gc.collect()

@@ -12,8 +12,6 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +19,7 @@ from torch import multiprocessing
 
 from headrace._core.batches import HostBatch, RawBatch
 from headrace._core.engine.config import EngineConfig, name_unpicklable
-from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask
+from headrace._core.engine.stepping import Chunk, Outcomes, StepsTask, settle
 from headrace._core.failure import Failure, Stage, as_exception
 from headrace._core.look_ahead import QUICK
 from headrace._core.pool.supervisor import PINNED_AHEAD, PINNED_QUICK, Job, Pool
@@ -43,7 +41,7 @@ class _Call(NamedTuple):
     """A call in the thread, and the future of the answer."""
 
     work: Callable[[], Any]
-    answer: Future[Any]
+    answer: asyncio.Future[Any]
 
 
 class ThreadExecutor:
@@ -82,9 +80,9 @@ class ThreadExecutor:
         return await self._call(functools.partial(task.apply, chunk))
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        call = _Call(work, Future())
-        self._calls.put(call)
-        return asyncio.wrap_future(call.answer)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.put(_Call(work, answer))
+        return answer
 
     async def close(self, deadline: float) -> None:
         """Let the thread finish the current work.
@@ -95,8 +93,8 @@ class ThreadExecutor:
             return
         last = self._call(lambda: None)
         self._calls.put(None)
-        with suppress(TimeoutError):  # user code still holds the thread
-            await asyncio.wait_for(last, deadline)
+        # Without an answer in time, user code still holds the thread.
+        if (await asyncio.wait([last], timeout=deadline))[0]:
             self._thread.join()
 
     def worker_of(self, batch: int) -> int | None:
@@ -115,13 +113,13 @@ class ThreadExecutor:
     def _work(self) -> None:
         provide_rank(self._rank)
         while (call := self._calls.get()) is not None:
-            if call.answer.set_running_or_notify_cancel():
+            if not call.answer.done():
                 try:
-                    call.answer.set_result(call.work())
+                    settle(call.answer, call.work())
                 except BaseException as error:
                     # Not an error of user code (the result holds such errors), but for example a
                     # failed import.
-                    call.answer.set_exception(as_exception(error))
+                    settle(call.answer, None, as_exception(error))
             del call  # hold no batch while waiting for the next call
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
 
 import accelerate
@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank, reading_divided
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
@@ -169,8 +169,6 @@ class PreparedLoader(DataLoader[T_co]):
     _draws_alike = False
     # Number of samples of all ranks in an epoch, if accelerate may cut a batch sampler's last step.
     _samples: int | None = None
-    # Whether batches are of all ranks, and `_part_of_batch` takes the part of this rank.
-    _takes_parts = False
     _iteration: object = None  # the iteration begun last
     _ahead = 0  # number of `next()` calls after the batch given out last
     _skipped = 0  # number of batches of a stream for the next iteration to drop
@@ -194,7 +192,7 @@ class PreparedLoader(DataLoader[T_co]):
         elif self._samples is not None and self.total_batch_size is not None:
             remainder = self._samples % self.total_batch_size
         skipped, self._skipped, self._ahead = self._skipped, 0, 0
-        with self._as_rank(), reading_divided(self._takes_parts):
+        with self._as_rank():
             batches = super().__iter__()
         self._iteration = iteration = object()
         return self._one_ahead(batches, iteration, remainder, skipped)
@@ -229,10 +227,6 @@ class PreparedLoader(DataLoader[T_co]):
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
                     self._ahead = int(following is _END or progress.last_point is not before)
-                if self._takes_parts:
-                    samples, batch = batch
-                    if self.end_of_dataloader and not self.drop_last:
-                        self.remainder = samples % cast(int, self.total_batch_size)
                 yield batch
                 batch = following
             if self._iteration is iteration:
@@ -282,18 +276,6 @@ class PreparedLoader(DataLoader[T_co]):
         )
 
 
-def _part_of_batch(
-    collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]
-) -> Any:
-    """Collate a rank's part of a batch.
-
-    Returns:
-        The number of samples in the batch of all ranks, and the collated part of the rank. Samples
-        of an incomplete batch repeat to fill the part.
-    """
-    return len(samples), collate_fn([samples[number % len(samples)] for number in numbers])
-
-
 def _refuse() -> NoReturn:
     raise RuntimeError(
         "a plain torch DataLoader was rebuilt from a prepared headrace loader, "
@@ -306,14 +288,11 @@ def _divided(
     accelerator: accelerate.Accelerator,
     loader: DataLoader[Any],
     device_placement: bool | None = None,
-    *,
-    takes_parts: bool = False,
 ) -> PreparedLoader[Any]:
     """Return a prepared copy of a loader.
 
     The copy gives this rank's batches, on this rank's device. A prepared loader is returned
-    unchanged. With `takes_parts`, every rank reads the batches of all ranks, and collates a part of
-    each batch.
+    unchanged.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -329,13 +308,11 @@ def _divided(
         if cls is DataLoader
         else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
     )
-    _divide(made, accelerator, takes_parts=takes_parts)
+    _divide(made, accelerator)
     return cast(PreparedLoader[Any], made)
 
 
-def _divide(
-    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool
-) -> None:
+def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) -> None:
     rank = _data_parallel_rank(accelerator)
     # Torch forbids to set samplers after `__init__`, so set `__dict__`.
     ranks, attributes = rank.world_size, loader.__dict__
@@ -349,23 +326,18 @@ def _divide(
     generator: Any = getattr(sampler, "generator", None)
     plain = type(batches) is BatchSampler and batches is loader.batch_sampler
     size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
-    if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
+    if size is not None and batches is not None and accelerator.split_batches:
         if size % ranks:
             raise ValueError(
                 f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks"
             )
         size //= ranks
     total = None if size is None else size * ranks
-    attributes.update(_rank=rank, total_batch_size=total, _takes_parts=takes_parts)
+    attributes.update(_rank=rank, total_batch_size=total)
     attributes.update(gradient_state=GradientState())  # as in accelerate's loaders
-    collate: Any = loader.collate_fn
-    if takes_parts:
-        numbers = range(rank.rank * size, (rank.rank + 1) * size)
-        collate = functools.partial(_part_of_batch, getattr(collate, "collate", collate), numbers)
-    loader.collate_fn = collate  # becomes a function that refuses to run in a rebuilt loader
+    # The collate function becomes a function that refuses to run in a rebuilt loader.
+    loader.collate_fn = loader.collate_fn
     own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
-    if takes_parts:
-        return
     if stream or own is not None:  # the stream or sampler already divides samples among ranks
         _check_ranks(loader, own, rank)
         if plain:

@@ -37,12 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 
 
-def prepare(
-    accelerator: accelerate.Accelerator,
-    loader: DataLoader[Any],
-    *,
-    device_placement: bool | None = None,
-) -> PreparedLoader[Any]:
+def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
     """Prepare a headrace loader for accelerate.
 
     `Accelerator.prepare` turns other loaders into plain torch loaders, and leaves a loader prepared
@@ -53,15 +48,14 @@ def prepare(
       `split_batches` and `drop_last`. Any number of ranks can continue an epoch.
     - Accelerate's `BatchSamplerShard` divides the batches of a batch sampler. A
       `DistributedSampler` and a stream divide samples without accelerate.
-    - Batches are copied to the accelerator's device.
+    - Batches are copied to the accelerator's device, unless the accelerator was made with
+      ``device_placement=False``.
     - `save_state` and `load_state` of the accelerator include the position of the loader.
 
     Args:
         accelerator: the accelerator.
         loader: the loader. The loader stays unchanged, and must not be iterated over. A prepared
             loader is returned unchanged.
-        device_placement: whether to copy batches to the accelerator's device; by default the
-            setting of the accelerator.
 
     Returns:
         A loader of the same class. `accelerator.prepare` accepts the loader too.
@@ -84,7 +78,7 @@ def prepare(
             "expected a headrace.DataLoader before accelerator.prepare(), "
             f"but got a {type(loader).__name__}"
         )
-    prepared = _divided(accelerator, loader, device_placement)
+    prepared = _divided(accelerator, loader)
     accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
     if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
@@ -284,11 +278,7 @@ def _refuse() -> NoReturn:
     )
 
 
-def _divided(
-    accelerator: accelerate.Accelerator,
-    loader: DataLoader[Any],
-    device_placement: bool | None = None,
-) -> PreparedLoader[Any]:
+def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
     """Return a prepared copy of a loader.
 
     The copy gives this rank's batches, on this rank's device. A prepared loader is returned
@@ -300,8 +290,7 @@ def _divided(
         raise ValueError(
             f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own"
         )
-    placed = accelerator.device_placement if device_placement is None else device_placement
-    made: Any = copied(loader, accelerator.device if placed else None)
+    made: Any = copied(loader, accelerator.device if accelerator.device_placement else None)
     cls: Any = type(loader)
     made.__class__ = (
         PreparedLoader

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -454,59 +453,6 @@ def hub(job: Job) -> Any:
     return job.torch(streamed.shuffle(seed=0, buffer_size=SHARD), image_of)
 
 
-def coco(job: Job) -> Any:
-    if job.who == WRITE:
-        (job.folder / "images").mkdir()
-        each = [
-            {"id": number, "file_name": f"images/{number:06d}.jpg"} for number in range(job.count)
-        ]
-        boxes = [
-            {"id": n, "image_id": n, "category_id": 1, "bbox": [n, 0, 9, 9]}
-            for n in range(job.count)
-        ]
-        for image, content in zip(each, job.images(), strict=True):
-            (job.folder / image["file_name"]).write_bytes(content)
-        content = {"images": each, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}
-        (job.folder / "a.json").write_text(json.dumps(content))
-        return None
-
-    def of(image: Any, left: float) -> Any:
-        if int.from_bytes(bytes(image[:8]), sys.byteorder) != left:
-            raise RuntimeError(
-                f"the box of another image begins at {left}: this run does not count"
-            )
-        return image
-
-    if job.who == OURS:
-        of_sample = lambda sample: of(sample.data, sample.label["boxes"][0, 0])  # noqa: E731
-        return job.read(
-            lambda hr, store: hr.CocoDataset(store, "s3://bucket/a.json"), of_sample, shuffle=True
-        )
-    import fsspec
-    from pycocotools.coco import COCO
-
-    found = COCO()
-    with urllib.request.urlopen(
-        f"{job.endpoint}/bucket/a.json"
-    ) as file:  # fsspec's thread would not survive the fork
-        found.dataset = json.load(file)
-    found.createIndex()
-
-    class Images(list[Any]):
-        def __getitems__(self, numbers: list[int]) -> list[Any]:
-            urls = [
-                f"{job.endpoint}/bucket/{found.loadImgs(number)[0]['file_name']}"
-                for number in numbers
-            ]
-            images = fsspec.filesystem("http").cat(urls)
-            marks = [found.loadAnns(found.getAnnIds(number)) for number in numbers]
-            return [(images[url], boxes) for url, boxes in zip(urls, marks, strict=True)]
-
-    return job.torch(
-        Images(found.imgs), lambda sample: of(sample[0], sample[1][0]["bbox"][0]), shuffle=True
-    )
-
-
 @functools.cache
 def clip_numbers(data: Path) -> dict[int, int]:
     """The number of each clip by the checksum of its frames [C, H, W], as PyAV decodes them of whole files."""
@@ -614,7 +560,6 @@ FORMATS = {
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),
     "npy": Format(npy, "numpy, whole files", ("fsspec", "aiohttp"), writes=False),
     "datatrove": Format(datatrove, "datatrove", ("datatrove", "s3fs")),
-    "COCO": Format(coco, "pycocotools, fsspec", ("pycocotools", "fsspec", "aiohttp"), writes=False),
     "hub": Format(hub, "datasets, streaming", ("datasets", "huggingface_hub"), writes=False),
     "video": Format(
         video, "torchcodec, whole files", ("torchcodec", "av", "obstore"), writes=False, share=1 / 8

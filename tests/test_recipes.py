@@ -67,8 +67,10 @@ def write_data(folder):
         {"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]}
         for n in range(0, len(rows), 2)
     ]
+    crowd = {**marks[0], "id": len(rows), "category_id": 7, "iscrowd": 1}
+    flat = {**marks[0], "id": len(rows) + 1, "category_id": 7, "bbox": [10, 20, 0, 30]}
     (folder / "coco.json").write_text(
-        json.dumps({"images": images, "categories": classes, "annotations": marks})
+        json.dumps({"images": images, "categories": classes, "annotations": [crowd, flat, *marks]})
     )
     for shard in range(4):
         with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from headrace.datasets.arrow import ArrowDataset as ArrowDataset
     from headrace.datasets.batching import batch_by_tokens as batch_by_tokens
     from headrace.datasets.cached import CachedDataset as CachedDataset
-    from headrace.datasets.coco import CocoDataset as CocoDataset
     from headrace.datasets.combine import concat as concat
     from headrace.datasets.combine import from_async_iterable as from_async_iterable
     from headrace.datasets.combine import mix as mix
@@ -95,7 +94,6 @@ _NAMES = {
     "headrace.datasets.arrays": ("ArrayDataset",),
     "headrace.datasets.batching": ("batch_by_tokens",),
     "headrace.datasets.cached": ("CachedDataset",),
-    "headrace.datasets.coco": ("CocoDataset",),
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
     "headrace.datasets.hub": ("hub",),

@@ -36,7 +36,6 @@ _FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\
 _NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])", re.S)
 # Wrong sizes in libsndfile's log. A wrong size of the whole file is frequent and harmless.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
-_POSITIONS = {"boxes", "segmentation", "keypoints"}  # label fields with pixel positions
 
 
 def image(
@@ -48,9 +47,8 @@ def image(
     """Make a decoder of images.
 
     The decoder reads JPEG, PNG, WebP and all other formats of Pillow. The EXIF orientation is
-    applied, unless the sample has boxes for the stored pixels (`CocoDataset`). JPEGs much larger
-    than `size` are decoded at a half, a quarter or an eighth of the size. With simplejpeg
-    installed, JPEGs take about half the time, with the same pixels.
+    applied. JPEGs much larger than `size` are decoded at a half, a quarter or an eighth of the
+    size. With simplejpeg installed, JPEGs take about half the time, with the same pixels.
 
     Args:
         size: height and width in pixels, or a single number for both. The image is scaled to cover
@@ -178,19 +176,17 @@ def _decode_fields(
 def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> Any:
     from PIL import Image, ImageOps
 
-    data, annotated = getattr(sample, "data", sample), _annotated_size(sample)
+    data = getattr(sample, "data", sample)
     with Image.open(io.BytesIO(data)) as picture:
         if picture.mode[0] in "IF":
             raise ValueError(
                 f"an image of mode {picture.mode} has more than 8 bits a channel: "
                 "decode it with Pillow"
             )
-        turn, stored = None, [picture.height, picture.width]
+        turn = None
         with contextlib.suppress(Exception):  # damaged EXIF raises many kinds of errors
             # Remove the tag: otherwise Pillow turns TIFF images at loading.
             turn = _TURNS.get(picture.getexif().pop(0x0112, 1))
-        if annotated and not annotated == stored[::-1] != stored:
-            turn = None  # positions in the label refer to the stored pixels
         if size is not None:
             # Twice the size leaves pixels for the resampling filter. The bound is a square because
             # EXIF may turn the image.
@@ -206,24 +202,8 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
     return _labelled(tensor, sample)
 
 
-def _annotated_size(sample: Any) -> list[int | None] | None:
-    """Return the image height and width of a `CocoDataset` label.
-
-    Positions in the label refer to an image of this size. The result is None for a label without
-    positions.
-    """
-    label: Any = getattr(sample, "label", None)
-    has_positions = isinstance(label, dict) and not _POSITIONS.isdisjoint(label)
-    return label.get("size") if has_positions else None
-
-
 def _labelled(tensor: torch.Tensor, sample: Any) -> Any:
-    label, expected = getattr(sample, "label", None), _annotated_size(sample)
-    if expected and None not in expected and expected != [*tensor.shape[1:]]:
-        raise ValueError(
-            f"the boxes are for an image of {expected}, not {[*tensor.shape[1:]]}: "
-            "scale both, after decoding"
-        )
+    label = getattr(sample, "label", None)
     return tensor if label is None else (tensor, label)
 
 

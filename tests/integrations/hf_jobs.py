@@ -281,6 +281,10 @@ def of_a_stream(folder):
         check_continued(whole, continued, step)
     with pytest.raises(hr.StateError, match="gradient_accumulation_steps=4"):
         train(folder, shuffled(), resume=6, **steps | {"gradient_accumulation_steps": 4})
+    for dataset in (stream(21), TorchStream(21)):
+        of_trainer = {"compute_metrics": counted, "eval_dataset": dataset}
+        trainer, _ = trainer_of(folder, of_trainer=of_trainer)
+        assert trainer.evaluate()["eval_count"] == 21
 
 
 def with_samplers(folder):
@@ -380,8 +384,6 @@ def evaluated(folder):
     losses = {}
     for name, kind, dataset in (
         ("headrace", Trainer, Numbers(21)),  # 21 samples: not divisible by batches or ranks
-        ("stream", Trainer, stream(21)),
-        ("torch's stream", Trainer, TorchStream(21)),
         ("stock", transformers.Trainer, TorchNumbers(21)),
     ):
         trainer, _ = trainer_of(
@@ -394,6 +396,10 @@ def evaluated(folder):
         ]
         losses[name] = metrics["eval_loss"]
     assert losses["headrace"] == losses["stock"]
+    for dataset in (stream(21), TorchStream(21)):
+        trainer, _ = trainer_of(folder, of_trainer={"eval_dataset": dataset})
+        with pytest.raises(ValueError, match=r"2 ranks cannot evaluate .* or evaluate in a job of"):
+            trainer.evaluate()
     assert threading.enumerate() == [threading.main_thread()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
 
 import accelerate
@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank, reading_divided
+from headrace._core.ranks.rankinfo import RankInfo, provided_rank
 from headrace._core.streams.kinds import splits_by_rank
 from headrace._core.streams.torch_views import unwrap, without_adapter
 from headrace._core.text import dataset_repr
@@ -37,12 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 
 
-def prepare(
-    accelerator: accelerate.Accelerator,
-    loader: DataLoader[Any],
-    *,
-    device_placement: bool | None = None,
-) -> PreparedLoader[Any]:
+def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
     """Prepare a headrace loader for accelerate.
 
     `Accelerator.prepare` turns other loaders into plain torch loaders, and leaves a loader prepared
@@ -53,15 +48,14 @@ def prepare(
       `split_batches` and `drop_last`. Any number of ranks can continue an epoch.
     - Accelerate's `BatchSamplerShard` divides the batches of a batch sampler. A
       `DistributedSampler` and a stream divide samples without accelerate.
-    - Batches are copied to the accelerator's device.
+    - Batches are copied to the accelerator's device, unless the accelerator was made with
+      ``device_placement=False``.
     - `save_state` and `load_state` of the accelerator include the position of the loader.
 
     Args:
         accelerator: the accelerator.
         loader: the loader. The loader stays unchanged, and must not be iterated over. A prepared
             loader is returned unchanged.
-        device_placement: whether to copy batches to the accelerator's device; by default the
-            setting of the accelerator.
 
     Returns:
         A loader of the same class. `accelerator.prepare` accepts the loader too.
@@ -84,7 +78,7 @@ def prepare(
             "expected a headrace.DataLoader before accelerator.prepare(), "
             f"but got a {type(loader).__name__}"
         )
-    prepared = _divided(accelerator, loader, device_placement)
+    prepared = _divided(accelerator, loader)
     accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
     if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
@@ -169,8 +163,6 @@ class PreparedLoader(DataLoader[T_co]):
     _draws_alike = False
     # Number of samples of all ranks in an epoch, if accelerate may cut a batch sampler's last step.
     _samples: int | None = None
-    # Whether batches are of all ranks, and `_part_of_batch` takes the part of this rank.
-    _takes_parts = False
     _iteration: object = None  # the iteration begun last
     _ahead = 0  # number of `next()` calls after the batch given out last
     _skipped = 0  # number of batches of a stream for the next iteration to drop
@@ -194,7 +186,7 @@ class PreparedLoader(DataLoader[T_co]):
         elif self._samples is not None and self.total_batch_size is not None:
             remainder = self._samples % self.total_batch_size
         skipped, self._skipped, self._ahead = self._skipped, 0, 0
-        with self._as_rank(), reading_divided(self._takes_parts):
+        with self._as_rank():
             batches = super().__iter__()
         self._iteration = iteration = object()
         return self._one_ahead(batches, iteration, remainder, skipped)
@@ -229,10 +221,6 @@ class PreparedLoader(DataLoader[T_co]):
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
                     self._ahead = int(following is _END or progress.last_point is not before)
-                if self._takes_parts:
-                    samples, batch = batch
-                    if self.end_of_dataloader and not self.drop_last:
-                        self.remainder = samples % cast(int, self.total_batch_size)
                 yield batch
                 batch = following
             if self._iteration is iteration:
@@ -282,18 +270,6 @@ class PreparedLoader(DataLoader[T_co]):
         )
 
 
-def _part_of_batch(
-    collate_fn: Callable[[list[Any]], object], numbers: range, samples: Sequence[Any]
-) -> Any:
-    """Collate a rank's part of a batch.
-
-    Returns:
-        The number of samples in the batch of all ranks, and the collated part of the rank. Samples
-        of an incomplete batch repeat to fill the part.
-    """
-    return len(samples), collate_fn([samples[number % len(samples)] for number in numbers])
-
-
 def _refuse() -> NoReturn:
     raise RuntimeError(
         "a plain torch DataLoader was rebuilt from a prepared headrace loader, "
@@ -302,18 +278,11 @@ def _refuse() -> NoReturn:
     )
 
 
-def _divided(
-    accelerator: accelerate.Accelerator,
-    loader: DataLoader[Any],
-    device_placement: bool | None = None,
-    *,
-    takes_parts: bool = False,
-) -> PreparedLoader[Any]:
+def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
     """Return a prepared copy of a loader.
 
     The copy gives this rank's batches, on this rank's device. A prepared loader is returned
-    unchanged. With `takes_parts`, every rank reads the batches of all ranks, and collates a part of
-    each batch.
+    unchanged.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -321,21 +290,18 @@ def _divided(
         raise ValueError(
             f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own"
         )
-    placed = accelerator.device_placement if device_placement is None else device_placement
-    made: Any = copied(loader, accelerator.device if placed else None)
+    made: Any = copied(loader, accelerator.device if accelerator.device_placement else None)
     cls: Any = type(loader)
     made.__class__ = (
         PreparedLoader
         if cls is DataLoader
         else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
     )
-    _divide(made, accelerator, takes_parts=takes_parts)
+    _divide(made, accelerator)
     return cast(PreparedLoader[Any], made)
 
 
-def _divide(
-    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, *, takes_parts: bool
-) -> None:
+def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) -> None:
     rank = _data_parallel_rank(accelerator)
     # Torch forbids to set samplers after `__init__`, so set `__dict__`.
     ranks, attributes = rank.world_size, loader.__dict__
@@ -349,23 +315,18 @@ def _divide(
     generator: Any = getattr(sampler, "generator", None)
     plain = type(batches) is BatchSampler and batches is loader.batch_sampler
     size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
-    if size is not None and batches is not None and (takes_parts or accelerator.split_batches):
+    if size is not None and batches is not None and accelerator.split_batches:
         if size % ranks:
             raise ValueError(
                 f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks"
             )
         size //= ranks
     total = None if size is None else size * ranks
-    attributes.update(_rank=rank, total_batch_size=total, _takes_parts=takes_parts)
+    attributes.update(_rank=rank, total_batch_size=total)
     attributes.update(gradient_state=GradientState())  # as in accelerate's loaders
-    collate: Any = loader.collate_fn
-    if takes_parts:
-        numbers = range(rank.rank * size, (rank.rank + 1) * size)
-        collate = functools.partial(_part_of_batch, getattr(collate, "collate", collate), numbers)
-    loader.collate_fn = collate  # becomes a function that refuses to run in a rebuilt loader
+    # The collate function becomes a function that refuses to run in a rebuilt loader.
+    loader.collate_fn = loader.collate_fn
     own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
-    if takes_parts:
-        return
     if stream or own is not None:  # the stream or sampler already divides samples among ranks
         _check_ranks(loader, own, rank)
         if plain:

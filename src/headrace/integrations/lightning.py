@@ -18,14 +18,13 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from headrace._core.consumer.control import trainers
 from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.order.state import LoaderState, states_from_dict, states_to_dict
+from headrace._core.order.state import states_to_dict
 from headrace._core.ranks.rankinfo import has_process_group
 from headrace._core.streams.kinds import signature_of
 from headrace._core.streams.resumable import State
@@ -55,23 +54,18 @@ class _Positions:
         trainer: the running Trainer, or None.
         checkpoint: the continued checkpoint, until the end of the continued epoch.
         begun: the latest iteration of each training loader.
-        before_step: states of loaders before the running step, if steps take batches themselves.
-        raised: amount by which Lightning's batch counts are too high until the first step. With
-            raised counts, Lightning finds the end of the epoch.
     """
 
     package: str
     trainer: Any = None
     checkpoint: dict[str, Any] | None = None
     begun: dict[Any, _Begun]
-    before_step: dict[Any, LoaderState]
-    raised = 0
 
     def __reduce__(self) -> tuple[Any, ...]:  # Lightning pickles callbacks for spawned processes
         return _callback, (self.package,)
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self.trainer, self.begun, self.before_step = trainer, {}, {}
+        self.trainer, self.begun = trainer, {}
         trainers.append(self)
 
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -83,56 +77,44 @@ class _Positions:
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         self.checkpoint = checkpoint
 
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if _steps_take_batches(trainer):
-            counts = vars(trainer.fit_loop.epoch_loop.batch_progress.current)
-            counts.update((name, counts[name] - self.raised) for name in _COUNTS)
-            self.raised = 0
-            loaders = tree_leaves(trainer.train_dataloader)
-            self.before_step = {
-                each: self._position(each) for each in loaders if isinstance(each, DataLoader)
-            }
-
     def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
         self.checkpoint, self.begun = None, {}
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if states := saved.get("combined_loader"):
-            now = trainer.fit_loop.epoch_loop.batch_progress.current
-            kept = self.before_step if now.started > now.processed else {}
-            trained = None if _steps_take_batches(trainer) else now.processed
+            trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+            step = trainer.lightning_module.training_step
+            if "dataloader_iter" in signature_of(step).parameters:
+                trained = None  # Lightning counts steps, and a step may take several batches
             pairs = zip(_stateful(trainer.train_dataloader), states, strict=True)
             saved["combined_loader"] = [
-                self._state(each, trained, kept) if isinstance(each, DataLoader) else state
+                self._state(each, trained) if isinstance(each, DataLoader) else state
                 for each, state in pairs
             ]
 
-    def _position(self, loader: DataLoader[Any], trained: int | None = None) -> LoaderState:
-        """Return the state after `trained` batches of the epoch.
+    def _state(self, loader: DataLoader[Any], trained: int | None) -> State:
+        """Return the state of all ranks after `trained` batches of the epoch.
 
         Without `trained`, return the state after all fetched batches.
-        """
-        position = loader._control.position
-        # The call of `next()` that ended the epoch counts too.
-        over = position.progress is not None and position.progress.over
-        state = position.states(loader, int(over))[0]
-        if trained is None:
-            return state
-        untrained = self.begun.get(loader, _Begun()).batches + state.steps - trained
-        return position.states(loader, min(max(untrained, 0), state.steps) + over)[0]
-
-    def _state(
-        self, loader: DataLoader[Any], trained: int | None, kept: Mapping[Any, LoaderState]
-    ) -> State:
-        """Return the state of all ranks.
-
-        A state in `kept` replaces the position of the loader.
         """
         control, position = loader._control, loader._control.position
         if position.resumed:
             return states_to_dict(position.resumed)
-        state = kept.get(loader) or self._position(loader, trained)
+        # The call of `next()` that ended the epoch counts too.
+        over = position.progress is not None and position.progress.over
+        state = position.states(loader, int(over))[0]
+        if trained is None:
+            warnings.warn(
+                "training_step takes dataloader_iter: after a resume, Lightning's counts of "
+                "batches may be wrong, an epoch of several loaders may end early, and batches of "
+                "a step that failed do not come again",
+                UserWarning,
+                stacklevel=1,
+            )
+        else:
+            untrained = self.begun.get(loader, _Begun()).batches + state.steps - trained
+            state = position.states(loader, min(max(untrained, 0), state.steps) + over)[0]
         # During the handling of an error, other ranks do not take part in a collective call.
         if (
             not has_process_group()
@@ -188,20 +170,13 @@ class _Positions:
         in_batch = total["ready"] == total["processed"] == total["completed"] + 1
         in_epoch = begun["started"] == begun["processed"] + 1
         counted = in_batch and in_epoch and batches["is_last_batch"]
-        steps = trained = batches["current"]["completed"] + in_batch
+        trained = batches["current"]["completed"] + in_batch
         states = saved["state_dict"].get("combined_loader")
         pairs = (
             list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
         )
         if pairs and not position.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
-        # The longest loader has not restarted in this epoch, so the longest loader has the number
-        # of batches.
-        if pairs and _steps_take_batches(trainer):
-            known = [
-                states_from_dict(state)[0] for each, state in pairs if isinstance(each, DataLoader)
-            ]
-            trained = max(state.steps for state in known)
         if not position.resumed:
             if trained and not (states or counted or ended):
                 warnings.warn(
@@ -215,12 +190,12 @@ class _Positions:
         if counted or ended:  # no batch of the saved epoch is left to read
             position.resumed = tuple(each._replace(over=True) for each in position.resumed)
         with control.ranked() as rank:
-            left, more = position.batches_left(loader, rank), trained - steps
-            self.raised += 0 if counted or ended else more  # counts restart in the next epoch
+            left = position.batches_left(loader, rank)
+            more = 0
             # The number of ranks or the batch size may have changed. Lightning ends a continued
             # epoch by the count of batches.
             if left is not None and len(tree_leaves(trainer.train_dataloader)) == 1:
-                more += len(loader) - left - trained
+                more = len(loader) - left - trained
             for each in (
                 batches["current"],
                 vars(trainer.fit_loop.epoch_loop.batch_progress.current),
@@ -240,11 +215,6 @@ def _stateful(loaders: Any) -> list[Any]:
     return [
         each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
     ]
-
-
-def _steps_take_batches(trainer: Any) -> bool:
-    """Whether training steps take batches from an iterator themselves."""
-    return "dataloader_iter" in signature_of(trainer.lightning_module.training_step).parameters
 
 
 def callbacks(package: str = "lightning.pytorch") -> list[Any]:

@@ -67,7 +67,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Raises:
         NotImplementedError: the installed version of transformers lacks a method to override.
-        ValueError: headrace loaders do not support an option of the training arguments.
+        ValueError: headrace loaders do not support an option of the training arguments; or several
+            ranks would evaluate a stream.
 
     Example:
         >>> arguments = transformers.TrainingArguments(                        # doctest: +SKIP
@@ -129,18 +130,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         rank, ranks, drop_last = args.process_index, args.world_size, args.dataloader_drop_last
         seed = args.seed if args.data_seed is None else args.data_seed
         order: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
-        stream, takes_parts, rebalances = kind_of(dataset).is_iterable, False, False
-        of_rank = batch_size // ranks if args.accelerator_config.split_batches else batch_size
-        if stream and is_training:
-            dataset = self._part_of_rank(dataset, of_rank)
-        elif stream and ranks > 1:
-            if getattr(dataset, "_distributed", None) is not None:
+        rebalances = False
+        if kind_of(dataset).is_iterable:
+            if ranks > 1 and not is_training:
                 raise ValueError(
-                    "split_dataset_by_node has divided the dataset to evaluate: give the whole one"
+                    f"{ranks} ranks cannot evaluate {dataset_repr(dataset)}, a stream: evaluate a "
+                    "map-style or indexed dataset, or evaluate in a job of one rank"
                 )
-            takes_parts = True
-            order["batch_size"] = of_rank * ranks
-        elif not stream:
+            split_batches = args.accelerator_config.split_batches
+            of_rank = batch_size // ranks if split_batches else batch_size
+            dataset = self._part_of_rank(dataset, of_rank)
+        else:
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
             # A BatchRebalanceSampler draws batches, and divides batches among ranks.
             rebalances = isinstance(sampler, BatchRebalanceSampler)
@@ -166,7 +166,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             },
         )
         if not rebalances:
-            loader = _divided(self.accelerator, loader, takes_parts=takes_parts)
+            loader = _divided(self.accelerator, loader)
         return loader
 
     def _part_of_rank(self, dataset: Any, batch_size: int) -> Any:

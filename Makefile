@@ -117,7 +117,7 @@ newest: $(VENV)/.dev ## some tests with the newest release of each required depe
 
 # What users get whose other packages hold the dependencies back, torch included: gigabytes, unless UV_TORCH_BACKEND=cpu
 # is set where the index of torch can be reached.
-LOWEST := $(VENV)/lowest
+LOWEST := $(abspath $(VENV)/lowest)
 
 lowest: $(VENV)/.dev ## the same tests, and those of torch's private names, with the lowest releases that pyproject.toml allows
 	@rm -rf $(LOWEST)
@@ -142,6 +142,7 @@ dist: ## sdist and wheel, into out/dist; checks both, and runs the README's firs
 	@out/packaging/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	@out/packaging/bin/python -m build --outdir $(DIST)
 	@out/packaging/bin/python -m twine check --strict $(DIST)/*
+	@rm -rf out/packaging
 	@$(MAKE) --no-print-directory dist-check
 
 dist-check: ## whether the wheel of out/dist works in an empty environment: the README's first program
@@ -149,8 +150,9 @@ dist-check: ## whether the wheel of out/dist works in an empty environment: the 
 	@$(PYTHON) -m venv out/empty
 	@out/empty/bin/python -m pip install --quiet "$$(ls $(DIST)/*.whl)[image]"
 	@out/empty/bin/python -m pip check
-	@out/empty/bin/headrace doctor
+	@out/empty/bin/headrace --help >/dev/null
 	@out/empty/bin/python tools/readme_program.py
+	@rm -rf out/empty
 
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 	$(BIN)/python benchmarks/run_all.py

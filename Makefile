@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,unit-data others unit-others model faults contract unit-engine)
 .PHONY: help demo test $(PARTS) test-integrations test-all model coverage environment-integrations azurite parity-table
-.PHONY: docs docs-links lint newest bench bench-quick clean
+.PHONY: docs docs-links lint test-python newest lowest dist dist-check bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -115,6 +115,45 @@ newest: $(VENV)/.dev ## some tests with the newest release of each required depe
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(addprefix tests/unit/,$(WITH_NEWEST)) || \
 	{ echo "That was with $${newer:-the releases of constraints.txt}"; exit 1; }
 
+# What users get whose other packages hold the dependencies back, torch included: gigabytes, unless UV_TORCH_BACKEND=cpu
+# is set where the index of torch can be reached.
+LOWEST := $(abspath $(VENV)/lowest)
+
+lowest: $(VENV)/.dev ## the same tests, and those of torch's private names, with the lowest releases that pyproject.toml allows
+	@rm -rf $(LOWEST)
+	@$(PIP) install --constraint constraints.txt uv
+	@$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(BIN)/python --output-file $(VENV)/lowest.txt pyproject.toml
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(LOWEST) --requirements $(VENV)/lowest.txt
+	@grep == $(VENV)/lowest.txt
+	PYTHONPATH=$(LOWEST) $(BIN)/python -m pytest $(addprefix tests/unit/,$(WITH_NEWEST) torchcompat)
+
+# Parity with torch, processes, pickling, types and formats: what differs between releases of Python.
+BY_PYTHON := tests/parity tests/test_typing.py tests/test_public_api.py tests/test_lazy_import.py
+BY_PYTHON += $(addprefix tests/unit/,pool transport links datasets torchcompat test_next_python.py)
+
+test-python: $(VENV)/.dev ## a third of the tests: those that another release of Python may break
+	$(BIN)/python -m pytest $(BY_PYTHON)
+
+DIST := out/dist
+
+dist: ## sdist and wheel, into out/dist; checks both, and runs the README's first program in an empty environment
+	@rm -rf $(DIST) out/packaging
+	@$(PYTHON) -m venv out/packaging
+	@out/packaging/bin/python -m pip install --quiet --constraint constraints.txt build twine
+	@out/packaging/bin/python -m build --outdir $(DIST)
+	@out/packaging/bin/python -m twine check --strict $(DIST)/*
+	@rm -rf out/packaging
+	@$(MAKE) --no-print-directory dist-check
+
+dist-check: ## whether the wheel of out/dist works in an empty environment: the README's first program
+	@rm -rf out/empty
+	@$(PYTHON) -m venv out/empty
+	@out/empty/bin/python -m pip install --quiet "$$(ls $(DIST)/*.whl)[image]"
+	@out/empty/bin/python -m pip check
+	@out/empty/bin/headrace --help >/dev/null
+	@out/empty/bin/python tools/readme_program.py
+	@rm -rf out/empty
+
 bench: $(VENV)/.bench ## every benchmark, each against its limit in the same run
 	$(BIN)/python benchmarks/run_all.py
 
@@ -135,4 +174,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean: ## remove the environment and what tools left behind
-	rm -rf docs/gallery out/site $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .durations .coverage .coverage.*
+	rm -rf docs/gallery out/site $(DIST) out/packaging out/empty $(VENV) $(VENV_INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .durations .coverage .coverage.*

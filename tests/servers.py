@@ -12,7 +12,7 @@ from headrace import Store
 from object_server import Fault, ObjectServer
 
 
-class _WatchedServer(ObjectServer):
+class WatchedServer(ObjectServer):
     """A server that knows whether it still is as a new one, but for what it has counted and seen."""
 
     def __init__(self, objects: Mapping[str, bytes]) -> None:
@@ -48,7 +48,7 @@ class Servers:
 
     def __init__(self, objects: Mapping[str, bytes]) -> None:
         self._objects = objects
-        self._kept: _WatchedServer | None = None
+        self._kept: WatchedServer | None = None
 
     @contextlib.contextmanager
     def one(self, request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
@@ -59,7 +59,7 @@ class Servers:
         if self._kept is not None and request.node.get_closest_marker("counts"):
             self.close()
         if self._kept is None:
-            self._kept = _WatchedServer(self._objects)
+            self._kept = WatchedServer(self._objects)
             self._kept.start()
         yield self._kept
         if not self._kept.is_as_new():

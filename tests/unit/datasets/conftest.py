@@ -1,6 +1,8 @@
+import contextlib
+
 import pytest
 
-from tests.servers import Servers
+from tests.servers import Servers, WatchedServer
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +21,16 @@ def server(servers, request):
         if request.node.get_closest_marker("counts"):
             server.misbehave()  # remembers requests from here on
         yield server
+
+
+@pytest.fixture
+def serve():
+    """`serve(objects)` starts a server that remembers requests. The server ends with the test."""
+    with contextlib.ExitStack() as servers:
+
+        def start(objects):
+            server = servers.enter_context(WatchedServer(objects))
+            server.misbehave()  # remembers requests from here on
+            return server
+
+        yield start

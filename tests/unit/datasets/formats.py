@@ -38,30 +38,15 @@ class Format:
 
     Attributes:
         files: by their keys.
-        open: the dataset; map-style, or None for a format that is only a stream.
+        open: the map-style dataset.
         samples: all samples in order.
-        stream: the stream, with the options of `TarDataset`; None:
-            ``open(store).stream(**options)``, if it has one, with those of the options that are
-            about order and ranks.
         checked: whether checksums show every changed byte; else only changed lengths are shown.
     """
 
     files: Mapping[str, bytes]
-    open: Callable[[hr.Store], Any] | None
+    open: Callable[[hr.Store], Any]
     samples: Sequence[Any]
-    stream: Callable[..., Any] | None = None
     checked: bool = False
-
-    def as_stream(self, store: hr.Store, **options: Any) -> Any:
-        assert self.stream is not None or self.open is not None
-        if self.stream:
-            return self.stream(store, **options)
-        kept = {
-            name: options[name]
-            for name in ("shuffle", "seed", "rank", "world_size")
-            if name in options
-        }
-        return self.open(store).stream(**kept)
 
 
 def files_in(folder: str) -> dict[str, bytes]:
@@ -244,18 +229,10 @@ def tfrecords(data: bytes) -> list[bytes]:
 
 
 def _tfrecord() -> Format:
-    def stream(store: hr.Store, **options: Any) -> Any:
-        return hr.TFRecordDataset(store, **options)
-
     files, unpack = files_in("tfrecord"), {"gz": gzip.decompress, "zlib": zlib.decompress}
     unpacked = [unpack.get(key.rsplit(".", 1)[1], bytes)(data) for key, data in files.items()]
-    return Format(
-        files,
-        None,
-        [record for data in unpacked for record in tfrecords(data)],
-        stream,
-        checked=True,
-    )
+    samples = [record for data in unpacked for record in tfrecords(data)]
+    return Format(files, hr.TFRecordDataset.index, samples, checked=True)
 
 
 def _litdata_tokens() -> Format:

@@ -2,80 +2,37 @@
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from obstore.store import MemoryStore, from_url
 
 import headrace as hr
-from object_server import ObjectServer
-from tests.unit.shards import tars
 
 COUNT = 10
 
 
-@pytest.fixture
-def server():
-    tokens = np.arange(100, dtype=np.uint16).tobytes()
-    tar = tars.shard(
-        range(COUNT), a=lambda number: b"a" * 100 * number, b=lambda number: b"b" * 100 * number
-    )
-    objects = {f"train/{number}": bytes([number]) * number for number in range(COUNT)}
-    with ObjectServer({**objects, "tokens/0.bin": tokens, "tars/0.tar": tar}) as server:
-        yield server
+KEYS = [*map(str, range(COUNT))]
+OBJECTS = {f"train/{number}": bytes([number]) * number for number in range(COUNT)}
 
 
 def objects(server, **more):
-    return hr.ObjectDataset(hr.Store(f"{server.url}/train", options=server.store_options), **more)
+    return hr.ObjectDataset(server.store("train"), **more)
 
 
-DATASETS = {
-    "objects": objects,
-    "objects by keys": lambda server: objects(
-        server, keys=[str(number) for number in range(COUNT)]
-    ),
-    "windows": lambda server: hr.TokenDataset(
-        f"{server.url}/tokens/0.bin",
-        seq_len=10,
-        store=hr.Store(server.url, options=server.store_options),
-    ),
-    "an indexed tar": lambda server: hr.TarDataset.index(
-        f"{server.url}/tars/0.tar", store=hr.Store(server.url, options=server.store_options)
-    ),
-}
-
-
-@pytest.fixture(params=DATASETS)
-def dataset(request, server):
-    return DATASETS[request.param](server)
-
-
-def plain(sample):
-    """A sample as something that compares."""
-    if isinstance(sample, torch.Tensor):
-        return sample.tolist()
-    return sample if isinstance(sample, dict) else (sample.key, bytes(sample.data), sample.label)
-
-
-def test_samples_are_the_same_and_are_fetched_once(dataset, server, tmp_path):
-    expected = [plain(dataset[index]) for index in range(len(dataset))]
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["listed", "given"])
+def test_samples_are_the_same_and_are_fetched_once(server, tmp_path, keys):
+    dataset = objects(server, keys=keys)
+    expected = [dataset[index] for index in range(COUNT)]
     cached = dataset.cache(tmp_path / "cache")
-    assert len(cached) == len(dataset) == COUNT
-    assert [plain(cached[index]) for index in range(COUNT)] == expected
+    assert len(cached) == COUNT
+    assert cached.sample_key(3) == dataset.sample_key(3)
+    assert repr(dataset) in repr(cached)
+    assert [cached[index] for index in range(COUNT)] == expected
     before = server.requests()["GET"]
     again = pickle.loads(pickle.dumps(cached))
     for either in (cached, again, dataset.cache(tmp_path / "cache")):
-        assert [plain(either[index]) for index in range(-COUNT, COUNT)] == expected * 2
+        assert [either[index] for index in range(-COUNT, COUNT)] == expected * 2
     assert server.requests()["GET"] == before
-
-
-def test_errors_of_the_dataset_are_unchanged(dataset, tmp_path):
-    cached = dataset.cache(tmp_path / "cache")
-    for index in (COUNT, -COUNT - 1):
-        with pytest.raises(IndexError, match="out of range"):
-            cached[index]
-    assert cached.sample_key(3) == dataset.sample_key(3)
-    assert repr(dataset) in repr(cached)
 
 
 @pytest.mark.parametrize("placement", ["thread", "process"])
@@ -109,11 +66,11 @@ def test_labels_are_not_cached(server, tmp_path):
 
 
 def test_version_distinguishes_objects_without_an_entity_tag(server, tmp_path):
-    keys = [str(number) for number in range(COUNT)]
-    assert bytes(objects(server, keys=keys).cache(tmp_path / "cache")[3].data) == b"\3\3\3"
+    dataset = objects(server, keys=KEYS)
+    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
     server.put("train/3", b"new")
-    assert bytes(objects(server, keys=keys).cache(tmp_path / "cache")[3].data) == b"\3\3\3"
-    assert bytes(objects(server, keys=keys).cache(tmp_path / "cache", version=2)[3].data) == b"new"
+    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
+    assert bytes(dataset.cache(tmp_path / "cache", version=2)[3].data) == b"new"
 
 
 def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
@@ -143,14 +100,12 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
         async def aget(self, index):
             return len((await super().aget(index)).data)
 
-    lengths = Length(hr.Store(f"{server.url}/train", options=server.store_options))
+    lengths = Length(server.store("train"))
     cached = lengths.cache(tmp_path / "cache")
     for dataset in (lengths, cached, cached):
         assert [dataset[index] for index in range(COUNT)] == list(range(COUNT))
     with pytest.raises(TypeError, match=r"Wrong defines aget.*sample_of"):
-        Wrong(hr.Store(f"{server.url}/train", options=server.store_options)).cache(
-            tmp_path / "cache"
-        )
+        Wrong(server.store("train")).cache(tmp_path / "cache")
 
 
 def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(server, tmp_path):

@@ -44,13 +44,6 @@ def test_error_of_a_function_of_labels_is_raised(root, error):
         FileDataset(root, labels=label)
 
 
-def test_labels_follow_the_keys(root):
-    assert FileDataset(root, labels=lambda key: key[0])[1].label == "b"
-    assert FileDataset(root, labels=[10, 11, 12, 13])[-1].label == 13
-    with pytest.raises(ValueError, match="2 labels for 4 keys"):
-        FileDataset(root, labels=[1, 2])
-
-
 def test_a_relative_root_stays_the_same_place(root, monkeypatch):
     monkeypatch.chdir(root)
     dataset = pickle.loads(pickle.dumps(FileDataset("deep")))

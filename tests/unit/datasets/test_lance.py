@@ -89,7 +89,7 @@ def test_what_is_not_there_is_an_error(path):
                 hr.LanceDataset(path)
 
 
-def test_panic_of_a_take_is_an_error(path, monkeypatch):
+def test_panic_of_a_take_is_an_error(path):
     dataset = hr.LanceDataset(path)
     dataset._columns = ["pair.z"]  # a name that the constructor refuses
     with pytest.raises(StoreError, match="cannot read LanceDataset"):

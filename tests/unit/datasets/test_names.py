@@ -6,7 +6,6 @@ import headrace as hr
 
 CALLS = [
     lambda folder: hr.TarDataset(folder, fields="ab"),
-    lambda folder: hr.TarDataset.index(folder, fields="ab"),
     lambda folder: hr.ParquetDataset(folder, columns="ab"),
     lambda folder: hr.ArrowDataset(folder, columns="ab"),
     lambda folder: hr.LanceDataset(folder, columns="ab"),

@@ -12,7 +12,6 @@ import torch
 
 import headrace as hr
 from headrace.errors import ShardError
-from object_server import ObjectServer
 from tests.unit.datasets.formats import npy
 from tests.unit.shards.resuming import in_memory
 
@@ -32,20 +31,9 @@ DOCUMENTS = json.loads((FIXTURES / "expected.json").read_text())
 def opened(server, shards, **options):
     return hr.TokenDataset(
         f"{server.url}/{shards}",
-        store=hr.Store(server.url, options=server.store_options),
+        store=server.store(),
         **options,
     )
-
-
-@pytest.mark.parametrize(("seq_len", "stride"), [(10, 10), (33, 32), (5, 7), (777, 1), (1, 1)])
-def test_windows_do_not_cross_shards(seq_len, stride):
-    wanted = [
-        tokens[at : at + seq_len].tolist()
-        for tokens in (TOKENS[0], TOKENS[1][:777], TOKENS[2][:5])
-        for at in range(0, len(tokens) - seq_len + 1, stride)
-    ]
-    dataset = hr.TokenDataset(in_memory(OBJECTS), seq_len=seq_len, stride=stride)
-    assert [window.tolist() for window in dataset] == wanted
 
 
 def test_each_shard_has_a_type_of_its_own():
@@ -58,22 +46,20 @@ def test_each_shard_has_a_type_of_its_own():
         f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes()
         for name, a in arrays.items()
     }
-    for shards in ("d", "d/*", list(data)):
-        dataset = hr.TokenDataset(shards, store=in_memory(data), seq_len=10)
-        given = {
-            dataset.sample_key(index).partition("[")[0]: window.tolist()
-            for index, window in enumerate(dataset)
-        }
-        assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
+    dataset = hr.TokenDataset("d", store=in_memory(data), seq_len=10)
+    given = {
+        dataset.sample_key(index).partition("[")[0]: window.tolist()
+        for index, window in enumerate(dataset)
+    }
+    assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
 
 
 def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
-    for name in ("a.bin", "b.tokens"):
-        (tmp_path / name).write_bytes(np.arange(70_000, 70_010, dtype="<u4").tobytes())
-    for shards in (tmp_path / "a.bin", tmp_path / "b.tokens", tmp_path / "b.*"):
-        assert hr.TokenDataset(shards, seq_len=10, dtype="uint32")[0].tolist() == [
-            *range(70_000, 70_010)
-        ]
+    tokens = np.arange(70_000, 70_010, dtype="<u4")
+    (tmp_path / "b.tokens").write_bytes(tokens.tobytes())
+    for shards in (tmp_path / "b.tokens", tmp_path / "b.*"):
+        dataset = hr.TokenDataset(shards, seq_len=10, dtype="uint32")
+        assert dataset[0].tolist() == tokens.tolist()
 
 
 def llmc(magic, tokens, version=1):
@@ -87,11 +73,9 @@ def llmc(magic, tokens, version=1):
         ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"), 7)),  # of llm.c, Llama 3
         ("a.bin", None, npy(np.arange(700, dtype="<u4"))),
         ("a.npy", "uint16", np.arange(700, dtype="<u2").tobytes()),  # of OLMo
-        ("a.npy", "uint16", npy(np.arange(700, dtype="<u4"))),
         ("a.npy", None, npy(np.arange(700, dtype=">u2"))),
         ("a.npy", "uint8", (np.arange(700) % 256).astype("u1").tobytes()),
         ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron, without its index
-        ("a.bin", "int64", np.arange(700, dtype="<i8").tobytes()),
     ],
 )
 def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dtype, content):
@@ -106,7 +90,6 @@ def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dt
     [
         ("a.tokens", None, ValueError, r"a\.tokens does not name a type; give dtype="),
         ("a.bin.gz", "uint16", ShardError, r"compressed.*a\.bin\.gz"),
-        ("a.npy.bz2", None, ShardError, r"compressed.*a\.npy\.bz2"),
     ],
 )
 def test_ending_that_names_no_type_is_refused(tmp_path, name, dtype, error, what):
@@ -130,23 +113,15 @@ def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index
     ("name", "content", "what"),
     [
         ("a.bin", b"123", "3 bytes are not a whole number of uint16"),
-        ("a.npy", b"not npy at all", "not a .npy file"),
         ("a.npy", b"", "not a .npy file"),
         ("a.npy", npy(np.zeros((2, 2), np.uint16)), "tokens are one-dimensional"),
         ("a.npy", npy(np.zeros(4)), "tokens are one-dimensional"),
-        ("a.npy", npy(np.array([{}, {}], dtype=object)), "tokens are one-dimensional"),
         ("a.npy", npy(np.zeros(100, np.uint16))[:-2], "99 tokens, but 100 in the header"),
-        ("a.bin", llmc(20240520, np.zeros(100, "<u2"))[:-2], "99 tokens, but 100 in the header"),
         ("a.npy", bytes(20), "not a .npy file.*raw tokens need dtype="),
         (
             "a.bin",
             llmc(20240801, np.zeros(100, "<u4")),
             "not a header of llm.c's tokens: kind 20240801, version 1",
-        ),
-        (
-            "a.bin",
-            llmc(20240522, np.zeros(100, "<u2")),
-            "not a header of llm.c's tokens: kind 20240522",
         ),
         (
             "a.bin",
@@ -157,11 +132,6 @@ def test_window_is_one_request_and_opening_is_one_per_shard_and_one_for_an_index
             "a.bin",
             np.arange(100_000, 100_100, dtype="<u4").tobytes(),
             "tokens of more bits, but are read as 16; give dtype='int32'",
-        ),
-        (
-            "a.bin",
-            np.arange(100_000, 100_100, dtype="<u8").tobytes(),
-            "tokens of more bits.*or 'int64'",
         ),
         (
             "a.bin",
@@ -202,15 +172,9 @@ async def test_neighbouring_windows_are_one_request_per_shard_in_requested_order
     dataset = opened(server, "a", seq_len=10)
     before = server.requests()["GET"]
     windows = await dataset.agets([99, 101, 0, 50, 0, 120])
-    wanted = [
-        TOKENS[0][990:],
-        TOKENS[1][10:20],
-        TOKENS[0][:10],
-        TOKENS[0][500:510],
-        TOKENS[0][:10],
-        TOKENS[1][200:210],
-    ]
-    assert [window.tolist() for window in windows] == [tokens.tolist() for tokens in wanted]
+    places = [(0, 990), (1, 10), (0, 0), (0, 500), (0, 0), (1, 200)]
+    for window, (shard, begin) in zip(windows, places, strict=True):
+        assert window.tolist() == TOKENS[shard][begin : begin + 10].tolist()
     assert server.requests()["GET"] == before + 2
 
 
@@ -231,13 +195,13 @@ def test_files_of_the_original_writers_are_read_by_window_and_documents_have_len
 
 
 @pytest.mark.counts
-def test_windows_read_only_the_ends_of_an_index():
+def test_windows_read_only_the_ends_of_an_index(serve):
     names = ("int32.bin", "int32.idx", "bare4.ds", "bare4.ds.index")
-    with ObjectServer({name: (FIXTURES / name).read_bytes() for name in names}) as server:
-        server.misbehave()  # counts from here on
-        for number, name in ((4, "int32.bin"), (6, "bare4.ds")):
-            opened(server, name, seq_len=1)
-            assert server.requests()["GET"] == number
+    server = serve({name: (FIXTURES / name).read_bytes() for name in names})
+    server.misbehave()  # counts from here on
+    for number, name in ((4, "int32.bin"), (6, "bare4.ds")):
+        opened(server, name, seq_len=1)
+        assert server.requests()["GET"] == number
 
 
 def patch(at, format, *values):
@@ -249,14 +213,9 @@ def patch(at, format, *values):
 CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error says
     ("int32.bin", "int32.bin"): [
         (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of int32 by .*int32.idx"),
-        (lambda data: data + data, None, "800 bytes, but 100 tokens.*another shard"),
     ],
     ("int32.bin", "int32.idx"): [
-        (lambda data: (FIXTURES / "uint16.idx").read_bytes(), 1, "400 bytes, but 100 tokens"),
         (lambda data: data[:-1], 1, "181 bytes are not those of 7 sequences and 8 bounds"),
-        (lambda data: data[:20], 1, "20 bytes are not|not an index"),
-        (patch(0, "8s", b"TNTIDX"), 1, "not an index of Megatron's tokens.*TNTIDX"),
-        (patch(9, "Q", 2), 1, "version 2"),
         (patch(17, "B", 7), 1, "type 7"),
         (patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
         (patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
@@ -265,7 +224,6 @@ CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error
         (patch(62 + 8 * 6, "q", 285), 1, "sequence 6 does not begin where .*offset 110"),
         (patch(118, "q", 1), None, "its documents are not all of its 7 sequences"),
         (patch(118 + 8, "q", 5), None, "its documents are not all"),
-        (patch(118 + 56, "q", 6), None, "its documents are not all"),
         (None, None, "no index of its documents"),
     ],
     ("4.ds", "4.ds"): [
@@ -298,12 +256,11 @@ def test_index_that_contradicts_its_shard_is_refused(tmp_path, shard, file, chan
 def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_path):
     shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
     for shard, other in (("int32.bin", "int16"), ("4.ds", "uint16")):
-        for seq_len in (1, None):
-            with pytest.raises(
-                ValueError,
-                match=f"dtype='{other}', but .*{shard} is 'u?int32' by .*leave dtype= out",
-            ):
-                hr.TokenDataset(tmp_path / shard, seq_len=seq_len, dtype=other)
+        with pytest.raises(
+            ValueError,
+            match=f"dtype='{other}', but .*{shard} is 'u?int32' by .*leave dtype= out",
+        ):
+            hr.TokenDataset(tmp_path / shard, seq_len=1, dtype=other)
     assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
     (tmp_path / "int32.idx").write_bytes(b"of another program")
     assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
@@ -313,7 +270,7 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
     assert len(hr.TokenDataset(tmp_path / "4.ds", seq_len=1, dtype="uint32")) == 100
 
 
-@pytest.mark.parametrize(("written", "read"), [(32, 16), (64, 16), (64, 32)])
+@pytest.mark.parametrize(("written", "read"), [(32, 16), (64, 32)])
 def test_raw_tokens_that_are_read_as_fewer_bits_warn(tmp_path, written, read):
     np.arange(70_000, 70_100, dtype=f"<u{written // 8}").tofile(tmp_path / "a.npy")
     with pytest.warns(

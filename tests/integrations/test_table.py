@@ -34,7 +34,8 @@ def cells_of_document():
     for table in re.findall(
         r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL
     ):
-        columns = re.search(r"^In (.*):$", table, re.MULTILINE)[1].split("; ")
+        columns = re.search(r"^In (.*?):$", table, re.MULTILINE | re.DOTALL)[1]
+        columns = columns.replace("\n", " ").split("; ")
         for row, missing in re.findall(r"^\| ([^|]+?) \| ?(.*?) ?\|$", table, re.MULTILINE):
             reasons = dict(each.split(": ") for each in missing.split("; ") if each)
             assert reasons.keys() <= set(columns)

@@ -12,6 +12,11 @@ from headrace import Store
 from object_server import Fault, ObjectServer
 
 
+def store_of(server: ObjectServer, folder: str = "", **options: Any) -> Store:
+    """A folder of a server's bucket, or all of it, as a store."""
+    return Store(f"{server.url}/{folder}".rstrip("/"), options=server.store_options, **options)
+
+
 class WatchedServer(ObjectServer):
     """A server that knows whether it still is as a new one, but for what it has counted and seen."""
 
@@ -21,8 +26,7 @@ class WatchedServer(ObjectServer):
 
     def store(self, folder: str = "", **options: Any) -> Store:
         """A folder of the bucket, or all of it, as a store."""
-        url = f"{self.url}/{folder}".rstrip("/")
-        return Store(url, options=self.store_options, **options)
+        return store_of(self, folder, **options)
 
     def is_as_new(self) -> bool:
         if self._told or self._process is None or self.latency:

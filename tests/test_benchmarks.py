@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
@@ -201,30 +200,6 @@ def compared(tmp_path, module, monkeypatch, capsys):
     return compare
 
 
-def test_chart_has_every_loader_and_says_why_one_is_absent(tmp_path, module):
-    names = ["limit", "headrace, objects", "SPDL", "MDS"]
-    results = {
-        "limit": "limit",
-        "reads": dict(zip(names, ["", "photos", "photos", "mds"], strict=True)),
-    }
-    results |= {
-        "runs": {name: [{"rate": 900.0}, {"rate": 1234.0}, {"rate": 1300.0}] for name in names[:3]}
-    }
-    results |= {
-        "best": {key: {} for key in names},
-        "absent": {"MDS": "<it> failed"},
-        "provisional": "a busy machine",
-    }
-    results |= {"conditions": {"images": 4096, "bytes_of_an_image": 56000, "machine": {"cores": 2}}}
-    module("jpeg_chart").draw(results, tmp_path)
-    for theme in ("light", "dark"):
-        words = "".join(
-            ElementTree.parse(tmp_path / f"epoch-of-jpegs-{theme}.svg").getroot().itertext()
-        )
-        assert words.count("1,234") >= 3
-        assert all(each in words for each in (*names, "<it> failed", "provisional: a busy machine"))
-
-
 RATE = ("of a loop", [0.8, 0.9, 1.0], True, True)
 COST = ("ms", [5.0, 6.0, 7.0], False, True)
 
@@ -234,9 +209,7 @@ COST = ("ms", [5.0, 6.0, 7.0], False, True)
     [
         ([RATE, COST], 0, "2 of 2 figures within their ranges"),
         ([("of a loop", [0.5, 0.6, 0.7], True, True), COST], 1, "WORSE: 1\n  a: reading: of a loop: 0.9 (0.8 to 1) →"),
-        ([RATE, ("ms", [7.1, 8.0, 9.0], False, True)], 1, "WORSE: 1\n  a: reading: ms"),
         ([RATE, ("ms", [7.0, 8.0, 9.0], False, True)], 0, "2 of 2"),  # the ranges touch
-        ([RATE, ("ms", [1.0, 2.0, 3.0], False, True)], 0, "better: 1\n  a: reading: ms"),
         ([("of a loop", [1.1, 1.2, 1.3], True, True), COST], 0, "better: 1\n  a: reading: of a loop"),
         ([RATE], 0, "only in A: 1\n  a: reading: ms"),
         ([RATE, COST, ("× torch", [3.0], True, None)], 0, "only in B: 1\n  a: reading: × torch"),

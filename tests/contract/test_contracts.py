@@ -33,11 +33,6 @@ class TestCachedDataset(DatasetContract):
         return dataset.cache(self.folder)
 
 
-class TestSlowDataset(DatasetContract):
-    def make_dataset(self):
-        return SlowDataset(20, 0.001).map(lambda i: {"index": i})
-
-
 class Count(AsyncIterableDataset):
     async def __aiter__(self):
         for i in range(5):

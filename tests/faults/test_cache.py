@@ -24,6 +24,7 @@ from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
+from tests.servers import store_of
 from tests.unit.shards import tars
 
 QUICK = hr.RetryPolicy(max_attempts=2, initial_backoff=0.01)
@@ -45,9 +46,7 @@ def started():
 
 
 def objects(server, prefix="train", timeout=30.0, **more):
-    store = hr.Store(
-        f"{server.url}/{prefix}", options=server.store_options, timeout=timeout, retry=QUICK
-    )
+    store = store_of(server, prefix, timeout=timeout, retry=QUICK)
     return hr.ObjectDataset(store, **more)
 
 
@@ -117,9 +116,7 @@ def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
 
 def test_damaged_tar_member_is_never_given(folder):
     with ObjectServer({"0.tar": tars.shard(range(3), bin=body_of)}) as server:
-        tar = hr.TarDataset.index(
-            f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
-        )
+        tar = hr.TarDataset.index(f"{server.url}/0.tar", store=store_of(server))
         cached = tar.cache(folder)
         server.misbehave(Fault("flip", key="0.tar", at=100))
         # The dataset reads the member twice. The cached dataset reads the block before.
@@ -219,16 +216,12 @@ def flipped_in_records(index, *bits):
 
 DAMAGES = {  # of the data and the index of eight entries: what is done, and how many are lost
     "data cut": (lambda data, index: os.truncate(data, 3 * SIZE + 100), 5),
-    "data empty": (lambda data, index: os.truncate(data, 0), 8),
-    "data overwritten": (lambda data, index: data.write_bytes(b"x" * 8 * SIZE), 8),
     "a bit of the data": (lambda data, index: flipped(data, 2 * SIZE), 1),
     "data deleted": (lambda data, index: data.unlink(), 8),
     "data a pipe": (lambda data, index: (data.unlink(), os.mkfifo(data)), 8),
     "data a link": (lambda data, index: (data.rename(f"{data}2"), data.symlink_to(f"{data}2")), 8),
     "index cut": (lambda data, index: os.truncate(index, 4 * RECORD.itemsize + 7), 5),
-    "index empty": (lambda data, index: os.truncate(index, 0), 8),
     "index deleted": (lambda data, index: index.unlink(), 8),
-    "index a pipe": (lambda data, index: (index.unlink(), os.mkfifo(index)), 8),
     "index a folder": (lambda data, index: (index.unlink(), index.mkdir()), 8),
     "index with garbage": (
         lambda data, index: index.write_bytes(index.read_bytes() + os.urandom(500)),
@@ -302,7 +295,7 @@ def test_folder_deleted_while_in_use_is_created_again(server, folder):
 def readers(forks, server, folder, *, count, objects, epochs=1, **cache_options):
     """Processes that read the same objects through the same folder."""
     expected = {key.rpartition("/")[2]: data for key, data in contents(objects).items()}
-    store = hr.Store(f"{server.url}/train", options=server.store_options)
+    store = store_of(server, "train")
     return started_together(
         forks, caches.read_objects, count, store, str(folder), expected, epochs, cache_options
     )
@@ -369,9 +362,7 @@ def test_urls_with_the_same_basename_have_different_entries(folder):
     both = {**contents(4, "a/train"), **contents(4, "b/train", salt=1)}
     with ObjectServer(both) as one, ObjectServer(contents(4, "a/train", salt=2)) as other:
         datasets = [
-            hr.ObjectDataset(
-                hr.Store(f"{server.url}/{prefix}", options=server.store_options)
-            ).cache(folder)
+            hr.ObjectDataset(store_of(server, prefix)).cache(folder)
             for server, prefix in ((one, "a/train"), (one, "b/train"), (other, "a/train"))
         ]
         for _ in range(2):
@@ -456,7 +447,7 @@ def test_folder_that_others_may_write_to_is_refused(server, folder, mode):
         objects(server).cache(folder)
 
 
-# Cancellation, forks, hedging
+# Cancellation, forks
 
 
 def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path):
@@ -489,20 +480,6 @@ def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path):
     )
 
 
-def test_stalled_sample_is_hedged_through_the_cache(folder):
-    with ObjectServer(contents(256)) as server:
-        server.misbehave(Fault("silence", key="train/200", times=1))
-        cached = objects(server, timeout=60.0).cache(folder)
-        with hr.DataLoader(
-            cached, batch_size=16, collate_fn=list, hedge="auto", concurrency=8, placement="thread"
-        ) as loader:
-            got = [bytes(sample.data) for batch in loader for sample in batch]
-            assert got == [body_of(number) for number in range(256)]
-            counts = loader.stats().requests
-            assert counts.hedges_won >= 1
-        expect(cached, hits=256, misses=0, count=256)
-
-
 def test_fork_appends_to_a_segment_of_its_own(folder):
     cache, names = DiskCache(folder), (NAME, b"name of a second", b"name of a third.")
     get(cache)
@@ -523,7 +500,7 @@ def test_fork_appends_to_a_segment_of_its_own(folder):
 
 def test_loaders_of_a_cached_dataset_leave_nothing(case, tmp_path):
     with ObjectServer(contents(30)) as server:
-        store = hr.Store(f"{server.url}/train", options=server.store_options)
+        store = store_of(server, "train")
         folder = tmp_path / "cache"
 
         def program() -> None:

@@ -152,7 +152,6 @@ def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_worke
 @pytest.mark.parametrize(
     ("attributes", "error"),
     [
-        ({"executable": ""}, None),
         ({"executable": None}, None),
         (
             {"executable": "/bin/false", "frozen": True},

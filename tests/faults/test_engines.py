@@ -27,7 +27,6 @@ from tests.faults.watching import (
     ignored_deaths,
     kill,
     once_each,
-    run_on,
     text_of,
 )
 from tests.programs import run_by
@@ -138,37 +137,27 @@ def test_order_and_bytes_survive_random_kills(folder: str, memory_budget: int | 
             assert digest(killing(loader, moments)) == digest(expected)
 
 
-@pytest.mark.parametrize("loop", ["uvloop", "trio"])
-@run_by("case")
-def test_async_for_on_any_loop(loop: str) -> None:
-    async def collected():
-        return [sample async for batch in loader for sample in batch.tolist()]
-
-    with hr.DataLoader(Slow(), 4, engines=2) as loader:
-        assert run_on(loop, collected) == list(range(64))
-
-
 @pytest.mark.parametrize(
-    ("in_order", "memory_budget"),  # a batch of each engine at a time; as many as are planned
-    [(True, 1), (False, 2**30)],
+    ("kills", "in_order", "memory_budget"),  # a batch of each engine at a time; as many as planned
+    [
+        ({10: [0], 40: [1], 70: [2]}, True, 1),
+        ({10: [0], 40: [1], 70: [2]}, False, 2**30),
+        ({10: [1, 2]}, True, None),
+        ({0: [0, 1, 2]}, True, None),
+    ],
+    ids=["in turn", "in turn, out of order", "all but one", "all"],
 )
 @run_by("case")
-def test_engine_that_is_killed_is_replaced(in_order: bool, memory_budget: int) -> None:
+def test_engines_that_are_killed_are_replaced(
+    kills: dict[int, list[int]], in_order: bool, memory_budget: int | None
+) -> None:
     again = r"of 3 \(process .*\) was killed by SIGKILL: it is started again"
     loader = hr.DataLoader(Slow(400), 4, engines=3, in_order=in_order, memory_budget=memory_budget)
-    with loader, pytest.warns(RuntimeWarning, match=again):
-        samples = samples_of(killing(loader, {10: [0], 40: [1], 70: [2]}))
+    with loader:
+        with pytest.warns(RuntimeWarning, match=again):
+            samples = samples_of(killing(loader, kills))
+        assert len(set(engines_of(loader))) == 3
     assert (samples if in_order else sorted(samples)) == list(range(400))
-
-
-@run_by("case")
-def test_all_or_all_but_one_are_killed_and_replaced() -> None:
-    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=4) as loader:
-        assert samples_of(killing(loader, {10: [1, 2, 3]})) == list(range(240))
-        assert len(set(engines_of(loader))) == 4
-
-    with ignored_deaths(), hr.DataLoader(Slow(240), 4, engines=2) as loader:
-        assert samples_of(killing(loader, {0: [0, 1]})) == list(range(240))
 
 
 class DeadlyLine:

@@ -18,6 +18,7 @@ import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, text_of
 from tests.programs import run_by
+from tests.servers import store_of
 from tests.unit.shards import tars
 
 # seconds; obstore closes idle connections on threads of its own, some time after their store is
@@ -163,7 +164,7 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
         stores = [
             hr.Store(tmp_path / "train"),
             hr.Store(f"{server.http_url}/train"),
-            hr.Store(f"{server.url}/train", options=server.store_options),
+            store_of(server, "train"),
         ]
 
         def program() -> None:
@@ -176,22 +177,6 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
 
         case(program, within=CLOSING)
         assert "secret" not in {seen.key for seen in server.seen()}
-
-
-def test_key_of_300_characters_is_read_or_an_error_of_the_file_system(case, tmp_path):
-    key = "k" * 300
-    with ObjectServer({f"train/{key}": b"long"}) as server:
-        http = hr.Store(f"{server.http_url}/train")
-        s3 = hr.Store(f"{server.url}/train", options=server.store_options)
-
-        def program() -> None:
-            for store in (http, s3):
-                assert bytes(hr.ObjectDataset(store, keys=[key])[0].data) == b"long"
-            with pytest.raises(hr.StoreError) as caught:
-                hr.ObjectDataset(tmp_path, keys=[key])[0]  # longer than a file's name may be
-            assert caught.value.key == key
-
-        case(program, within=CLOSING)
 
 
 # Secrets

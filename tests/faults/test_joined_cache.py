@@ -12,9 +12,8 @@ from torch.utils.data import ConcatDataset, Subset
 
 import headrace as hr
 from object_server import Fault, ObjectServer
-from tests.faults.peers import results, started_together
-from tests.faults.programs import caches
 from tests.faults.test_cache import QUICK, body_of, entries_in
+from tests.servers import store_of
 from tests.unit.shards import tars
 
 WINDOW = 50  # tokens, of two bytes
@@ -37,15 +36,11 @@ def started():
 
 def windows(server, *shards):
     urls = [f"{server.url}/{shard}.bin" for shard in shards or (0,)]
-    return hr.TokenDataset(
-        urls, seq_len=WINDOW, store=hr.Store(server.url, options=server.store_options)
-    )
+    return hr.TokenDataset(urls, seq_len=WINDOW, store=store_of(server))
 
 
 def tar(server):
-    return hr.TarDataset.index(
-        f"{server.url}/0.tar", store=hr.Store(server.url, options=server.store_options)
-    )
+    return hr.TarDataset.index(f"{server.url}/0.tar", store=store_of(server))
 
 
 def loader_of(dataset, *, batch_size=20, **more):
@@ -99,25 +94,6 @@ def test_first_epoch_makes_no_more_requests_than_without_a_cache_and_the_second_
     assert counted(second, "hits", "misses") == {"hits": blocks, "misses": 0}
 
 
-def test_tar_members_are_read_and_cached_together(server, folder, monkeypatch):
-    monkeypatch.setattr("headrace.datasets.cached.CACHE_BLOCK", 1 << 16)
-
-    def read(dataset):
-        with loader_of(dataset, batch_size=8, collate_fn=list) as loader:
-            samples = [sample for batch in loader for sample in batch]
-            return samples, loader.stats().requests
-
-    expected, plain = read(tar(server))
-    samples, first = read(tar(server).cache(folder))
-    assert samples == expected
-    assert max(first.requests, plain.requests) <= 8
-    indexed = tar(server)
-    assert entries_in(folder) == -(-indexed.range(63)[2] // (1 << 16)) < 10
-    samples, second = read(tar(server).cache(folder))
-    assert samples == expected
-    assert second.requests == 0
-
-
 def test_only_blocks_that_are_missing_or_damaged_are_fetched_each_once(server, folder):
     cached = windows(server).cache(folder)
     epoch(Subset(cached, range(100, COUNT)))
@@ -161,21 +137,10 @@ def test_subsets_and_concatenations_with_a_cached_part_join_reads(server, folder
     assert counted(counts, "hits", "misses") == {"hits": 5, "misses": 5}
 
 
-def test_processes_that_read_the_same_windows_have_them_all(forks, server, folder):
-    store = hr.Store(server.url, options=server.store_options)
-    for _ in range(2):
-        with started_together(forks, caches.read_windows, 3, store, str(folder), WINDOW) as peers:
-            windows_read, hits, misses, damaged = zip(*results(peers), strict=True)
-        assert all(rows == rows_of(range(COUNT)) for rows in windows_read)
-        assert sum(hits) + sum(misses) >= 3
-        assert sum(damaged) == 0
-    assert sum(misses) == 0
-
-
 def test_datasets_of_one_shard_share_blocks_and_a_replaced_shard_has_others(folder):
     with ObjectServer({"0.bin": TOKENS.tobytes()}) as server:
         assert epoch(windows(server).cache(folder))[0] == rows_of(range(COUNT))
-        store = hr.Store(server.url, options=server.store_options)
+        store = store_of(server)
         other = hr.TokenDataset(f"{server.url}/0.bin", seq_len=25, stride=7, store=store)
         server.misbehave()
         cached = other.cache(folder)
@@ -196,7 +161,7 @@ def test_range_after_the_end_of_a_shard_is_an_error(server, folder):
             found = super().ranges(indices)
             return found._replace(stops=found.stops + 100)
 
-    url, store = f"{server.url}/0.bin", hr.Store(server.url, options=server.store_options)
+    url, store = f"{server.url}/0.bin", store_of(server)
     longer = Longer(url, seq_len=WINDOW, store=store)
     for dataset in (longer, longer.cache(folder)):
         with pytest.raises(hr.errors.StoreError):

@@ -22,7 +22,7 @@ import pytest
 from torch.utils.data import Dataset
 
 import headrace as hr
-from tests.faults.watching import Numbers, Slow, first_call, negate, wait_until, watch, workers
+from tests.faults.watching import Numbers, Slow, first_call, negate, watch, workers
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -41,34 +41,6 @@ def test_watch_reports_leaked_descriptors_threads_and_processes() -> None:
             leak()
     kept[0].kill()
     kept[0].wait()
-
-
-@run_by("case")
-def test_many_interrupted_epochs_leave_nothing() -> None:
-    def take_three_and_break(loader):
-        for number, batch in enumerate(loader, start=1):
-            if number == 3:
-                break
-        assert sorted(map(abs, batch.tolist())) == [8, 9, 10, 11]
-
-    def once():
-        take_three_and_break(kept)
-        take_three_and_break(working)
-        with hr.DataLoader(Slow(), batch_size=4) as fresh:
-            take_three_and_break(fresh)
-        take_three_and_break(hr.DataLoader(list(range(64)), batch_size=4, num_workers=2))
-
-    with (
-        hr.DataLoader(Slow(), batch_size=4) as kept,
-        hr.DataLoader(Slow(), batch_size=4, num_workers=2, transform=negate) as working,
-    ):
-        once()
-        wait_until(lambda: len(workers()) == 3)
-        pids = workers()
-        with watch():
-            for _ in range(6):
-                once()
-            assert workers() == pids, "a process was replaced"
 
 
 @run_by("case")
@@ -291,16 +263,6 @@ def test_keyboard_interrupt_closes_resources(script: Callable[..., Any]) -> None
 
     done = script(program, status=-2, quiet=False)
     assert _events(done) == ["open", "close"]
-
-
-@run_by("case")
-def test_loaders_and_resources_of_their_loops_leave_nothing() -> None:
-    for number in (0, 1):
-        dataset = Connected()
-        assert dataset[1] == 1
-        for _ in range(2):
-            with hr.DataLoader(dataset, batch_size=4, num_workers=number) as loader:
-                assert len(list(loader)) == 16
 
 
 # Workers

@@ -285,18 +285,6 @@ def test_object_without_any_response_is_reported_within_the_deadline(local, serv
 
 
 @run_by("local")
-def test_refused_port_and_host_without_an_address_are_reported_after_three_attempts(ledger):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    for nowhere in (f"http://127.0.0.1:{port}/d", "http://no-such-host.invalid/d"):
-        error = ledger.failure(
-            hr.ObjectDataset(hr.Store(nowhere, retry=QUICK), keys=["0000"]), index=0
-        )
-        assert type(error) is hr.errors.StoreUnreachableError, error
-        assert error.attempts == 3, error
-
-
-@run_by("local")
 def test_server_restart_in_mid_epoch_loses_no_sample(ledger):
     # Prefetching covers less than the epoch: fetches after the fourth batch find the server gone.
     host, _, port = ledger.options["endpoint"].removeprefix("http://").partition(":")
@@ -356,25 +344,6 @@ def test_expired_credentials_are_renewed_once(ledger):
 
 
 # Odd sizes
-
-
-def test_empty_and_large_objects_are_read_whole(remote, server):
-    server.misbehave(Fault("cut", key="odd/large", times=2, at=1_000_000))
-
-    def program(ledger) -> None:
-        dataset = hr.ObjectDataset(ledger.store("odd"))
-        with ledger.loader(
-            dataset, batch_size=None, transform=lambda s: (s.key, bytes(s.data))
-        ) as loader:
-            read = dict(loader)
-        assert read == {"empty": b"", "large": bytes(range(256)) * 4 * 20_000}, {
-            k: len(v) for k, v in read.items()
-        }
-
-    remote(program)
-    parts = [seen for seen in server.seen() if seen.key == "odd/large"]
-    assert len({seen.span for seen in parts}) == 3
-    assert len(parts) == 5, "three parts, two of them cut once"
 
 
 def test_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, server):
@@ -575,16 +544,3 @@ def test_hedged_sample_is_delivered_once_whatever_its_attempts_do():
         if attempt is first_never_ends:
             assert counts.hedges_won >= 1, (counts, dataset.cancelled)
             assert dataset.cancelled == [1], (counts, dataset.cancelled)
-
-
-@run_by("remote", faults=[Fault("stall", share=0.04, seconds=0.5)])
-def test_stalling_store_loses_no_sample_and_gets_few_extra_requests(ledger):
-    dataset = ledger.objects()
-    planned = list(range(len(dataset))) * 20
-    with ledger.loader(dataset, batch_size=4, sampler=planned, hedge="auto") as loader:
-        delivered, errors = drain(loader)
-        counts = loader.stats().requests
-    assert not errors
-    assert delivered == collections.Counter(planned)
-    assert counts.hedges <= 0.05 * 480, counts
-    assert 480 <= counts.requests <= 1.05 * 480, counts

@@ -11,6 +11,7 @@ from object_server import Fault, ObjectServer
 from tests.answers import answering
 from tests.faults.ledger import Ledger, body_of, contents
 from tests.faults.watching import drain
+from tests.servers import store_of
 
 KEY = "x-api-key"
 SECRET = "secret-of-a-header"
@@ -127,7 +128,7 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
 
 def test_redirected_listing_is_refused(case, near, far):
     near.misbehave(Fault("redirect", method="LIST", body=other_host_url(far, "?list-type=2")))
-    store = hr.Store(near.url, options=near.store_options)
+    store = store_of(near)
 
     def program() -> None:
         with pytest.raises(hr.StoreError, match="another host"):
@@ -135,25 +136,6 @@ def test_redirected_listing_is_refused(case, near, far):
 
     case(program, within=5.0)
     assert far.seen("LIST") == []
-
-
-def test_redirected_shards_are_refused(case, near, far):
-    near.misbehave(Fault("redirect", body=other_host_url(far)))
-    url = near.http_url
-
-    def program() -> None:
-        for dataset in (
-            hr.LinesDataset(f"{url}/train/0007.txt"),
-            hr.TarDataset(f"{url}/train/0007.tar"),
-        ):
-            with hr.DataLoader(dataset, batch_size=1) as loader:
-                delivered, errors = drain(loader)
-            (error,) = errors
-            assert "another host" in str(error), error
-            assert not delivered, error
-
-    case(program, within=5.0)
-    assert far.seen() == []
 
 
 @pytest.mark.parametrize("allow", [False, True])

@@ -14,6 +14,7 @@ import pytest
 import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.faults.watching import drain, once_each, text_of
+from tests.servers import store_of
 from tests.unit.shards import tars
 
 SAMPLES = 20
@@ -46,14 +47,6 @@ AT = 7 * SAMPLE  # where sample 7 begins
 CUT, DAMAGED = "TruncatedShardError", "ShardError"
 DAMAGE = {
     "cut at a sample's border": (lambda tar: tar[:AT], 6, CUT, "1-06.cls", AT),
-    "cut within a sample": (lambda tar: tar[: AT + MEMBER], 7, CUT, "1-07.txt", AT + MEMBER),
-    "end blocks missing": (
-        lambda tar: tar[: SAMPLES * SAMPLE],
-        19,
-        CUT,
-        "1-19.cls",
-        SAMPLES * SAMPLE,
-    ),
     "cut inside a header": (lambda tar: tar[: AT + 100], 6, CUT, "1-06.cls", AT + 100),
     "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, DAMAGED, "1-06.cls", AT),
     "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, CUT, "1-07.txt", AT + BLOCK + 10),
@@ -71,13 +64,6 @@ DAMAGE = {
         DAMAGED,
         "1-07.txt",
         AT + MEMBER,
-    ),
-    "a sample twice": (
-        lambda tar: tar[: AT + SAMPLE] + tar[AT - SAMPLE :],
-        7,
-        DAMAGED,
-        "1-06.txt",
-        AT + SAMPLE,
     ),
 }
 
@@ -155,7 +141,7 @@ def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
 def test_flipped_bits_in_headers_are_errors_of_an_indexed_sample(case, always):
     """Transient damage is read again, permanent damage is a sample's error."""
     with ObjectServer(OBJECTS) as server:
-        store = hr.Store(server.url, options=server.store_options)
+        store = store_of(server)
         hr.TarDataset.index(list(OBJECTS), store=store, save=True)
         server.misbehave(Fault("flip", key="1.tar", times=None if always else 1, at=3))
 
@@ -208,10 +194,7 @@ def test_damaged_row_group_is_an_error_of_its_rows_alone(case):
     with ObjectServer(
         objects | {f"{name}/1.parquet": data for name, data in FILE_DAMAGE.items()}
     ) as server:
-        stores = {
-            name: hr.Store(f"{server.url}/{name}", options=server.store_options)
-            for name in FILE_DAMAGE
-        }
+        stores = {name: store_of(server, name) for name in FILE_DAMAGE}
 
         def program() -> None:
             def check_file(name, **options):

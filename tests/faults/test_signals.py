@@ -24,7 +24,7 @@ import uvloop
 import headrace as hr
 from headrace._core.eventloop.waiting import wait_readable
 from headrace._core.pool import launch
-from tests.faults.watching import Numbers, make_signal_pair, sidecar, wait_for_exit
+from tests.faults.watching import Numbers, in_processes, make_signal_pair, sidecar, wait_for_exit
 from tests.forks import Forks
 from tests.programs import run_by
 
@@ -113,9 +113,7 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(
             while True:
                 pass
 
-        loader = hr.DataLoader(
-            Numbers(64), batch_size=4, num_workers=2, transform=busy, placement=placement
-        )
+        loader = in_processes(Numbers(64), transform=busy, placement=placement)
         iterator = iter(loader)
         next(iterator)
         engine = sidecar(loader) if placement == "process" else launch._zygote.process.pid

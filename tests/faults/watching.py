@@ -221,6 +221,19 @@ def drain(loader: hr.DataLoader) -> tuple[collections.Counter[Any], list[Excepti
     return delivered, errors
 
 
+def in_processes(dataset: Any, **options: Any) -> hr.DataLoader:
+    """A loader of batches of four samples with two workers, beside an engine in a process."""
+    return hr.DataLoader(dataset, 4, **{"num_workers": 2, "placement": "process", **options})
+
+
+def epoch_in_processes(
+    dataset: Any, **options: Any
+) -> tuple[collections.Counter[Any], list[Exception]]:
+    """`drain` of such a loader, which is closed."""
+    with in_processes(dataset, **options) as loader:
+        return drain(loader)
+
+
 def run_on(loop: str, function: Callable[[], Any]) -> Any:
     """Run an async function on an event loop, by its name."""
     if loop == "trio":

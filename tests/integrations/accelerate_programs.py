@@ -200,15 +200,6 @@ def train(folder, pattern, kind, kill_after=None, stateful=False):
     return seen, training.end()
 
 
-def train_with_torch(epochs):
-    """As `train`, with torch's loader of the samples of each epoch and their noise; the weights."""
-    training = Training()
-    for samples in epochs:
-        for numbers, noise in training.accelerator.prepare(TorchDataLoader(samples, batch_size=2)):
-            training.step(numbers, noise)
-    return training.end()
-
-
 def skipping(folder, pattern):
     accelerator = accelerator_with()
 
@@ -275,29 +266,6 @@ def nesting():
     assert batches_of(rest) == whole[1:]
     training.batch_sampler.even_batches = False  # as join_uneven_inputs does
     assert len(list(training)) == len(whole) - accelerator.process_index
-
-
-def states():
-    """Each state of an epoch is that of the batch given out last."""
-    accelerator = accelerator_with(even_batches=False)
-
-    def fresh():
-        return prepare(accelerator, hr.DataLoader(Numbers(9), 2, shuffle=True, seed=1))
-
-    with fresh() as loader:
-        first, second = batches_of(loader), batches_of(loader)
-        loader.set_epoch(0)
-        saved = [(loader.state_dict(), [first, second])]
-        saved += [
-            (loader.state_dict(), [first[number + 1 :], second]) for number, _ in enumerate(loader)
-        ]
-        saved.append((loader.state_dict(), [second]))
-    assert len(saved) == len(first) + 2
-    for state, expected in saved:
-        with fresh() as restored:
-            restored.load_state_dict(state)
-            restored.set_epoch(7)  # as trainers call it then
-            assert [batches_of(restored) for _ in expected] == expected
 
 
 class Fragile(Numbers):
@@ -477,7 +445,7 @@ def on_one_rank(folder, pattern):
 
 def on_two_ranks(pattern):
     warnings.simplefilter("ignore")
-    for program in (divisions, nesting, states, errors, subclasses):
+    for program in (divisions, nesting, errors, subclasses):
         program()
     rebuilt(pattern)
     report = orders(pattern)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import tests.integrations.torchvision_ops  # noqa: F401  # before Lightning, which imports torchvision
 
 # isort: split
-import functools
 import gc
 import itertools
 import json
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -83,12 +81,6 @@ def raises_at(step: int, now: int) -> None:
     """Stops a job before a step by an exception."""
     if now == step:
         raise RuntimeError("stopped by the test")
-
-
-def killed_at(step: int, now: int) -> None:
-    """Stops a job before a step by SIGKILL."""
-    if now == step:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
@@ -198,13 +190,6 @@ def resumed(
                 error if isinstance(error, hr.StateError) else error.__context__
             )
     return report
-
-
-def kill(folder: str, step: int) -> None:
-    """A run that is killed before a step."""
-    train(
-        ON_RANKS["seeded"](""), saves=(each_step(folder),), stop=functools.partial(killed_at, step)
-    )
 
 
 def over_two(number):

@@ -9,11 +9,8 @@ import gc
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
-import traceback
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -341,21 +338,9 @@ def continue_alone(trainer, folder):
     loader = training_loader()
     line = JOBS[trainer](folder, loader, resume=SAVED_AT)
     report = {"resumed": line.steps(), "engines": line.engines}
-    dropped = weakref.ref(loader)
     del loader, line
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == ENGINE:
             thread.join(ENDING)
-    frames = sys._current_frames()
-    left = [
-        traceback.format_stack(frames[each.ident])
-        for each in threading.enumerate()
-        if each.name == ENGINE
-    ]
-    holders = (
-        [type(each).__name__ for each in gc.get_referrers(dropped())]
-        if dropped() is not None
-        else None
-    )
-    return {**report, "engines left": left, "holders of the loader": holders}
+    return {**report, "engines left": engines()}

@@ -145,23 +145,3 @@ def noise_of(steps):
         for number, value in zip(numbers, values, strict=True):
             noise.setdefault((epoch, number), value)
     return noise
-
-
-def test_gradients_are_accumulated_as_with_torchs_loader(launcher, whole):
-    ((alone, _),) = whole("seed", 1)
-    epochs = [
-        [
-            pair
-            for number, samples, noise, _ in alone
-            if number == epoch
-            for pair in zip(samples, noise, strict=True)
-        ]
-        for epoch in range(programs.EPOCHS)
-    ]
-    theirs = launcher.run(programs.train_with_torch, epochs, ranks=2)
-    assert [weights for _, weights in whole("seed", 2)] == theirs
-    for seen, _ in whole("seed", 2):
-        for epoch in range(programs.EPOCHS):
-            synced = [synced for number, _, _, synced in seen if number == epoch]
-            assert not synced[0]
-            assert synced[-1], "the last step"

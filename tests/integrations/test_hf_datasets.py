@@ -34,7 +34,6 @@ MAPS = {
     "plain": rows,
     "torch format": lambda: rows().with_format("torch"),
     "set_transform": lambda: rows().with_transform(squared),
-    "shuffled and selected": lambda: rows().shuffle(seed=1).select(range(5, 40)),
 }
 STREAMS = {
     "of a table": lambda: rows().to_iterable_dataset(num_shards=4),
@@ -44,13 +43,6 @@ STREAMS = {
     "shuffled shards": lambda: (
         rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1)
     ),
-    "shuffled, filtered and mapped": lambda: (
-        rows()
-        .to_iterable_dataset(num_shards=4)
-        .shuffle(seed=3, buffer_size=6)
-        .filter(is_odd)
-        .map(with_sum)
-    ),
 }
 
 
@@ -58,14 +50,6 @@ def generated(shards):
     for shard in shards:
         for number in range(10):
             yield {"x": 10 * shard + number}
-
-
-def is_odd(sample):
-    return sample["x"] % 2
-
-
-def with_sum(sample):
-    return {"sum": sample["x"] + 1}
 
 
 def plain(batches):

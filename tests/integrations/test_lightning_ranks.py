@@ -76,19 +76,11 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
 
 
 @pytest.mark.proves(TRAINER, "resume on another number of ranks")
-@pytest.mark.proves(TRAINER, "equal weights after an interruption")
-def test_killed_job_is_resumed_with_equal_weights_and_by_two_ranks(launcher, tmp_path, pattern):
-    folder = str(tmp_path / "seeded")
-    whole = launcher.run(jobs.whole_and_resumed, str(tmp_path / "whole"), pattern, ("seeded",), ())[
-        0
-    ]["seeded"]["whole"]
-    ended, _ = launcher.run_to_end(jobs.kill, folder, 7)
-    assert ended[0][0] == -9
-    (resumed,) = launcher.run(jobs.resumed, str(tmp_path), pattern, ("seeded",), (7,))
-    assert resumed["seeded"][7]["seen"] == whole["seen"][7:]
-    assert resumed["seeded"][7]["weight"] == whole["weight"]
-    on_two = launcher.run(jobs.resumed, str(tmp_path), pattern, ("seeded",), (4,), ranks=2)
-    given = [sample for _, batch in whole["seen"][:4] for sample in batch]
+def test_two_ranks_continue_the_epoch_of_one(launcher, tmp_path, pattern):
+    kinds, folder = ("seeded",), str(tmp_path)
+    (report,) = launcher.run(jobs.whole_and_resumed, folder, pattern, kinds, ())
+    given = [sample for _, batch in report["seeded"]["whole"]["seen"][:4] for sample in batch]
+    on_two = launcher.run(jobs.resumed, folder, pattern, kinds, (4,), ranks=2)
     for epoch in range(jobs.EPOCHS):
         now = [sample for run in on_two for sample in samples(run["seeded"][4], epoch)]
         assert sorted((given if epoch == 0 else []) + now) == TENFOLD

@@ -4,7 +4,6 @@ The cases are of its documentation and of its own tests; with the real package i
 """
 
 import io
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -113,134 +112,6 @@ class MyIterableDataset(torch.utils.data.IterableDataset):
 
 # The cases of torchdata's tests.
 
-SIZES = [0, 8, 4]  # numbers of samples of the workers
-
-
-def own_part(sizes):
-    """The samples of this worker; worker n has sizes[n], and a loader without workers has all."""
-    info = torch.utils.data.get_worker_info()
-    if info is None or info.num_workers == 1:
-        return list(range(sum(sizes)))
-    start = sum(sizes[: info.id])
-    return list(range(start, start + sizes[info.id]))
-
-
-class Cursor(Iterator):
-    """An iterator with a nested state, with a tensor in it."""
-
-    def __init__(self, samples):
-        self.samples, self.i = samples, 0
-
-    def __next__(self):
-        if self.i >= len(self.samples):
-            raise StopIteration
-        self.i += 1
-        return [self.samples[self.i - 1], torch.randint(1 << 30, (1,)).item()]
-
-    def state_dict(self):
-        return {"nest": {"i": self.i, "generator": torch.get_rng_state()}}
-
-    def load_state_dict(self, state_dict):
-        self.i = state_dict["nest"]["i"]
-        torch.set_rng_state(state_dict["nest"]["generator"])
-
-
-class Iterable(torch.utils.data.IterableDataset):
-    """A stream whose iterator has the state."""
-
-    def __iter__(self):
-        return Cursor(own_part(SIZES))
-
-
-class BegunByIter(torch.utils.data.IterableDataset):
-    """A stream that is its own iterator, with a state from `iter()` on, which it goes on to change."""
-
-    def __iter__(self):
-        self.left = own_part([6, 6, 6])
-        return self
-
-    def __next__(self):
-        if not self.left:
-            raise StopIteration
-        return self.left.pop(0)
-
-    def state_dict(self):
-        return {"left": self.left}
-
-    def load_state_dict(self, state_dict):
-        assert self.left
-        self.left = state_dict["left"]
-
-
-class Generator(torch.utils.data.IterableDataset):
-    """A stream read by a generator function, with the state in the dataset."""
-
-    i = 0
-    resume = None
-
-    def __iter__(self):
-        self.i, self.resume = self.resume or 0, None
-        for sample in own_part(SIZES)[self.i :]:
-            self.i += 1
-            yield sample
-        self.i = 0
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state):
-        self.resume = state["i"]
-
-
-class Indices(Iterator):
-    """The iterator of a sampler, with a state."""
-
-    i = 0
-
-    def __next__(self):
-        if self.i >= 12:
-            raise StopIteration
-        self.i += 1
-        return self.i - 1
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state_dict):
-        self.i = state_dict["i"]
-
-
-class IteratorSampler(torch.utils.data.Sampler):
-    """A sampler whose iterator has the state."""
-
-    def __iter__(self):
-        return Indices()
-
-    def __len__(self):
-        return 12
-
-
-class Batches(torch.utils.data.Sampler):
-    """A batch sampler with a state, and batches of different sizes."""
-
-    i = 0
-
-    def __iter__(self):
-        while self.i < 6:
-            self.i += 1
-            yield list(range(self.i))
-        self.i = 0
-
-    def __len__(self):
-        return 6
-
-    def state_dict(self):
-        return {"i": self.i}
-
-    def load_state_dict(self, state_dict):
-        self.i = state_dict["i"]
-
-
 CASES = {
     "documented program": lambda loader, **k: loader(list(range(40)), **k),
     "documented sampler": lambda loader, **k: loader(
@@ -261,13 +132,6 @@ CASES = {
     "distributed sampler": lambda loader, **k: loader(
         list(range(12)), 2, sampler=StatefulDistributedSampler(range(12), 2, 1, seed=3), **k
     ),
-    "iterator of a sampler": lambda loader, **k: loader(
-        list(range(12)), 2, sampler=IteratorSampler(), **k
-    ),
-    "batch sampler": lambda loader, **k: loader(list(range(12)), batch_sampler=Batches(), **k),
-    "iterator": lambda loader, **k: loader(Iterable(), 3, **k),
-    "stream, from iter() on": lambda loader, **k: loader(BegunByIter(), 2, **k),
-    "stream": lambda loader, **k: loader(Generator(), 3, **k),
 }
 """Loaders, by the part that has a state."""
 
@@ -291,8 +155,6 @@ def through_torch_save(state):
 @everywhere
 @pytest.mark.parametrize("name", CASES)
 def test_restored_loader_continues_after_the_last_batch(loader_class, name, options):
-    if loader_class is not hr.DataLoader and name == "stream, from iter() on":
-        pytest.skip("torchdata does not copy this state")
     make = CASES[name]
     torch.manual_seed(0)
     given, states, end = first_epoch(make(loader_class, **options))
@@ -301,7 +163,7 @@ def test_restored_loader_continues_after_the_last_batch(loader_class, name, opti
         restored = make(loader_class, snapshot_every_n_steps=3, **options)
         restored.load_state_dict(through_torch_save(states[point]))
         assert batches(restored) == given[point:], point  # after the last batch: none
-    for state in (states[0], end) if name in ("random sampler", "iterator") and not options else ():
+    for state in (states[0], end) if name == "random sampler" and not options else ():
         restored = make(loader_class)
         restored.load_state_dict(state)
         assert len(batches(restored)) == len(given), "a whole epoch"

@@ -312,9 +312,24 @@ class AsyncManyTwin(AsyncMapTwin):
 class AsyncStreamTwin(Twin, hr.AsyncIterableDataset[Any]):
     """The same stream by `async for`."""
 
-    async def __aiter__(self) -> Any:
-        for sample in self.dataset:
-            yield sample
+    def __aiter__(self) -> Any:
+        return AsyncReader(iter(self.dataset))
+
+
+class AsyncReader:
+    """The same iterator by `async for`; goes on after an error as the iterator does."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __aiter__(self) -> AsyncReader:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            raise StopAsyncIteration from None
 
 
 def async_twin(dataset: Any) -> Any:

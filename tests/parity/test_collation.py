@@ -27,10 +27,8 @@ class Made(Map):
         return self.make(super().__getitem__(index)[1])
 
 
-def batches_of(same, make, **options):
-    return same(
-        lambda DataLoader: epochs(DataLoader(Made(make), **{"batch_size": 2, **options}), 1)
-    )
+def batches_of(same, make, fails=False):
+    return same(lambda DataLoader: epochs(DataLoader(Made(make), batch_size=2), 1), fails=fails)
 
 
 DTYPES = [
@@ -61,8 +59,7 @@ def test_tensors_of_different_dtypes_collate_as_in_torch(same):
 @parity("tensors that require gradients are refused in workers, for torch's datasets")
 def test_tensors_with_gradients_collate_as_in_torch(same):
     fails = same.setting.name == "torch dataset, 2 workers"
-    dataset = Made(lambda i: torch.full((2,), float(i)).requires_grad_())
-    same(lambda DataLoader: epochs(DataLoader(dataset, batch_size=2), 1), fails=fails)
+    batches_of(same, lambda i: torch.full((2,), float(i)).requires_grad_(), fails)
 
 
 @parity("torch: without workers a batch can be resized in place; here not if the batch is large")
@@ -149,7 +146,7 @@ RAGGED = {
 @pytest.mark.parametrize("kind", [kind for kind in RAGGED if "None" not in kind])
 @parity("samples that do not fit together are an error, with torch's message")
 def test_ragged_samples_fail_as_in_torch(same, kind):
-    same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
+    batches_of(same, RAGGED[kind], fails=True)
 
 
 @parity("without batches, an array of a type that torch lacks is an error, and iteration goes on")
@@ -167,7 +164,7 @@ def test_unknown_array_type_fails_as_in_torch(same):
     not_for=dict.fromkeys(ASYNC, "a field that is None in all samples stays None"),
 )
 def test_none_fails_as_in_torch(same, kind):
-    same(lambda DataLoader: epochs(DataLoader(Made(RAGGED[kind]), batch_size=2), 1), fails=True)
+    batches_of(same, RAGGED[kind], fails=True)
 
 
 @dataclass
@@ -182,11 +179,7 @@ def to_batch(samples):
 
 COLLATES = {
     "list": list,
-    "len": len,
-    "tuple": tuple,
     "a lambda": lambda samples: {"all": samples},
-    "default_convert": data.default_convert,
-    "default_collate by name": data.default_collate,
     "a class": to_batch,
     "nothing": lambda samples: None,
     "a partial": lambda samples: (

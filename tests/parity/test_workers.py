@@ -388,12 +388,9 @@ def test_stream_may_be_split_by_worker_info(same):
 
 UNEVEN = (
     ([3, 8], {"batch_size": 2}),
-    ([8, 3], {"batch_size": 2, "drop_last": True}),
     ([0, 5], {"batch_size": None}),
-    ([5, 0], {"batch_size": 2, "drop_last": True}),
     ([0, 0], {"batch_size": 2}),
     ([1, 9, 4], {"batch_size": 2, "prefetch_factor": 1}),
-    ([1, 9, 4], {"batch_size": 2, "prefetch_factor": 5}),
     ([4, 4, 4], {"batch_size": 2, "persistent_workers": True}),
 )
 

@@ -22,28 +22,6 @@ BATCHES = 4  # given out before the first save; two more before the second
 NONE_OR_NESTED = {"none": None, "nested": {"list": [1, {"two": 2.5}], "tensor": torch.arange(3)}}
 
 
-class Unsplit(hr.AsyncIterableDataset):
-    """A stream with a state of its own, of which each rank reads its part."""
-
-    splits_by_rank = True
-
-    def __init__(self):
-        self.next = None
-
-    async def __aiter__(self):
-        rank = hr.get_rank_info()
-        self.next = rank.rank if self.next is None else self.next
-        while self.next < LENGTH:
-            self.next += rank.world_size
-            yield self.next - rank.world_size
-
-    def state_dict(self):
-        return {"next": self.next, **NONE_OR_NESTED}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
 class Stateful(Shifted):
     """A sampler that remembers its position, with a state of many types."""
 
@@ -72,7 +50,6 @@ LOADERS = {
     ),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
     "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),
-    "stream with a state": lambda: hr.DataLoader(Unsplit(), 3),
 }
 
 

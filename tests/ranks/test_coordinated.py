@@ -9,6 +9,7 @@ from tests.ranks import jobs
 
 JOB = Path(__file__).parent / "coordinated_job.py"
 STEPS = {
+    "filter": [1, 1],  # batches of 4, of the rank of which the filter leaves least
     "none on a rank": [0, 0],
     "thread": [5, 5],
     "in the order of completion": [5, 5],
@@ -27,28 +28,13 @@ STEPS = {
 
 
 @pytest.fixture(scope="module")
-def two(forks):
+def ranks(forks):
     return jobs.outputs(forks, JOB, 2)
 
 
-@pytest.fixture(scope="module")
-def four(forks):
-    return jobs.outputs(forks, JOB, 4, STEPS_ONLY="1")
-
-
-@pytest.fixture(params=["two", "four"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
-
-
 def test_ranks_make_as_many_steps_as_the_one_with_the_fewest_batches(ranks):
-    # batches of 4, of the rank of which the filter leaves least
-    least = -(-(4 if len(ranks) == 2 else 3) // 4)
     for rank in ranks:
-        assert {name: rank[name] for name in (*STEPS, "filter")} == {
-            **STEPS,
-            "filter": [least, least],
-        }
+        assert {name: rank[name] for name in STEPS} == STEPS
 
 
 def test_error_raised_by_next_counts_as_a_step(ranks):
@@ -65,49 +51,49 @@ def test_batches_of_longer_ranks_that_were_ready_are_counted_as_discarded(ranks)
 
 
 @pytest.mark.parametrize("kind", ["lost", "lost in a stream"])
-def test_step_whose_batch_lost_all_its_samples_on_one_rank_is_skipped_on_all(two, kind):
+def test_step_whose_batch_lost_all_its_samples_on_one_rank_is_skipped_on_all(ranks, kind):
     for workers in (0, 1):
         for rank, lost, discarded in ((0, 2, 0), (1, 0, 2)):
-            position, steps = two[rank][f"{kind}, {workers}"]
+            position, steps = ranks[rank][f"{kind}, {workers}"]
             assert position == [3, [[0, 0], [0, 1]], lost, discarded]
             assert steps == [6, 6]
 
 
-def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(two):
-    for rank in two:
+def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(ranks):
+    for rank in ranks:
         for scenario in ("one leaves", "left at different steps"):
             kind, _, message = rank[scenario]
             assert kind == "CoordinationError"
             assert "not at the same step" in message
-    kind, named, _ = two[0]["one closes"]
+    kind, named, _ = ranks[0]["one closes"]
     assert (kind, named) == ("CoordinationError", [1])
-    assert two[1]["one closes"][0] == "LoaderClosedError"
+    assert ranks[1]["one closes"][0] == "LoaderClosedError"
 
 
-def test_state_gathered_after_one_rank_has_ended_continues_the_other(two):
-    assert [rank["gathered in the tail"] for rank in two] == [[8, 17, 17, 17], [0, 5, 5, 5]]
+def test_state_gathered_after_one_rank_has_ended_continues_the_other(ranks):
+    assert [rank["gathered in the tail"] for rank in ranks] == [[8, 17, 17, 17], [0, 5, 5, 5]]
 
 
-def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(two):
+def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(ranks):
     for epoch in range(2):
-        kind, named, message = two[0]["one fails"][epoch]
+        kind, named, message = ranks[0]["one fails"][epoch]
         assert (kind, named) == ("CoordinationError", [1])
         assert "OSError: the list of samples is damaged" in message
-        assert two[1]["one fails"][epoch][0] == "OSError"
+        assert ranks[1]["one fails"][epoch][0] == "OSError"
 
 
-def test_rank_that_cannot_begin_is_named_on_the_others(two):
-    assert two[0]["one cannot begin"][0] == "NotPicklableError"
-    kind, named, message = two[1]["one cannot begin"]
+def test_rank_that_cannot_begin_is_named_on_the_others(ranks):
+    assert ranks[0]["one cannot begin"][0] == "NotPicklableError"
+    kind, named, message = ranks[1]["one cannot begin"]
     assert (kind, named) == ("CoordinationError", [0])
     assert "NotPicklableError" in message
 
 
-def test_rank_that_does_not_answer_within_the_timeout_is_named(two):
-    kind, _, message = two[0]["one does not answer"]
+def test_rank_that_does_not_answer_within_the_timeout_is_named(ranks):
+    kind, _, message = ranks[0]["one does not answer"]
     assert kind == "LoaderTimeoutError"
     assert "the ranks [1] do not answer" in message
-    assert two[1]["one does not answer"][0] == "CoordinationError"
+    assert ranks[1]["one does not answer"][0] == "CoordinationError"
 
 
 def test_ranks_need_a_process_group_and_a_single_process_none(monkeypatch):

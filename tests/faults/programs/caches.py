@@ -93,15 +93,3 @@ def read_objects(wire, store, folder, expected, epochs, cache_options):
                     assert bytes(sample.data) == expected[sample.key], sample.key
         counts = loader.stats().requests
     wire.send((counts.cache_hits, counts.cache_misses, counts.cache_damaged))
-
-
-def read_windows(wire, store, folder, seq_len):
-    """Read cached windows of the shard "0.bin"; sends them, and hits, misses and damaged entries."""
-    dataset = hr.TokenDataset("0.bin", seq_len=seq_len, store=store).cache(folder)
-    options = {"num_workers": 1, "prefetch_factor": 10, "concurrency": 8, "placement": "thread"}
-    with hr.DataLoader(dataset, batch_size=20, **options) as loader:
-        wire.send("ready")
-        wire.recv()
-        windows = [window for batch in loader for window in batch.tolist()]
-        counts = loader.stats().requests
-    wire.send((windows, counts.cache_hits, counts.cache_misses, counts.cache_damaged))

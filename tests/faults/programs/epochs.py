@@ -24,8 +24,6 @@ N = sum(SHARDS)
 
 def write_shards(folder: Path) -> None:
     """Write the samples 0 to N-1 as shards of each format."""
-    import pyarrow.parquet  # in the test only: it takes as long as the rest of a rank
-
     first = 0
     for number, count in enumerate(SHARDS):
         values = range(first, first + count)
@@ -33,17 +31,10 @@ def write_shards(folder: Path) -> None:
         (folder / f"{number}.txt").write_text("".join(f"{value}\n" for value in values))
         tar = members(*((f"{value:04}.txt", f"{value:<700}".encode()) for value in values))
         (folder / f"{number}.tar").write_bytes(tar)
-    pyarrow.parquet.write_table(
-        pyarrow.table({"x": range(N)}), folder / "rows.parquet", row_group_size=7
-    )
 
 
 def number_of_member(sample):
     return int(bytes(sample["txt"]))
-
-
-def number_of_row(sample):
-    return sample["x"]
 
 
 def tars(folder, **options):
@@ -54,14 +45,6 @@ def tars(folder, **options):
 def lines(folder, **options):
     dataset = hr.LinesDataset(folder, chunk_bytes=10, shards_in_parallel=2, shuffle=True, **options)
     return dataset.map(int)
-
-
-def rows(folder, **options):
-    return (
-        hr.ParquetDataset(folder / "rows.parquet")
-        .stream(shuffle=True, **options)
-        .map(number_of_row)
-    )
 
 
 @dataclass(frozen=True)
@@ -88,10 +71,8 @@ def elastic(folder):
 KINDS = {
     "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000),
     "tar, split by samples": Kind(lambda folder: (tars(folder).split(), None)),
-    "tar, split by shards": Kind(lambda folder: (tars(folder), None)),
     "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)),
     "lines": Kind(lambda folder: (lines(folder), None)),
-    "parquet": Kind(lambda folder: (rows(folder), None)),
 }
 
 

@@ -37,7 +37,7 @@ from pipelines import pipelines, sleeping
 from servers import Fault, ObjectServer
 
 import headrace as hr
-from headrace._core.consumer import control
+from headrace._consumer import control
 
 CORES = 16.0
 SWEEP = (0, 1, 2, 4, 8, 16)

@@ -17,7 +17,7 @@ from contents import check_order
 from harness import Figure, claim, describe_machine, interleave_figures, parse_arguments
 
 import headrace as hr
-from headrace._core.eventloop.watchdog import LoopWatch
+from headrace._eventloop.watchdog import LoopWatch
 
 BATCH = 64
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from headrace import loader as loading
-from headrace._core.consumer import control
-from headrace._core.device.streams import Streams
+from headrace._consumer import control
+from headrace._device.streams import Streams
 
 __all__ = ["Gpu", "StandIn"]
 

@@ -31,9 +31,9 @@ from gpu_accelerator import Gpu, StandIn
 from harness import Figure, Rounds, claim, describe_machine, interleave, parse_arguments
 
 import headrace as hr
-from headrace._core.consumer import control
-from headrace._core.device.copy import Copier
-from headrace._core.device.pinning import Registry
+from headrace._consumer import control
+from headrace._device.copy import Copier
+from headrace._device.pinning import Registry
 
 MIB = 2**20
 PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)

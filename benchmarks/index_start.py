@@ -22,7 +22,7 @@ import numpy as np
 from harness import Figure, claim, describe_machine, parse_arguments
 
 import headrace as hr
-from headrace._core.shards.index_file import IndexedShard, IndexFile
+from headrace._shards.index_file import IndexedShard, IndexFile
 
 SAMPLE_BYTES = 100_000
 PROCESSES = 8

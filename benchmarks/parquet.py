@@ -32,8 +32,8 @@ from obstore.store import from_url
 from servers import ObjectServer
 
 import headrace as hr
-from headrace._core.shards.parquet import SparseFile
-from headrace._core.store.ranges import Ranges, plan_spans
+from headrace._shards.parquet import SparseFile
+from headrace._store.ranges import Ranges, plan_spans
 
 COLUMNS = ["c0", "c1", "c4", "c7"]
 GROUPS = 8

@@ -66,7 +66,7 @@ class AtOnce(hr.AsyncDataset[int]):
 
 
 def restore_headrace(n: int) -> tuple[float, float]:
-    from headrace._core.order.state import LoaderState
+    from headrace._order.state import LoaderState
 
     def make() -> hr.DataLoader[Any]:
         return hr.DataLoader(AtOnce(n), BATCH, shuffle=True, seed=0)

@@ -17,9 +17,9 @@ import random
 import numpy as np
 from harness import parse_arguments
 
-from headrace._core.order.blocks import BlockOrder
-from headrace._core.permutation import Permutation
-from headrace._core.streams.kinds import BYTES_AT_ONCE, Blocks
+from headrace._order.blocks import BlockOrder
+from headrace._random.permutation import Permutation
+from headrace._streams.kinds import BYTES_AT_ONCE, Blocks
 
 SHARD = 10_000  # samples
 BATCH = 64

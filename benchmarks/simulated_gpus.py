@@ -25,7 +25,7 @@ from sizing import (
     table,
 )
 
-from headrace._core.look_ahead import look_ahead, most_ahead
+from headrace._engine.look_ahead import look_ahead, most_ahead
 
 __all__ = ["simulated_cluster", "simulated_host"]
 

@@ -28,7 +28,7 @@ from servers import Fault, ObjectServer
 from simulation import Host, Latency, SimulatedStore, simulate, simulate_epoch
 
 import headrace as hr
-from headrace._core.look_ahead import look_ahead, most_ahead
+from headrace._engine.look_ahead import look_ahead, most_ahead
 
 __all__ = ["SCENARIOS", "Comparison", "compare"]
 

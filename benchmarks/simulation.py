@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from event_queue import Clock, Servers
 
-from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
-from headrace._core.consumer.prefetch import Prefetcher
-from headrace._core.look_ahead import LookAheadSize
+from headrace._consumer.prefetch import Prefetcher
+from headrace._engine.look_ahead import LookAheadSize
+from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
 
 __all__ = ["Host", "Latency", "Result", "SimulatedStore", "simulate", "simulate_epoch"]
 

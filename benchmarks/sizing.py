@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace._core.store.listing import AT_ONCE as LIST_AT_ONCE
-from headrace._core.store.store import LARGE, PAGE, PART
+from headrace._store.listing import AT_ONCE as LIST_AT_ONCE
+from headrace._store.store import LARGE, PAGE, PART
 
 __all__ = [
     "MODELS",

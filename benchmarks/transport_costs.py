@@ -28,15 +28,15 @@ from harness import describe_machine, interleave_figures, parse_arguments
 from many_tensors import BATCH as FEW
 from many_tensors import Numbers, many
 
-from headrace._core.batches import BatchPlan, HostBatch, RawBatch
-from headrace._core.consumer.deliver import opened
-from headrace._core.engine.assemble import Assembler
-from headrace._core.engine.worker_tasks import ReadTask
-from headrace._core.error_policy import Tolerance
-from headrace._core.pool.worker import INHERITED, Request, Worker
-from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.pickling import dump_message
+from headrace._consumer.deliver import opened
+from headrace._engine.assemble import Assembler
+from headrace._engine.worker_tasks import ReadTask
+from headrace._pool.worker import INHERITED, Request, Worker
+from headrace._ranks.rankinfo import RankInfo
+from headrace._records.batches import BatchPlan, HostBatch, RawBatch
+from headrace._records.error_policy import Tolerance
+from headrace._transport.channel import BlockingChannel, Connection
+from headrace._transport.pickling import dump_message
 from headrace.collate import destined
 
 UNITS = (

@@ -14,7 +14,7 @@ import pytest
 import trio
 import uvloop
 
-from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from headrace._eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from tests.forks import Forks
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

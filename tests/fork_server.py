@@ -29,8 +29,8 @@ import torch  # noqa: F401
 import uvloop  # noqa: F401
 
 import tests
-from headrace._core.links import sidecar  # noqa: F401
-from headrace._core.pool import launch, zygote
+from headrace._links import sidecar  # noqa: F401
+from headrace._pool import launch, zygote
 
 MOST_DESCRIPTORS = 16
 

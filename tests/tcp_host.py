@@ -12,8 +12,8 @@ import subprocess
 import sys
 from multiprocessing.connection import Client, Listener
 
-from headrace._core.links.hosted import HostedEngine
-from headrace._core.remote_placement import EngineHost, RemotePlacement
+from headrace._base.remote_placement import EngineHost, RemotePlacement
+from headrace._links.hosted import HostedEngine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from aiohttp import web
 from PIL import Image
 
 import headrace
-from headrace._core.eventloop.loop_thread import LoopThread
+from headrace._eventloop.loop_thread import LoopThread
 from headrace.telemetry.report import _LIMITS as LIMITS
 from tests.documents import DOCUMENTS, ROOT, headings_of, links_of, python_blocks, text_of
 from tests.rendezvous import Rendezvous

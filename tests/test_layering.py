@@ -13,39 +13,20 @@ SOURCE = Path(headrace.__file__).parent
 # From the lowest floor to the highest. A room may import itself and rooms on lower floors, never on
 # its own.
 FLOORS = (
-    {
-        "_version",
-        "_core.array_types",
-        "_core.cgroup",
-        "_core.text",
-        "_core.permutation",
-        "_core.randomized",
-    },
-    {"errors", "_core.descriptors"},
-    {"_core.ranks"},
-    {"_core.torchcompat"},
-    {"_core.failure", "_core.extras"},
-    {"_core.batches"},
-    {"_core.error_policy", "_core.retry_policy", "_core.remote_placement"},
-    {"options", "decode"},
-    {"_core.look_ahead"},
-    {"collate", "telemetry", "_core.seeding", "_core.eventloop"},
-    {"_core.store", "_core.messages"},
-    {"_core.streams"},
-    {"_core.shards", "_core.transport"},
-    {"_core.pool"},
-    {"_core.engine", "_core.device"},
-    {"_core.links"},
-    {"_core.ray_placement"},
-    {"_core.order"},
-    {"_core.consumer"},
-    {"datasets", "samplers", "loader"},
-    {"state", "packing"},
-    {"integrations"},
-    {"types"},
-    {"__init__"},
-    {"testing"},
-    {"cli"},
+    {"_base", "_random", "_version"},
+    {"errors"},
+    {"_extras", "_ranks"},
+    {"_torchcompat", "decode"},
+    {"_records"},
+    {"_eventloop", "collate", "telemetry"},
+    {"_store", "_transport"},
+    {"_device", "_pool", "_streams", "options"},
+    {"_engine", "_shards", "testing"},
+    {"_links", "_order"},
+    {"_consumer", "datasets", "samplers"},
+    {"loader", "types"},
+    {"integrations", "packing", "state"},
+    {"__init__", "cli"},
     {"__main__"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -60,8 +41,7 @@ MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def room_of(module):
-    parts = module.split(".")[1:] or ["__init__"]
-    return ".".join(parts[:2] if parts[0] == "_core" and len(parts) > 1 else parts[:1])
+    return (module.split(".")[1:] or ["__init__"])[0]
 
 
 def imported_modules(tree):
@@ -92,11 +72,7 @@ def points_up(module, imported):
 
 
 def test_every_module_has_a_room():
-    assert [
-        module
-        for module in MODULES
-        if module != "headrace._core" and room_of(module) not in FLOOR_OF
-    ] == []
+    assert [module for module in MODULES if room_of(module) not in FLOOR_OF] == []
 
 
 def test_imports_point_down():
@@ -116,11 +92,11 @@ def test_no_module_imports_itself_by_way_of_others():
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("headrace._core.pool.supervisor", "from headrace._core.engine.fetch import FetchStage"),
-        ("headrace._core.engine.engine", "from headrace._core.links import thread"),
-        ("headrace._core.engine.engine", "def f():\n    import headrace.loader"),
-        ("headrace._core.streams.kinds", "from headrace.datasets.combine import mix"),
-        ("headrace._core.torchcompat.private", "from headrace._core.failure import Failure"),
+        ("headrace._pool.supervisor", "from headrace._engine.fetch import FetchStage"),
+        ("headrace._engine.engine", "from headrace._links import thread"),
+        ("headrace._engine.engine", "def f():\n    import headrace.loader"),
+        ("headrace._streams.kinds", "from headrace.datasets.combine import mix"),
+        ("headrace._torchcompat.private", "from headrace._records.failure import Failure"),
         ("headrace.errors", "import headrace"),
     ],
 )

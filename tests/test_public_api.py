@@ -18,7 +18,7 @@ SOURCE = Path(headrace.__file__).parent
 def package_is_missing(module):
     """Whether it is for a package that is not installed; `make test-integrations` has them all."""
     if not module.startswith(
-        ("headrace.integrations.", "headrace._core.links.ray", "headrace._core.shards.zarr_store")
+        ("headrace.integrations.", "headrace._links.ray", "headrace._shards.zarr_store")
     ):
         return False
     try:

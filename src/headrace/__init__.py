@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from headrace import errors as errors
     from headrace import telemetry as telemetry
     from headrace import types as types
-    from headrace._core.consumer.delivery import verify as verify
-    from headrace._core.error_policy import SkipErrors as SkipErrors
-    from headrace._core.eventloop.per_loop import per_loop as per_loop
-    from headrace._core.randomized import randomized as randomized
-    from headrace._core.ranks.rankinfo import get_rank_info as get_rank_info
-    from headrace._core.ray_placement import RayPlacement as RayPlacement
-    from headrace._core.retry_policy import RetryPolicy as RetryPolicy
-    from headrace._core.store.ranges import Ranges as Ranges
-    from headrace._core.store.request_stats import report_throttled as report_throttled
-    from headrace._core.store.store import Store as Store
-    from headrace._core.streams.iterable_style import AsyncIterableDataset as AsyncIterableDataset
-    from headrace._core.streams.map_style import AsyncDataset as AsyncDataset
-    from headrace._core.streams.map_style import RangedDataset as RangedDataset
+    from headrace._consumer.delivery import verify as verify
+    from headrace._eventloop.per_loop import per_loop as per_loop
+    from headrace._links.ray_placement import RayPlacement as RayPlacement
+    from headrace._random.randomized import randomized as randomized
+    from headrace._ranks.rankinfo import get_rank_info as get_rank_info
+    from headrace._records.error_policy import SkipErrors as SkipErrors
+    from headrace._store.ranges import Ranges as Ranges
+    from headrace._store.request_stats import report_throttled as report_throttled
+    from headrace._store.retry_policy import RetryPolicy as RetryPolicy
+    from headrace._store.store import Store as Store
+    from headrace._streams.iterable_style import AsyncIterableDataset as AsyncIterableDataset
+    from headrace._streams.map_style import AsyncDataset as AsyncDataset
+    from headrace._streams.map_style import RangedDataset as RangedDataset
     from headrace.collate import default_collate as default_collate
     from headrace.collate import default_convert as default_convert
     from headrace.datasets.arrays import ArrayDataset as ArrayDataset
@@ -77,18 +77,18 @@ if TYPE_CHECKING:
 # longer than torch's loader takes to the first batch. So the first use of a name imports only the
 # module of this name.
 _NAMES = {
-    "headrace._core.consumer.delivery": ("verify",),
-    "headrace._core.error_policy": ("SkipErrors",),
-    "headrace._core.eventloop.per_loop": ("per_loop",),
-    "headrace._core.randomized": ("randomized",),
-    "headrace._core.ranks.rankinfo": ("get_rank_info",),
-    "headrace._core.ray_placement": ("RayPlacement",),
-    "headrace._core.retry_policy": ("RetryPolicy",),
-    "headrace._core.store.ranges": ("Ranges",),
-    "headrace._core.store.request_stats": ("report_throttled",),
-    "headrace._core.store.store": ("Store",),
-    "headrace._core.streams.iterable_style": ("AsyncIterableDataset",),
-    "headrace._core.streams.map_style": ("AsyncDataset", "RangedDataset"),
+    "headrace._consumer.delivery": ("verify",),
+    "headrace._records.error_policy": ("SkipErrors",),
+    "headrace._eventloop.per_loop": ("per_loop",),
+    "headrace._random.randomized": ("randomized",),
+    "headrace._ranks.rankinfo": ("get_rank_info",),
+    "headrace._links.ray_placement": ("RayPlacement",),
+    "headrace._store.retry_policy": ("RetryPolicy",),
+    "headrace._store.ranges": ("Ranges",),
+    "headrace._store.request_stats": ("report_throttled",),
+    "headrace._store.store": ("Store",),
+    "headrace._streams.iterable_style": ("AsyncIterableDataset",),
+    "headrace._streams.map_style": ("AsyncDataset", "RangedDataset"),
     "headrace.collate": ("default_collate", "default_convert"),
     "headrace.datasets.arrow": ("ArrowDataset",),
     "headrace.datasets.arrays": ("ArrayDataset",),

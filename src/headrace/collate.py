@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data import default_convert as default_convert
 
-from headrace._core.batches import Rows, is_table
-from headrace._core.text import add_note
-from headrace._core.torchcompat.private import (
+from headrace._base.text import add_note
+from headrace._records.batches import Rows, is_table
+from headrace._torchcompat.private import (
     collate,
     collate_tensor_fn,
     default_collate_fn_map,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace._core.extras import require
+from headrace._extras import require
 
 if TYPE_CHECKING:
     from PIL import Image

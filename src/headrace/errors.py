@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 from typing import Any, ClassVar
 
-from headrace._core.text import add_note
+from headrace._base.text import add_note
 
 HELP = "headrace: causes and what to do: python -m pydoc"
 """Beginning of the note on each error.

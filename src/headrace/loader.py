@@ -12,19 +12,19 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._core.consumer import rewind
-from headrace._core.consumer.control import LoaderControl, trainers
-from headrace._core.consumer.epoch import AsyncBatchIterator, BatchIterator
-from headrace._core.device.streams import resolve
-from headrace._core.error_policy import error_policy
-from headrace._core.links.select import check_automatic, check_engines
-from headrace._core.order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
-from headrace._core.order.spec import LoaderSpec
-from headrace._core.order.state import states_from_dict, states_to_dict
-from headrace._core.streams.kinds import DatasetKind, kind_of
-from headrace._core.streams.torch_views import torch_readable, unwrap, without_adapter
-from headrace._core.text import whole_number
-from headrace._core.torchcompat.portable_collate import PortableCollate, same, without_transform
+from headrace._base.text import whole_number
+from headrace._consumer import rewind
+from headrace._consumer.control import LoaderControl, trainers
+from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator
+from headrace._device.streams import resolve
+from headrace._links.select import check_automatic, check_engines
+from headrace._order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
+from headrace._order.spec import LoaderSpec
+from headrace._order.state import states_from_dict, states_to_dict
+from headrace._records.error_policy import error_policy
+from headrace._streams.kinds import DatasetKind, kind_of
+from headrace._streams.torch_views import torch_readable, unwrap, without_adapter
+from headrace._torchcompat.portable_collate import PortableCollate, same, without_transform
 from headrace.collate import default_collate
 from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
 from headrace.telemetry.counters import LoaderStats

@@ -25,11 +25,11 @@ from typing import (
 import torch
 from torch.utils.data import Dataset
 
-from headrace._core.error_policy import OnError, error_policy
-from headrace._core.ranks.data_parallel import DataParallel, checked
-from headrace._core.remote_placement import RemotePlacement
-from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.text import check_function, check_keywords, whole_number
+from headrace._base.remote_placement import RemotePlacement
+from headrace._base.text import check_function, check_keywords, whole_number
+from headrace._ranks.data_parallel import DataParallel, checked
+from headrace._records.error_policy import OnError, error_policy
+from headrace._store.retry_policy import RetryPolicy, as_policy
 
 Hedge = Literal["auto"]
 Placement = Literal["auto", "thread", "process"] | RemotePlacement

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
 
-from headrace._core.ranks.rankinfo import own_rank
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.indexing import (
+from headrace._ranks.rankinfo import own_rank
+from headrace._shards.discovery import Shard
+from headrace._shards.indexing import (
     NAME,
     Indexing,
     IndexingDecoder,
@@ -37,11 +37,11 @@ from headrace._core.shards.indexing import (
     part_key,
     with_heads,
 )
-from headrace._core.shards.tar import TarSamples
-from headrace._core.store.listing import require_pyarrow
-from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.composition import plan
+from headrace._shards.tar import TarSamples
+from headrace._store.listing import require_pyarrow
+from headrace._store.store import Store, StoreLike, as_store
+from headrace._streams.blocking import background_loop
+from headrace._streams.composition import plan
 from headrace.datasets.parquet import TableDataset
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader

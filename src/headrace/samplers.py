@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._core.order.balanced import Cursor, balanced_batches, of_rank
-from headrace._core.order.samplers import BlockSampler, RankSampler
-from headrace._core.permutation import Permutation
-from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.text import whole_number
+from headrace._base.text import whole_number
+from headrace._order.balanced import Cursor, balanced_batches, of_rank
+from headrace._order.samplers import BlockSampler, RankSampler
+from headrace._random.permutation import Permutation
+from headrace._ranks.distributed import RankChoice, ShardOptions
 from headrace.errors import StateError
 
 __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from headrace._core.order.restore import of_all_ranks
-from headrace._core.order.state import states_from_dict, states_to_dict
-from headrace._core.ranks.rankinfo import has_process_group
+from headrace._order.restore import of_all_ranks
+from headrace._order.state import states_from_dict, states_to_dict
+from headrace._ranks.rankinfo import has_process_group
 
 if TYPE_CHECKING:
     from headrace.loader import DataLoader

@@ -22,8 +22,8 @@ import cloudpickle
 import numpy as np
 import torch
 
-from headrace._core.eventloop.loop_thread import new_event_loop
-from headrace._core.streams.kinds import capabilities
+from headrace._eventloop.loop_thread import new_event_loop
+from headrace._streams.kinds import capabilities
 
 __all__ = ["DatasetContract", "StreamContract", "same"]
 

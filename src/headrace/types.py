@@ -3,12 +3,12 @@
 Loaders and datasets create the objects. Programs rarely do.
 """
 
-from headrace._core.batches import BatchPlan, RequestCounts
-from headrace._core.consumer.delivery import EpochDelivery
-from headrace._core.failure import Failure, Stage
-from headrace._core.randomized import Randomized
-from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.streams.kinds import Blocks
+from headrace._consumer.delivery import EpochDelivery
+from headrace._random.randomized import Randomized
+from headrace._ranks.rankinfo import RankInfo
+from headrace._records.batches import BatchPlan, RequestCounts
+from headrace._records.failure import Failure, Stage
+from headrace._streams.kinds import Blocks
 from headrace.datasets.files import FileSample
 from headrace.datasets.objects import ObjectSample
 from headrace.datasets.video import VideoClip

@@ -21,7 +21,7 @@ import obstore
 import obstore.store
 import pytest
 
-from headrace._core.store.store import Store
+from headrace._store.store import Store
 from object_server import ObjectServer
 
 AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from headrace._core.store.store import Store
-from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.map_style import AsyncDataset
+from headrace._store.store import Store
+from headrace._streams.iterable_style import AsyncIterableDataset
+from headrace._streams.map_style import AsyncDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, StreamContract
 from object_server import ObjectServer

@@ -16,8 +16,8 @@ import trustme
 from botocore.exceptions import ProfileNotFound
 
 import headrace as hr
-from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store.open import open_store
+from headrace._store.open import open_store
+from headrace._store.retry_policy import RetryPolicy
 from headrace.datasets.objects import ObjectDataset
 from headrace.datasets.tar import TarDataset
 from headrace.errors import (
@@ -202,9 +202,7 @@ def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeyp
 def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr(
-        "headrace._core.store.store.CREDENTIAL_HOST", metadata.removeprefix("http://")
-    )
+    monkeypatch.setattr("headrace._store.store.CREDENTIAL_HOST", metadata.removeprefix("http://"))
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
     assert "No credentials were given" in str(error)
     assert "AWS_PROFILE" in str(error)

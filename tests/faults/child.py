@@ -19,7 +19,7 @@ import obstore
 import obstore.store
 
 import headrace as hr
-from headrace._core.streams.blocking import background_loop
+from headrace._streams.blocking import background_loop
 from tests.faults.watching import Numbers, make_signal_pair, watch
 
 

@@ -17,8 +17,8 @@ import warnings
 import pytest
 
 import headrace as hr
-from headrace._core.store.disk_cache import HEADER, RECORD, DiskCache
-from headrace._core.store.request_stats import RequestStats, session_stats
+from headrace._store.disk_cache import HEADER, RECORD, DiskCache
+from headrace._store.request_stats import RequestStats, session_stats
 from object_server import Fault, ObjectServer
 from tests.answers import answering
 from tests.faults.peers import Peer, results, started_together

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.pool import launch
+from headrace._pool import launch
 from tests.faults.shortage import NthOpenFails, free_descriptors
 from tests.faults.watching import Numbers, kill, sidecar, text_of, watch, workers
 from tests.programs import run_by

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.pool import launch, supervisor
+from headrace._pool import launch, supervisor
 from tests.faults.watching import Numbers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")

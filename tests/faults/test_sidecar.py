@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.pool import launch
+from headrace._pool import launch
 from headrace.errors import ForkedError
 from tests.faults import watching
 from tests.faults.watching import (

@@ -22,8 +22,8 @@ import pytest
 import uvloop
 
 import headrace as hr
-from headrace._core.eventloop.waiting import wait_readable
-from headrace._core.pool import launch
+from headrace._eventloop.waiting import wait_readable
+from headrace._pool import launch
 from tests.faults.watching import Numbers, in_processes, make_signal_pair, sidecar, wait_for_exit
 from tests.forks import Forks
 from tests.programs import run_by

@@ -23,8 +23,8 @@ import trio
 import uvloop
 
 import headrace as hr
-from headrace._core.eventloop import waiting
-from headrace._core.pool import launch
+from headrace._eventloop import waiting
+from headrace._pool import launch
 from tests.datasets import Numbers
 
 

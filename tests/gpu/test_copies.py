@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.device.streams import CudaStreams, streams_of
+from headrace._device.streams import CudaStreams, streams_of
 from tests.gpu.rows import (
     BYTES,
     DTYPES,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace._core.torchcompat import portable_collate
+from headrace._torchcompat import portable_collate
 from tests.forks import Forks
 from tests.rendezvous import Rendezvous
 

@@ -5,8 +5,8 @@ import traceback
 import pytest
 
 import headrace as hr
-from headrace._core.failure import Failure
-from headrace._core.transport.pickling import format_error
+from headrace._records.failure import Failure
+from headrace._transport.pickling import format_error
 from headrace.errors import RemoteError
 from tests.unit.streams.reading import stream
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
-from headrace._core.order.exclusion import taken
-from headrace._core.order.mixes import MixOrder, MixPlan, Source
+from headrace._order.exclusion import taken
+from headrace._order.mixes import MixOrder, MixPlan, Source
 from headrace.errors import StateError
 from headrace.types import Blocks
 from tests.datasets import Numbers

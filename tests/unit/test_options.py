@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import headrace as hr
 from headrace import SkipErrors
-from headrace._core.look_ahead import (
+from headrace._engine.look_ahead import (
     LEAST_AHEAD,
     MOST_CONCURRENCY,
     LookAheadSize,

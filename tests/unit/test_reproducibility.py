@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 import headrace as hr
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, provided_rank
 from tests.datasets import Numbers
 from tests.unit.streams.reading import Count
 

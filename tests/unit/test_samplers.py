@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 import headrace as hr
-from headrace._core.order.blocks import BlockOrder
-from headrace._core.order.samplers import BlockSampler, batches
+from headrace._order.blocks import BlockOrder
+from headrace._order.samplers import BlockSampler, batches
 from tests.datasets import Numbers
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)

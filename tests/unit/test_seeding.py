@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.seeding import TransformGenerators, isolated_generators, seed_everything
+from headrace._random.seeding import TransformGenerators, isolated_generators, seed_everything
 
 
 def draws():

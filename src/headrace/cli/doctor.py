@@ -9,8 +9,8 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from headrace._core.cgroup import CgroupLimits, available_memory
-from headrace._core.eventloop.loop_thread import import_event_loop
+from headrace._base.cgroup import CgroupLimits, available_memory
+from headrace._eventloop.loop_thread import import_event_loop
 
 __all__ = ["Finding", "run"]
 
@@ -38,7 +38,7 @@ def _check_descriptors() -> Iterator[Finding]:
     Each request in flight needs a descriptor.
     """
     # Imported here: the module imports torch.
-    from headrace._core.look_ahead import MOST_CONCURRENCY, most_concurrency
+    from headrace._engine.look_ahead import MOST_CONCURRENCY, most_concurrency
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = (

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from headrace._core.cgroup import usable_cores
-from headrace._core.shards.discovery import Shard, find_shards
-from headrace._core.shards.index_file import IndexFile
-from headrace._core.shards.indexing import (
+from headrace._base.cgroup import usable_cores
+from headrace._shards.discovery import Shard, find_shards
+from headrace._shards.index_file import IndexFile
+from headrace._shards.indexing import (
     PARALLEL_BUILDS,
     DecoderOf,
     Indexing,
@@ -26,7 +26,7 @@ from headrace._core.shards.indexing import (
     place_of,
     with_heads,
 )
-from headrace._core.streams.blocking import background_loop
+from headrace._streams.blocking import background_loop
 from headrace.cli.pack import function_of
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.sharded import ShardedStream

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from headrace._core.consumer.delivery import verify
-from headrace._core.streams.kinds import sample_key
+from headrace._consumer.delivery import verify
+from headrace._streams.kinds import sample_key
 from headrace.cli.pack import function_of
 
 __all__ = ["run"]

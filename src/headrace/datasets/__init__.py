@@ -6,8 +6,8 @@ The page docs/your-own-dataset.md describes how to use the classes. The ready da
 
 from __future__ import annotations
 
-from headrace._core.shards.discovery import Shard, find_shards, map_shards
-from headrace._core.shards.reading import BadRecord, Decoder
+from headrace._shards.discovery import Shard, find_shards, map_shards
+from headrace._shards.reading import BadRecord, Decoder
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headrace._core.array_types import AnyDType
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.npy import npy_layout
-from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import StoreLike
+from headrace._base.array_types import AnyDType
+from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.npy import npy_layout
+from headrace._store.ranges import Ranges
+from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace._core.shards.discovery import HeaderReader, Shard, map_shards, shard_errors
-from headrace._core.shards.parquet import Pieces, RowGroup, SparseFile
-from headrace._core.shards.tables import Selection, TableFile
-from headrace._core.shards.unpacked import check_unpacked
-from headrace._core.store.ranges import Ranges
+from headrace._shards.discovery import HeaderReader, Shard, map_shards, shard_errors
+from headrace._shards.parquet import Pieces, RowGroup, SparseFile
+from headrace._shards.tables import Selection, TableFile
+from headrace._shards.unpacked import check_unpacked
+from headrace._store.ranges import Ranges
 from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableDataset
 

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any
 
-from headrace._core.streams.iterable_style import AsyncIterableDataset, OperatedStream
-from headrace._core.streams.resumable import NOTHING, MarkingOperation
-from headrace._core.streams.torch_views import require_async
-from headrace._core.text import whole_number
+from headrace._base.text import whole_number
+from headrace._streams.iterable_style import AsyncIterableDataset, OperatedStream
+from headrace._streams.resumable import NOTHING, MarkingOperation
+from headrace._streams.torch_views import require_async
 from headrace.errors import StateError
 
 __all__ = ["batch_by_tokens"]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace._core.array_types import IntArray
-from headrace._core.ranks.distributed import RankChoice
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.unpacked import loaded
-from headrace._core.store.disk_cache import DiskCache
-from headrace._core.streams.kinds import (
+from headrace._base.array_types import IntArray
+from headrace._ranks.distributed import RankChoice
+from headrace._shards.discovery import Shard
+from headrace._shards.unpacked import loaded
+from headrace._store.disk_cache import DiskCache
+from headrace._streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
     Capabilities,
@@ -27,7 +27,7 @@ from headrace._core.streams.kinds import (
     propagate_epoch,
     sample_key,
 )
-from headrace._core.streams.map_style import AsyncDataset, RangedDataset, positions
+from headrace._streams.map_style import AsyncDataset, RangedDataset, positions
 from headrace.datasets.index_stream import IndexStream
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]

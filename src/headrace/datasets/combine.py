@@ -10,18 +10,18 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 
-from headrace._core.ranks.distributed import RankChoice
-from headrace._core.streams.epochs import checked_seed
-from headrace._core.streams.iterable_style import (
+from headrace._base.text import dataset_repr, function_name, shorten, whole_number
+from headrace._ranks.distributed import RankChoice
+from headrace._streams.epochs import checked_seed
+from headrace._streams.iterable_style import (
     AsyncIterableDataset,
     ConcatenatedStreams,
     OperatedStream,
 )
-from headrace._core.streams.map_style import IndexedParts, MixedParts
-from headrace._core.streams.mixing import Mix, Stop
-from headrace._core.streams.resumable import is_stateful, start_stream
-from headrace._core.streams.torch_views import require_async
-from headrace._core.text import dataset_repr, function_name, shorten, whole_number
+from headrace._streams.map_style import IndexedParts, MixedParts
+from headrace._streams.mixing import Mix, Stop
+from headrace._streams.resumable import is_stateful, start_stream
+from headrace._streams.torch_views import require_async
 
 __all__ = ["concat", "from_async_iterable", "mix"]
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import aiofiles
 
-from headrace._core.eventloop.blocking import run_blocking
-from headrace._core.shards.discovery import glob_expression
-from headrace._core.store.listing import KeyedSamples, Labels
-from headrace._core.store.redaction import redact_url
-from headrace._core.streams.map_style import AsyncDataset
-from headrace._core.text import sample_repr
+from headrace._base.text import sample_repr
+from headrace._eventloop.blocking import run_blocking
+from headrace._shards.discovery import glob_expression
+from headrace._store.listing import KeyedSamples, Labels
+from headrace._store.redaction import redact_url
+from headrace._streams.map_style import AsyncDataset
 from headrace.errors import EmptyListingError
 
 __all__ = ["FileDataset", "FileSample"]

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace._core.extras import require
-from headrace._core.retry_policy import RetryPolicy
-from headrace._core.shards.discovery import Shard, expand_braces, glob_expression
-from headrace._core.store.errors import CAUSES, HUB_REMEDY, Cause, describe_error
-from headrace._core.store.head import Head
-from headrace._core.store.redaction import secrets_in
-from headrace._core.store.store import Store
+from headrace._extras import require
+from headrace._shards.discovery import Shard, expand_braces, glob_expression
+from headrace._store.errors import CAUSES, HUB_REMEDY, Cause, describe_error
+from headrace._store.head import Head
+from headrace._store.redaction import secrets_in
+from headrace._store.retry_policy import RetryPolicy
+from headrace._store.store import Store
 from headrace._version import __version__
 from headrace.errors import EmptyListingError, StoreError
 

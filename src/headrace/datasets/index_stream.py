@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from headrace._core.eventloop.per_loop import end_all
-from headrace._core.failure import as_exception
-from headrace._core.order.samplers import BlockSampler
-from headrace._core.ranks.distributed import RankChoice, ShardOptions
-from headrace._core.shards.discovery import Shard
-from headrace._core.shards.positions import names_digest
-from headrace._core.shards.reading import BadRecord
-from headrace._core.store.ranges import map_all
-from headrace._core.streams.epochs import FollowsEpoch, Order, checked_seed
-from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import T_co
-from headrace._core.streams.resumable import StreamOperation
+from headrace._eventloop.per_loop import end_all
+from headrace._order.samplers import BlockSampler
+from headrace._ranks.distributed import RankChoice, ShardOptions
+from headrace._records.failure import as_exception
+from headrace._shards.discovery import Shard
+from headrace._shards.positions import names_digest
+from headrace._shards.reading import BadRecord
+from headrace._store.ranges import map_all
+from headrace._streams.epochs import FollowsEpoch, Order, checked_seed
+from headrace._streams.iterable_style import AsyncIterableDataset
+from headrace._streams.kinds import T_co
+from headrace._streams.resumable import StreamOperation
 
 __all__ = ["IndexStream"]
 

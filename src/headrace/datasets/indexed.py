@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace._core.shards.compression import unpack_object
-from headrace._core.shards.indexing import DecoderOf, OpenedIndex
-from headrace._core.shards.reading import Decoder
-from headrace._core.shards.unpacked import UnpackedShards
-from headrace._core.store.ranges import Ranges, map_all
-from headrace._core.streams.kinds import Blocks, T_co
+from headrace._shards.compression import unpack_object
+from headrace._shards.indexing import DecoderOf, OpenedIndex
+from headrace._shards.reading import Decoder
+from headrace._shards.unpacked import UnpackedShards
+from headrace._store.ranges import Ranges, map_all
+from headrace._streams.kinds import Blocks, T_co
 from headrace.datasets.cached import RangedShards
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from headrace._core.extras import require
-from headrace._core.shards.discovery import is_panic
-from headrace._core.store.redaction import redact_text, redact_url, secrets_in
-from headrace._core.streams.map_style import AsyncDataset, positions
-from headrace._core.text import check_names, short_repr
+from headrace._base.text import check_names, short_repr
+from headrace._extras import require
+from headrace._shards.discovery import is_panic
+from headrace._store.redaction import redact_text, redact_url, secrets_in
+from headrace._streams.map_style import AsyncDataset, positions
 from headrace.errors import StoreError
 
 __all__ = ["LanceDataset"]

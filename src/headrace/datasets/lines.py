@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace._core.shards.compression import SUFFIXES as compression_suffixes
-from headrace._core.shards.compression import compression_of
-from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.reading import BadRecord, RecordDecoder
+from headrace._shards.compression import SUFFIXES as compression_suffixes
+from headrace._shards.compression import compression_of
+from headrace._shards.discovery import Shard, Shards
+from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace._core.array_types import ByteArray, IntArray
-from headrace._core.shards.discovery import Shard, shard_errors
-from headrace._core.shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
-from headrace._core.store.listing import require_pyarrow
-from headrace._core.store.store import StoreLike
+from headrace._base.array_types import ByteArray, IntArray
+from headrace._shards.discovery import Shard, shard_errors
+from headrace._shards.unpacked import UNPACKED_BYTES, check_unpacked, unpack
+from headrace._store.listing import require_pyarrow
+from headrace._store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.array_types import AnyArray
-from headrace._core.shards.unpacked import UNPACKED_BYTES
-from headrace._core.store.store import StoreLike
+from headrace._base.array_types import AnyArray
+from headrace._shards.unpacked import UNPACKED_BYTES
+from headrace._store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 
 __all__ = ["MDSDataset"]

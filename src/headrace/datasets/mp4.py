@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace._core.shards.discovery import HeaderReader, Shard, shard_errors
+from headrace._shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
 __all__ = ["VideoTrack", "clip_file", "read_track"]

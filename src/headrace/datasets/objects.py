@@ -9,8 +9,9 @@ from array import array
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from headrace._core.store.head import check_form, strong
-from headrace._core.store.listing import (
+from headrace._base.text import check_names, sample_repr
+from headrace._store.head import check_form, strong
+from headrace._store.listing import (
     UNKNOWN,
     Catalog,
     KeyedSamples,
@@ -19,10 +20,9 @@ from headrace._core.store.listing import (
     compact,
     list_objects,
 )
-from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
-from headrace._core.text import check_names, sample_repr
-from headrace._core.transport.pickling import out_of_band
+from headrace._store.store import Store, StoreLike, as_store
+from headrace._streams.blocking import background_loop
+from headrace._transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
 __all__ = ["ObjectDataset", "ObjectSample"]

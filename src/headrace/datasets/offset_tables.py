@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace._core.array_types import ByteArray, IntArray
-from headrace._core.shards.compression import check_content
-from headrace._core.shards.discovery import Shard, map_shards, shard_errors
-from headrace._core.shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
-from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.kinds import Blocks, Capabilities, T_co
+from headrace._base.array_types import ByteArray, IntArray
+from headrace._shards.compression import check_content
+from headrace._shards.discovery import Shard, map_shards, shard_errors
+from headrace._shards.unpacked import FORMATS, UnpackedShards, unpack, unpacker
+from headrace._store.ranges import Ranges
+from headrace._store.store import Store, StoreLike, as_store
+from headrace._streams.blocking import background_loop
+from headrace._streams.kinds import Blocks, Capabilities, T_co
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
-from headrace._core.eventloop.loop_thread import carried
-from headrace._core.ranks.rankinfo import bound
-from headrace._core.shards.discovery import map_shards, shard_errors
-from headrace._core.shards.index_file import content_digest
-from headrace._core.shards.indexing import place_of
-from headrace._core.store.answers import Answers
-from headrace._core.streams.blocking import background_loop
-from headrace._core.text import warn_user
+from headrace._base.text import warn_user
+from headrace._eventloop.loop_thread import carried
+from headrace._ranks.rankinfo import bound
+from headrace._shards.discovery import map_shards, shard_errors
+from headrace._shards.index_file import content_digest
+from headrace._shards.indexing import place_of
+from headrace._store.answers import Answers
+from headrace._streams.blocking import background_loop
 from headrace.errors import ObjectNotFoundError, ShardError
 
 __all__ = ["OnOpeningError", "open_cached", "opened"]

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._core.array_types import IntArray
-from headrace._core.batches import Rows
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
-from headrace._core.shards.tables import (
+from headrace._base.array_types import IntArray
+from headrace._base.text import check_names, whole_number
+from headrace._records.batches import Rows
+from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
+from headrace._shards.tables import (
     Selection,
     TableFile,
     as_expression,
@@ -25,12 +26,11 @@ from headrace._core.shards.tables import (
     passing_rows,
     select_columns,
 )
-from headrace._core.shards.unpacked import UNPACKED_BYTES, UnpackedShards, loaded
-from headrace._core.store.listing import require_pyarrow
-from headrace._core.store.ranges import map_all
-from headrace._core.store.store import StoreLike
-from headrace._core.streams.kinds import Blocks
-from headrace._core.text import check_names, whole_number
+from headrace._shards.unpacked import UNPACKED_BYTES, UnpackedShards, loaded
+from headrace._store.listing import require_pyarrow
+from headrace._store.ranges import map_all
+from headrace._store.store import StoreLike
+from headrace._streams.kinds import Blocks
 from headrace.datasets.cached import IndexedShards
 from headrace.datasets.opening import OnOpeningError, opened
 

@@ -8,10 +8,11 @@ import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
-from headrace._core.ranks.distributed import RankChoice
-from headrace._core.shards.compression import refuse_unsupported
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.indexing import (
+from headrace._base.text import check_keywords, whole_number
+from headrace._ranks.distributed import RankChoice
+from headrace._shards.compression import refuse_unsupported
+from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.indexing import (
     Indexing,
     OpenedIndex,
     beside,
@@ -19,17 +20,16 @@ from headrace._core.shards.indexing import (
     open_index,
     place_of,
 )
-from headrace._core.shards.positions import names_digest
-from headrace._core.shards.reading import Decoder, ReadAhead
-from headrace._core.shards.stream import ShardIterator
-from headrace._core.shards.unpacked import UNPACKED_BYTES
-from headrace._core.store.store import StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.epochs import FollowsEpoch, checked_seed
-from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.kinds import T_co, signature_of
-from headrace._core.streams.operators import ShuffleBuffer
-from headrace._core.text import check_keywords, whole_number
+from headrace._shards.positions import names_digest
+from headrace._shards.reading import Decoder, ReadAhead
+from headrace._shards.stream import ShardIterator
+from headrace._shards.unpacked import UNPACKED_BYTES
+from headrace._store.store import StoreLike, as_store
+from headrace._streams.blocking import background_loop
+from headrace._streams.epochs import FollowsEpoch, checked_seed
+from headrace._streams.iterable_style import AsyncIterableDataset
+from headrace._streams.kinds import T_co, signature_of
+from headrace._streams.operators import ShuffleBuffer
 from headrace.datasets.indexed import IndexedDataset
 
 __all__ = ["ShardedStream", "StreamOptions"]

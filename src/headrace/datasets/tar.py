@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Unpack
 
-from headrace._core.shards.compression import SUFFIXES, TAR_SUFFIXES
-from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.indexing import OpenedIndex
-from headrace._core.shards.tar import MEMBER_LIMIT, TarSamples
-from headrace._core.text import check_names
+from headrace._base.text import check_names
+from headrace._shards.compression import SUFFIXES, TAR_SUFFIXES
+from headrace._shards.discovery import Shard, Shards
+from headrace._shards.indexing import OpenedIndex
+from headrace._shards.tar import MEMBER_LIMIT, TarSamples
 from headrace.datasets.indexed import IndexedDataset
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import ShardError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
-from headrace._core.extras import require
-from headrace._core.shards.compression import SUFFIXES
-from headrace._core.shards.discovery import Shard, Shards
-from headrace._core.shards.reading import BadRecord, RecordDecoder
+from headrace._extras import require
+from headrace._shards.compression import SUFFIXES
+from headrace._shards.discovery import Shard, Shards
+from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
 from headrace.errors import TruncatedShardError
 

@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from headrace._core.array_types import AnyDType, IntArray
-from headrace._core.shards.compression import refuse_compressed
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.shards.npy import npy_layout
-from headrace._core.shards.token_index import read_index
-from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import StoreLike
+from headrace._base.array_types import AnyDType, IntArray
+from headrace._shards.compression import refuse_compressed
+from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.npy import npy_layout
+from headrace._shards.token_index import read_index
+from headrace._store.ranges import Ranges
+from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
 

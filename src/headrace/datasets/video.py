@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace._core.shards.discovery import Shard, Shards, find_shards
-from headrace._core.store.ranges import Ranges
-from headrace._core.store.store import StoreLike
+from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._store.ranges import Ranges
+from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
 from headrace.datasets.opening import OnOpeningError, opened

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from headrace._core.array_types import AnyArray
-from headrace._core.extras import require
-from headrace._core.shards.discovery import shard_errors, split_url
-from headrace._core.shards.unpacked import UnpackedShards
-from headrace._core.store.ranges import Ranges, map_all
-from headrace._core.store.store import Store, StoreLike, as_store
-from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.kinds import Blocks
-from headrace._core.streams.map_style import RangedDataset, positions
+from headrace._base.array_types import AnyArray
+from headrace._extras import require
+from headrace._shards.discovery import shard_errors, split_url
+from headrace._shards.unpacked import UnpackedShards
+from headrace._store.ranges import Ranges, map_all
+from headrace._store.store import Store, StoreLike, as_store
+from headrace._streams.blocking import background_loop
+from headrace._streams.kinds import Blocks
+from headrace._streams.map_style import RangedDataset, positions
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
@@ -91,7 +91,7 @@ class ZarrDataset(RangedDataset[Any]):
         if missing not in ("error", "fill"):
             raise ValueError(f"missing={missing!r} must be 'error' or 'fill'")
         require("zarr.abc.store", "ZarrDataset", "zarr", "zarr")
-        from headrace._core.shards.zarr_store import ReadStore, open_array
+        from headrace._shards.zarr_store import ReadStore, open_array
 
         self._reads = UnpackedShards(cache_bytes)
         self._cache_bytes = cache_bytes

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from headrace._core.array_types import IntArray
-from headrace._core.device.streams import resolve
-from headrace._core.order.samplers import SeededRandomSampler
-from headrace._core.order.state import LoaderState
-from headrace._core.ranks.distributed import ShardOptions
-from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.seeding import batch_seed, isolated_generators, seed_everything
+from headrace._base.array_types import IntArray
+from headrace._device.streams import resolve
+from headrace._order.samplers import SeededRandomSampler
+from headrace._order.state import LoaderState
+from headrace._random.seeding import batch_seed, isolated_generators, seed_everything
+from headrace._ranks.distributed import ShardOptions
+from headrace._ranks.rankinfo import RankInfo
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions

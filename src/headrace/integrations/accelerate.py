@@ -16,11 +16,11 @@ from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from headrace._core.streams.kinds import splits_by_rank
-from headrace._core.streams.torch_views import unwrap, without_adapter
-from headrace._core.text import dataset_repr
-from headrace._core.torchcompat.portable_collate import PortableCollate, without_transform
+from headrace._base.text import dataset_repr
+from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._streams.kinds import splits_by_rank
+from headrace._streams.torch_views import unwrap, without_adapter
+from headrace._torchcompat.portable_collate import PortableCollate, without_transform
 from headrace.integrations._shared import (
     BatchwiseBatches,
     BatchwiseSampler,

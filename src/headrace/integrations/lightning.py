@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headrace._core.consumer.control import trainers
-from headrace._core.consumer.epoch import BatchIterator
-from headrace._core.order.state import states_to_dict
-from headrace._core.ranks.rankinfo import has_process_group
-from headrace._core.streams.kinds import signature_of
-from headrace._core.streams.resumable import State
-from headrace._core.torchcompat.private import tree_leaves
+from headrace._consumer.control import trainers
+from headrace._consumer.epoch import BatchIterator
+from headrace._order.state import states_to_dict
+from headrace._ranks.rankinfo import has_process_group
+from headrace._streams.kinds import signature_of
+from headrace._streams.resumable import State
+from headrace._torchcompat.private import tree_leaves
 from headrace.loader import DataLoader
 
 __all__ = ["callbacks", "pytorch_lightning_callbacks"]

@@ -8,7 +8,7 @@ import ray.train
 import ray.train.torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from headrace._core.text import dataset_repr
+from headrace._base.text import dataset_repr
 from headrace.integrations._shared import computed_order, copied
 from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler

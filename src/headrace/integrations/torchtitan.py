@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace._core.text import dataset_repr
+from headrace._base.text import dataset_repr
 from headrace.errors import StateError
 from headrace.loader import DataLoader
 

@@ -18,10 +18,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
 
-from headrace._core.order.state import LoaderState
-from headrace._core.ranks.rankinfo import RankInfo
-from headrace._core.streams.kinds import DatasetKind, kind_of
-from headrace._core.text import dataset_repr
+from headrace._base.text import dataset_repr
+from headrace._order.state import LoaderState
+from headrace._ranks.rankinfo import RankInfo
+from headrace._streams.kinds import DatasetKind, kind_of
 from headrace.errors import StateError
 from headrace.integrations._shared import computed_order, load_state, save_state
 from headrace.integrations.accelerate import PreparedLoader, _divided

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from headrace._core.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
-from headrace._core.failure import Failure
+from headrace._records.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
+from headrace._records.failure import Failure
 
 __all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "counters_of"]
 

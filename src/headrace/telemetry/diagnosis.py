@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace._core.text import digits, rate, seconds, share
+from headrace._base.text import digits, rate, seconds, share
 from headrace.telemetry.figures import Figures
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]

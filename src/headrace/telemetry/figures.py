@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headrace._core.batches import RequestCounts
+from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
 
 __all__ = ["WAITS", "Figures", "figures_of", "steps_of", "waits_of"]

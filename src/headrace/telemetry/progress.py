@@ -11,8 +11,8 @@ from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm.auto import tqdm
 
-from headrace._core.ranks.rankinfo import own_rank
-from headrace._core.text import printable, rate
+from headrace._base.text import printable, rate
+from headrace._ranks.rankinfo import own_rank
 from headrace.errors import UnknownRankError
 from headrace.telemetry.counters import counters_of
 from headrace.telemetry.report import make_report

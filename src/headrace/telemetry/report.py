@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._core.text import rate, seconds, share
+from headrace._base.text import rate, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of

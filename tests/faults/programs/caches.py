@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import headrace as hr
-from headrace._core.store.disk_cache import DiskCache
+from headrace._store.disk_cache import DiskCache
 
 
 def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> None:

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 
-from headrace._core.cgroup import CgroupLimits
+from headrace._base.cgroup import CgroupLimits
 from headrace.cli import doctor
 from headrace.cli.doctor import (
     Finding,

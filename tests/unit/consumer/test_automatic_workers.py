@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import control
-from headrace._core.eventloop.waiting import wait_readable
+from headrace._consumer import control
+from headrace._eventloop.waiting import wait_readable
 from tests.datasets import Numbers
 from tests.unit.streams import reading
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
-from headrace._core.consumer.prefetch import CALM, PROMPT, Prefetcher
-from headrace._core.look_ahead import LookAheadSize
+from headrace._consumer.prefetch import CALM, PROMPT, Prefetcher
+from headrace._engine.look_ahead import LookAheadSize
+from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
 
 
 def plans():

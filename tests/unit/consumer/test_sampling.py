@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler, TensorDataset
 
 import headrace as hr
-from headrace._core.order.samplers import SeededRandomSampler
-from headrace._core.seeding import batch_seed
+from headrace._order.samplers import SeededRandomSampler
+from headrace._random.seeding import batch_seed
 
 NUMBERS = TensorDataset(torch.arange(40))
 

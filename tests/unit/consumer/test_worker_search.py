@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace._core.batches import StageTimes
-from headrace._core.consumer.worker_search import HOLD, START_SECONDS, WorkerSearch
+from headrace._consumer.worker_search import HOLD, START_SECONDS, WorkerSearch
+from headrace._records.batches import StageTimes
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.shards.index_file import IndexedShard, IndexFile, dump_index
+from headrace._shards.index_file import IndexedShard, IndexFile, dump_index
 from headrace.cli.main import main
 from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
@@ -358,7 +358,7 @@ def test_offsets_beyond_four_gib_are_exact():
 
 def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
     """Hash and checksum are computed again: nothing outside of a shard is read."""
-    from headrace._core.shards.index_file import HASHED_FROM, PREFIX, content_digest
+    from headrace._shards.index_file import HASHED_FROM, PREFIX, content_digest
 
     whole = list(hr.TarDataset.index(folder, save=True))
     path = folder / "headrace.index"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.streams.kinds import Blocks
+from headrace._streams.kinds import Blocks
 from headrace.errors import StateError
 from tests.unit.datasets.formats import FORMATS
 

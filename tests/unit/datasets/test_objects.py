@@ -13,7 +13,7 @@ import pandas
 import pytest
 from obstore.store import LocalStore
 
-from headrace._core.store.store import Store
+from headrace._store.store import Store
 from headrace.datasets.objects import ObjectDataset, ObjectSample
 from headrace.errors import (
     ChecksumError,

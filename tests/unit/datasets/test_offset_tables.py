@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.shards.unpacked import UnpackedShards
+from headrace._shards.unpacked import UnpackedShards
 from headrace.errors import ShardError
 from object_server import Fault
 from tests.fixtures.litdata import make as litdata

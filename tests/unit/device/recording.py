@@ -1,4 +1,4 @@
-"""A device in host memory, behind the interface of `headrace._core.device.streams`: work is done when a test says so.
+"""A device in host memory, behind the interface of `headrace._device.streams`: work is done when a test says so.
 
 A copy reads its source when its stream comes to it, and not when it is enqueued: memory that is
 written to too early gives a wrong byte here as it does on a device.
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from headrace import loader as loading
-from headrace._core.consumer import control
-from headrace._core.device import copy
-from headrace._core.device.pinning import Registry
+from headrace._consumer import control
+from headrace._device import copy
+from headrace._device.pinning import Registry
 from headrace.errors import CudaGraphError
 from tests.datasets import Numbers
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import control
+from headrace._consumer import control
 from tests.unit.device.recording import Rows
 
 

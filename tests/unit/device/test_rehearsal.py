@@ -48,7 +48,7 @@ def test_layouts_and_containers_arrive_as_they_were_sent(streams):
     check_layouts(got, sent, lambda tensor: torch.empty_like(tensor).copy_(tensor))
 
 
-@pytest.mark.parametrize("folder", ["tests/gpu", "benchmarks", "src/headrace/_core/device"])
+@pytest.mark.parametrize("folder", ["tests/gpu", "benchmarks", "src/headrace/_device"])
 def test_names_of_torch_in_code_for_a_gpu_exist(folder):
     named = set()
     for file in ROOT.glob(f"{folder}/{'gpu_' * (folder == 'benchmarks')}*.py"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._core.consumer import control
-from headrace._core.transport.slabs import SLABS
+from headrace._consumer import control
+from headrace._transport.slabs import SLABS
 from headrace.errors import CudaGraphError
 from tests.unit.device.recording import ELEMENTS, RecordingStreams, Rows, use
 

@@ -2,9 +2,9 @@
 
 import anyio
 
-from headrace._core.batches import BatchPlan
-from headrace._core.engine.fetch import FetchContext
-from headrace._core.store.request_stats import RequestStats
+from headrace._engine.fetch import FetchContext
+from headrace._records.batches import BatchPlan
+from headrace._store.request_stats import RequestStats
 
 
 def plan(number, indices):

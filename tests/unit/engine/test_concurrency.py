@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace._core.engine.concurrency import AdaptiveLimit
+from headrace._engine.concurrency import AdaptiveLimit
 
 START, MOST = 64, 512
 TICK = 0.02

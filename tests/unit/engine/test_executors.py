@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace._core.engine.executors import ThreadExecutor
-from headrace._core.ranks.rankinfo import RankInfo
+from headrace._engine.executors import ThreadExecutor
+from headrace._ranks.rankinfo import RankInfo
 
 
 async def test_error_outside_of_user_code_is_raised_and_the_thread_goes_on():

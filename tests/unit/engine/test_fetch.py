@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from headrace._core.engine.concurrency import AdaptiveLimit
-from headrace._core.engine.fetch import BatchFetch, SampleFetch
+from headrace._engine.concurrency import AdaptiveLimit
+from headrace._engine.fetch import BatchFetch, SampleFetch
 from tests.programs import run_by
 from tests.unit.engine.stages import Stage, plan, plans
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.store.ranges import Ranges
-from headrace._core.streams.map_style import RangedDataset, positions
+from headrace._store.ranges import Ranges
+from headrace._streams.map_style import RangedDataset, positions
 from object_server import Fault, ObjectServer
 
 OBJECTS = 200

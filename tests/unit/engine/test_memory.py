@@ -1,7 +1,7 @@
 """Memory in flight is bounded before a size is known."""
 
-from headrace._core.batches import BatchPlan, FetchLoad, RawBatch
-from headrace._core.engine.memory import MemoryBudget, SampleSizes, size_of_a_sample
+from headrace._engine.memory import MemoryBudget, SampleSizes, size_of_a_sample
+from headrace._records.batches import BatchPlan, FetchLoad, RawBatch
 
 SIZE = 1000
 PLANS = [BatchPlan(number, (2 * number, 2 * number + 1), 0) for number in range(100)]

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import torch
 
-from headrace._core.batches import Rows
-from headrace._core.engine.range_fetch import RangeFetch
-from headrace._core.failure import Failure
-from headrace._core.store.ranges import Ranges
-from headrace._core.streams.map_style import RangedDataset, positions
+from headrace._engine.range_fetch import RangeFetch
+from headrace._records.batches import Rows
+from headrace._records.failure import Failure
+from headrace._store.ranges import Ranges
+from headrace._streams.map_style import RangedDataset, positions
 from tests.unit.engine.stages import Stage, plan
 
 

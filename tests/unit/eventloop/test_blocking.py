@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from headrace._core.eventloop import blocking as module
-from headrace._core.eventloop.blocking import run_blocking
+from headrace._eventloop import blocking as module
+from headrace._eventloop.blocking import run_blocking
 
 
 def test_many_calls_share_few_threads(on_loop):

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 from obstore.store import MemoryStore
 
-from headrace._core.eventloop import waiting
-from headrace._core.eventloop.loop_thread import LoopThread, new_event_loop
+from headrace._eventloop import waiting
+from headrace._eventloop.loop_thread import LoopThread, new_event_loop
 from headrace.errors import EngineDiedError
 
 pytestmark = pytest.mark.usefixtures("engine_loop")

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 import headrace as hr
-from headrace._core.eventloop.loop_thread import end_tasks
-from headrace._core.eventloop.per_loop import per_loop
+from headrace._eventloop.loop_thread import end_tasks
+from headrace._eventloop.per_loop import per_loop
 
 
 class Log:

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace._core.eventloop import waiting
-from headrace._core.eventloop.waiting import wait_done, wait_readable
+from headrace._eventloop import waiting
+from headrace._eventloop.waiting import wait_done, wait_readable
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import requests
 
 import headrace as hr
-from headrace._core.eventloop import watchdog
-from headrace._core.eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from headrace._eventloop import watchdog
+from headrace._eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from tests.datasets import Numbers
 
 BLOCK = 0.3  # seconds: the blocking under test

@@ -6,7 +6,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.links.placement import snapshot
+from headrace._links.placement import snapshot
 
 
 class Keys(hr.AsyncDataset):

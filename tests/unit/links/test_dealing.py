@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace._core.batches import BatchPlan, HostBatch
-from headrace._core.links.dealing import Dealer
+from headrace._links.dealing import Dealer
+from headrace._records.batches import BatchPlan, HostBatch
 
 
 def plan(number: int) -> BatchPlan:

@@ -7,7 +7,7 @@ import signal
 from torch.utils.data import Dataset
 
 import headrace as hr
-from headrace._core.pool.launch import _ContextProcess
+from headrace._pool.launch import _ContextProcess
 
 
 def test_end_of_a_worker_that_the_program_has_reaped_is_seen():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headrace import LinesDataset, ParquetDataset, Store, StoreError
-from headrace._core.shards.discovery import expand_braces, glob_expression
+from headrace._shards.discovery import expand_braces, glob_expression
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 from object_server import ObjectServer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace._core.shards.tar import TAR_BLOCK, TarSamples
+from headrace._shards.tar import TAR_BLOCK, TarSamples
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 from tests.unit.shards import tars
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace._core.retry_policy import RetryPolicy, as_policy
-from headrace._core.store import backoff
-from headrace._core.store.backoff import RetryGate, Tries
-from headrace._core.store.errors import Cause, RequestFailure
+from headrace._store import backoff
+from headrace._store.backoff import RetryGate, Tries
+from headrace._store.errors import Cause, RequestFailure
+from headrace._store.retry_policy import RetryPolicy, as_policy
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace._core.store.request_stats import SMALL, BodyReader
+from headrace._store.request_stats import SMALL, BodyReader
 
 TIMEOUT = 120
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.listing import StringArray
-from headrace._core.transport.shared_pickle import SharedPickle
+from headrace._store.listing import StringArray
+from headrace._transport.shared_pickle import SharedPickle
 
 anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
 

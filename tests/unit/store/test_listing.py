@@ -7,8 +7,8 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store.store import Store
+from headrace._store.retry_policy import RetryPolicy
+from headrace._store.store import Store
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError, StoreUnreachableError

@@ -13,8 +13,8 @@ import pytest
 from obstore.store import LocalStore, MemoryStore
 
 import headrace as hr
-from headrace._core.store.errors import NATIVE_ERRORS, Cause, classify_error, describe_error
-from headrace._core.store.open import open_store
+from headrace._store.errors import NATIVE_ERRORS, Cause, classify_error, describe_error
+from headrace._store.open import open_store
 from object_server import Fault, ObjectServer
 from tests.answers import answering
 

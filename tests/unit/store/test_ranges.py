@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace._core.store.ranges import Ranges, plan_spans, read_ranges
+from headrace._store.ranges import Ranges, plan_spans, read_ranges
 
 OBJECTS = [bytes((i * 7 + number) % 251 for i in range(5000)) for number in range(4)]
 RANGES = st.lists(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace._core.store.redaction import redact_text, redact_url, secrets_in
+from headrace._store.redaction import redact_text, redact_url, secrets_in
 
 
 @pytest.mark.parametrize(

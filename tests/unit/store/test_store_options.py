@@ -6,8 +6,8 @@ import re
 import pytest
 from obstore.store import HTTPStore
 
-from headrace._core.store.open import StoreOptions, store_id
-from headrace._core.store.store import Store
+from headrace._store.open import StoreOptions, store_id
+from headrace._store.store import Store
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from headrace._core.retry_policy import RetryPolicy
-from headrace._core.store.store import LARGE, PART, Store
+from headrace._store.retry_policy import RetryPolicy
+from headrace._store.store import LARGE, PART, Store
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, StoreError
 from object_server import Fault, ObjectServer

@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 import headrace as hr
-from headrace._core.store.errors import RequestFailure
-from headrace._core.store.head import Head, check_version
-from headrace._core.store.store import LARGE
+from headrace._store.errors import RequestFailure
+from headrace._store.head import Head, check_version
+from headrace._store.store import LARGE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
 

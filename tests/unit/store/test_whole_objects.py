@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 import headrace as hr
-from headrace._core.store.store import LARGEST_WHOLE
+from headrace._store.store import LARGEST_WHOLE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
 

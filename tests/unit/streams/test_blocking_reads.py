@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headrace._core.streams import blocking
-from headrace._core.streams.blocking import background_loop
-from headrace._core.streams.iterable_style import AsyncIterableDataset
-from headrace._core.streams.map_style import AsyncDataset
+from headrace._streams import blocking
+from headrace._streams.blocking import background_loop
+from headrace._streams.iterable_style import AsyncIterableDataset
+from headrace._streams.map_style import AsyncDataset
 from headrace.errors import DeadlockError
 from tests.datasets import SlowDataset
 from tests.unit.streams.reading import Count

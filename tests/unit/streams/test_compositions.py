@@ -6,7 +6,7 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.streams.torch_views import unwrap
+from headrace._streams.torch_views import unwrap
 from tests.datasets import Numbers
 
 

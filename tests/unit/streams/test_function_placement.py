@@ -8,8 +8,8 @@ import pytest
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.streams.kinds import capabilities
-from headrace._core.streams.map_style import positions
+from headrace._streams.kinds import capabilities
+from headrace._streams.map_style import positions
 
 without_a_loader = []  # not empty while a stream is read without a loader
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 import headrace as hr
-from headrace._core.streams.kinds import ranks_differ
-from headrace._core.streams.resumable import start_stream
+from headrace._streams.kinds import ranks_differ
+from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count
 
 

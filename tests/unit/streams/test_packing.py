@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace._core.streams.resumable import start_stream
+from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count, outcomes, stream
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace._core.streams.kinds import capabilities
+from headrace._streams.kinds import capabilities
 from object_server import ObjectServer
 
 TOKENS = np.arange(40_000, dtype="<u2")

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import headrace as hr
-from headrace._core.ranks.rankinfo import RankInfo, provided_rank
-from headrace._core.torchcompat import portable_collate as portable
+from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._torchcompat import portable_collate as portable
 from tests.datasets import Numbers
 
 

@@ -7,8 +7,8 @@ import torch.distributed
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import headrace as hr
-from headrace._core.order.restore import check_reading
-from headrace._core.ranks.rankinfo import RankInfo
+from headrace._order.restore import check_reading
+from headrace._ranks.rankinfo import RankInfo
 from tests import datasets
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._core.engine.stepping import SessionSteps
-from headrace._core.seeding import isolated_generators
-from headrace._core.streams.epochs import keys_within, session_epoch
-from headrace._core.streams.resumable import start_stream, warn_of_rereading
-from headrace._core.streams.steps import compute
+from headrace._engine.stepping import SessionSteps
+from headrace._random.seeding import isolated_generators
+from headrace._streams.epochs import keys_within, session_epoch
+from headrace._streams.resumable import start_stream, warn_of_rereading
+from headrace._streams.steps import compute
 from tests.unit.streams.reading import Count, Inside, Plain, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from headrace._core.batches import FetchLoad, RequestCounts, StageTimes
+from headrace._records.batches import FetchLoad, RequestCounts, StageTimes
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup
 from headrace.telemetry.figures import WAITS

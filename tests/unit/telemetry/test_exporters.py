@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 import headrace as hr
-from headrace._core.batches import RequestCounts
+from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import Counters, LoaderStats
 from headrace.telemetry.exporters import COUNTERS
 from tests import datasets

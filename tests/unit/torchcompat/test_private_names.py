@@ -1,7 +1,7 @@
 """Private names of torch: present, with the behaviour that headrace relies on, and used in one module only.
 
 Run with torch 2.13.0; the sources of 2.6.0 were read. A failure with another release means that
-`_core/torchcompat/private.py` has to follow it.
+`_torchcompat/private.py` has to follow it.
 """
 
 import ast
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from torch.utils import data
 
 import headrace as hr
-from headrace._core.torchcompat import private
+from headrace._torchcompat import private
 
 CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
 SOURCE = Path(hr.__file__).parent

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from headrace._core.transport.channel import (
+from headrace._transport.channel import (
     BlockingChannel,
     Connection,
     Disconnected,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from headrace._core.transport.pickling import (
+from headrace._transport.pickling import (
     PickledPayload,
     dump_message,
     load_message,

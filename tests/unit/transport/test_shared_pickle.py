@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._core.transport.shared_pickle import LARGE, SharedPickle
+from headrace._transport.shared_pickle import LARGE, SharedPickle
 
 MEGABYTE = 1 << 20
 

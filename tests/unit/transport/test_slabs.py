@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
-from headrace._core.transport.channel import BlockingChannel, Connection
-from headrace._core.transport.pickling import dump_message
-from headrace._core.transport.slabs import SLABS, Allocator, Mapper
+from headrace._transport.channel import BlockingChannel, Connection
+from headrace._transport.pickling import dump_message
+from headrace._transport.slabs import SLABS, Allocator, Mapper
 
 pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
 
@@ -44,7 +44,7 @@ def test_slabs_of_different_sizes_are_no_more_than_are_in_use_at_a_time(allocato
 
 
 def test_replaced_slab_is_replaced_for_the_receiver_of_a_forwarded_one(monkeypatch):
-    monkeypatch.setattr("headrace._core.transport.slabs._forwards", True)
+    monkeypatch.setattr("headrace._transport.slabs._forwards", True)
 
     def send_through(size):
         source.send(torch.full((size,), 7, dtype=torch.uint8))

@@ -1,0 +1,1 @@
+"""Parts without knowledge of loading: text, descriptors, types."""

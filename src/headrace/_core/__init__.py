@@ -1,4 +1,0 @@
-"""Private implementation of headrace.
-
-Names here may change in any release.
-"""

@@ -1,0 +1,1 @@
+"""Records between stages: plans, batches, messages and failures."""

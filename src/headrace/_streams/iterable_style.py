@@ -1,0 +1,328 @@
+"""`AsyncIterableDataset`, the base class of async streams, and its operations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch.utils.data import IterableDataset
+
+from headrace._base.text import check_function, dataset_repr, function_name, whole_number
+from headrace._ranks.distributed import RankChoice, undivided
+from headrace._ranks.rankinfo import bound
+from headrace._streams.blocking import SyncStream
+from headrace._streams.composition import ConcatComposition, MapComposition, plan
+from headrace._streams.epochs import FollowsEpoch, checked_seed
+from headrace._streams.kinds import T_co, children
+from headrace._streams.mixing import Mix
+from headrace._streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
+from headrace._streams.packing import Pack, PackLabels, PackStrategy
+from headrace._streams.steps import Step, Steps
+
+U = TypeVar("U")
+
+
+class AsyncIterableDataset(IterableDataset[T_co]):
+    """A stream of samples, read with `async for`.
+
+    Subclasses define `__aiter__` as an async generator. The dataset also works in a stock torch
+    loader and in a plain `for`: `__iter__` reads the stream on a background loop.
+
+    Example:
+        >>> class Count(AsyncIterableDataset[int]):
+        ...     async def __aiter__(self):
+        ...         for i in range(3): yield i
+        >>> list(Count())
+        [0, 1, 2]
+    """
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Start to read the stream from the first sample."""
+        # Not an abstract method: the error appears at the first use, with the remedy.
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`"
+        )
+
+    def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
+        """Apply `fn` to each sample, in the loader's CPU workers.
+
+        The result is the same as with the loader's `transform`. As the last operation, `fn` runs
+        together with `transform`, a batch at a time. If other operations follow (`filter`,
+        `shuffle`, `pack`, …), small groups of samples go to a worker and return in order, before
+        batching.
+        """
+        return MappedStream(self, fn)
+
+    def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
+        """Keep the samples for which ``fn(sample)`` is true.
+
+        A loader calls `fn` in the CPU workers before batching, so batches are full. A `map` before
+        a `filter` runs there too, in the same request. Samples go to a worker and back for the
+        filter: if small values (a key, a header) are enough for the decision, filter before
+        decoding. Ranks may be left with different numbers of samples: apply `split` after the
+        filter.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(6): yield i
+            >>> squares = from_async_iterable(numbers).map(lambda i: i * i)
+            >>> list(squares.filter(lambda square: square % 2))
+            [1, 9, 25]
+        """
+        check_function("the function of filter", fn)
+        return OperatedStream(
+            self, f"{{}}.filter({function_name(fn)})", Steps, steps=(Step(fn, True),)
+        )
+
+    def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
+        """Repeat this stream several times, or without end.
+
+        Shuffled streams have another order in each repetition.
+
+        Args:
+            times: number of repetitions; None for no end. Even with None, the stream ends after a
+                repetition without samples.
+
+        Raises:
+            ValueError: `times` is negative.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def letters():
+            ...     for letter in "ab": yield letter
+            >>> list(from_async_iterable(letters).repeat(2))
+            ['a', 'b', 'a', 'b']
+        """
+        times = None if times is None else whole_number("times", times)
+        return OperatedStream(
+            self, f"{{}}.repeat({'' if times is None else times})", Repeat, times=times
+        )
+
+    def take(self, count: int) -> AsyncIterableDataset[T_co]:
+        """Take the first `count` samples, or all samples of a shorter stream.
+
+        If the stream is split over ranks, the count is for each rank.
+
+        Raises:
+            ValueError: `count` is negative.
+        """
+        count = whole_number("count", count)
+        return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
+
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
+        """Shuffle this stream, in another order at each epoch.
+
+        Each window of `buffer_size` samples is permuted. For each sample given, a sample of the
+        next window is read, so memory holds a single buffer. A sample moves by less than
+        `buffer_size` places. To continue from a saved position, at most two windows are read again.
+
+        Args:
+            buffer_size: size of the buffer, in samples.
+            seed: seed of the order, combined with the epoch; None for the loader's seed, else 0.
+
+        Raises:
+            ValueError: `buffer_size` is not positive, or `seed` is out of range.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(8): yield i
+            >>> sorted(from_async_iterable(numbers).shuffle(4)) == list(range(8))
+            True
+        """
+        buffer_size = whole_number("buffer_size", buffer_size, 1)
+        seed = checked_seed(seed)
+        shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
+        return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
+
+    def split(
+        self, *, rank: int | None = None, world_size: int | None = None
+    ) -> AsyncIterableDataset[T_co]:
+        """Give each rank every n-th sample, the same number on all ranks.
+
+        The stream must not be split yet. Each rank reads the whole stream, so the stream must be
+        the same on all ranks. The workers of a stock torch loader also read the whole stream and
+        count as ranks. An inner stream of shards does not split itself then. An incomplete last
+        round is dropped.
+
+        Args:
+            rank: which part; by default the rank of `headrace.get_rank_info` when reading starts.
+            world_size: number of parts.
+
+        Raises:
+            ValueError: an argument is out of range, or only one of `rank` and `world_size` is
+                given.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def numbers():
+            ...     for i in range(7): yield i
+            >>> stream = from_async_iterable(numbers)
+            >>> [list(stream.split(rank=rank, world_size=2)) for rank in range(2)]
+            [[0, 2, 4], [1, 3, 5]]
+        """
+        return SplitStream(self, RankChoice(rank, world_size))
+
+    def pack(
+        self,
+        seq_len: int,
+        strategy: PackStrategy = "concat",
+        *,
+        window: int = 32,
+        fields: Sequence[str] = ("tokens",),
+        labels: PackLabels | None = None,
+    ) -> AsyncIterableDataset[dict[str, torch.Tensor]]:
+        """Pack documents of tokens into sequences of `seq_len` tokens.
+
+        A document is a list, array or tensor of integers, or a dict of several. A document longer
+        than a sequence is cut, and each piece counts as a document. No token is left out. Packing
+        runs on the loader's event loop.
+
+        A sequence is a dict of tensors of shape (seq_len,): ``"tokens"`` (int64);
+        ``"segment_ids"``, 1 for the first document in the sequence, 2 for the next, …, and 0 for
+        padding; ``"positions"``, which restart at each document and at padding; further `fields`
+        with the dtypes of the documents. Padding is 0, and -100 in a field named ``"labels"``.
+
+        Ranks that pack different shards have different numbers of sequences: `split` the result, or
+        use ``coordinated=True``. After a restore, documents are read again from the oldest document
+        of an incomplete sequence.
+
+        Args:
+            seq_len: length of a sequence, in tokens.
+            strategy: ``"concat"``: a document continues in the next sequence, and only the last
+                sequence is padded. ``"first_fit"``, ``"best_fit"``: a document is placed whole, in
+                the oldest or the fullest open sequence with room.
+            window: number of open sequences of ``"first_fit"`` and ``"best_fit"``. If no open
+                sequence has room, the fullest is given out. Every sequence is given out after at
+                most 4 × `window` other sequences.
+            fields: keys of the per-token values of a dict, first the key of the tokens. A dict may
+                have no other keys: remove other keys by `map` before.
+            labels: ``"next"`` adds ``"labels"``: the following token of the document. ``"same"``:
+                the token itself, except for the first of a document; for models that shift labels,
+                as in transformers. -100 elsewhere.
+
+        Raises:
+            ValueError: an argument is out of range, or a document is not made of integers, lacks a
+                field, or has other keys.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def documents():
+            ...     for document in ([1, 2, 3], [4, 5, 6], [7]): yield document
+            >>> packed = list(from_async_iterable(documents).pack(4, "first_fit"))
+            >>> [sequence["tokens"].tolist() for sequence in packed]
+            [[1, 2, 3, 7], [4, 5, 6, 0]]
+            >>> packed[0]["segment_ids"].tolist(), packed[0]["positions"].tolist()
+            ([1, 1, 1, 2], [0, 1, 2, 0])
+        """
+        seq_len = whole_number("seq_len", seq_len, 1)
+        window = whole_number("window", window, 1)
+        if strategy not in get_args(PackStrategy) or labels not in (None, *get_args(PackLabels)):
+            words = f"{get_args(PackStrategy)}, and {get_args(PackLabels)} or None"
+            raise ValueError(f"strategy={strategy!r} and labels={labels!r} must be of {words}")
+        made = {"segment_ids", "positions", *(("labels",) if labels else ())}
+        if isinstance(fields, str) or not fields or made & {*fields}:
+            raise ValueError(
+                f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}"
+            )
+        return OperatedStream(
+            self,
+            f"{{}}.pack({seq_len}, {strategy!r})",
+            Pack,
+            seq_len=seq_len,
+            strategy=str(strategy),
+            window=window,
+            names=tuple(fields),
+            labels=labels,
+        )
+
+    def __iter__(self) -> Iterator[T_co]:
+        return SyncStream(*plan(self))
+
+
+class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
+    """An operation on a stream, or on a tuple of streams.
+
+    Iterators have the class `operator` and are made from `dataset` and `options`, with an `order`
+    in place of a `seed`. `shown` is the repr, with ``{}`` in place of the repr of `dataset`.
+    """
+
+    def __init__(self, dataset: Any, shown: str, operator: Any, **options: Any) -> None:
+        self.dataset = dataset
+        self._shown = shown
+        self._operator = operator
+        self.ranks_differ: bool = operator.ranks_differ
+        self._options = options
+        self.equal_on_ranks = _is_endless(self)
+
+    def __repr__(self) -> str:
+        return self._shown.replace("{}", dataset_repr(self.dataset), 1)
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        options = dict(self._options)
+        if "seed" in options:
+            options["order"] = self._order_for(options.pop("seed"))
+        iterator: AsyncIterator[T_co] = self._operator(self.dataset, **options)
+        return iterator
+
+
+def _is_endless(stream: Any) -> bool:
+    """Return whether a stream is known to have no end."""
+    operator = getattr(stream, "_operator", None)
+    if operator is Take:
+        return False
+    if operator is Repeat and stream._options["times"] is None:
+        return True
+    has_to_end = all if operator is Mix and stream._options["stop"] == "first" else any
+    return has_to_end(map(_is_endless, children(stream)))
+
+
+class MappedStream(MapComposition, OperatedStream[T_co]):
+    """A stream with a function applied to each sample; made by `map`.
+
+    A loader applies the last functions of an expression together with `transform`. Functions before
+    another operation run in the loader's workers before batching.
+    """
+
+    def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
+        check_function("the function of map", fn)
+        super().__init__(dataset, f"{{}}.map({function_name(fn)})", Steps, steps=(Step(fn, False),))
+        self.fn = fn
+        self.ranks_differ = False
+
+
+class SplitStream(OperatedStream[T_co]):
+    """A rank's part of a stream; made by `split`.
+
+    Every rank reads the whole stream.
+    """
+
+    splits_by_rank = True
+    splits_over_workers = True  # in a torch loader each worker reads its own part
+    # Each rank reads the whole stream, so a position is valid for all ranks.
+    divides_samples = True
+
+    def __init__(self, dataset: Any, ranks: RankChoice) -> None:
+        super().__init__(dataset, "{}.split()", Split)
+        self._ranks = ranks
+        self.equal_on_ranks = True
+
+    def __len__(self) -> int:
+        shard = self._ranks.shard()
+        with bound(undivided, shard.count > 1):
+            return len(self.dataset) // shard.count
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return Split(self.dataset, self._ranks.shard().in_worker())
+
+
+class ConcatenatedStreams(ConcatComposition, FollowsEpoch, AsyncIterableDataset[object]):
+    """Streams in succession; made by `headrace.concat` or torch's `ChainDataset`."""
+
+    def __init__(self, datasets: Sequence[object]) -> None:
+        self.sources = tuple(datasets)
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return Concat(self.sources, numbered=self.numbered)

@@ -177,7 +177,8 @@ class Permutation:
     def _permuted(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Pass values of the rectangle through the network once.
 
-        Halves and hashes have 32 bits: 64 bits throughout take 1.5 times as long.
+        The argument is used as a buffer. Halves and hashes have 32 bits: 64 bits take
+        1.5 times as long.
         """
         columns = np.uint64(self._columns)
         row, column = np.divmod(values, columns)

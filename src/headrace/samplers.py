@@ -14,7 +14,7 @@ from headrace._base.text import whole_number
 from headrace._order.balanced import Cursor, balanced_batches, of_rank
 from headrace._order.samplers import BlockSampler, RankSampler
 from headrace._random.permutation import Permutation
-from headrace._ranks.distributed import RankChoice, ShardOptions
+from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace.errors import StateError
 
 __all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
@@ -215,7 +215,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[list[int]]:
         return self._steps(self._ranks.shard())  # find the rank now, not at the first `next()`
 
-    def _steps(self, shard: ShardOptions) -> Iterator[list[int]]:
+    def _steps(self, shard: ReaderShare) -> Iterator[list[int]]:
         # The epoch begins at the first `next()`. Torch's loader calls iter() twice for an epoch,
         # and draws from a single iterator.
         epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None

@@ -13,7 +13,7 @@ from headrace._consumer.rewind import copied, with_exclusions
 from headrace._order.order import COMPUTED
 from headrace._order.samplers import RankSampler
 from headrace._order.state import LoaderState
-from headrace._ranks.distributed import ShardOptions
+from headrace._ranks.distributed import ReaderShare
 from headrace._streams.kinds import sample_key
 from headrace.errors import StateError
 
@@ -119,7 +119,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
                 continue
             order.leave_out(last.excluded)
             samples = sampler.order_in(epoch)
-            indices = _joined(sampler._dealt(samples, ShardOptions(0, 1), 0))
+            indices = _joined(sampler._dealt(samples, ReaderShare(0, 1), 0))
             first = begin if begin.epoch == epoch else LoaderState(epoch, own)
             delivered = _left(order, first, last, len(indices))
             if last.epoch == epoch:
@@ -155,7 +155,7 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
     left = np.zeros(size, np.int64)
     for rank in range(0 if state.over else last.ranks):
         own = _joined(
-            order.computed._dealt(range(size), ShardOptions(rank, last.ranks), state.cursor)
+            order.computed._dealt(range(size), ReaderShare(rank, last.ranks), state.cursor)
         )
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]

@@ -101,7 +101,7 @@ class WorkerSearch:
         from headrace.telemetry.diagnosis import diagnose
 
         self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        number, busy = self.number, figures.workers_busy + figures.steps_busy
+        number, busy = self.number, figures.workers_busy + figures.functions_busy
         if number > self.least and busy < IDLE * (number - 1):
             self._change(number - 1)
             _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")

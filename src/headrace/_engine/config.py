@@ -60,7 +60,7 @@ class EngineConfig(NamedTuple):
         return self.num_workers > 0
 
     @property
-    def steps_on_consumers_thread(self) -> bool:
+    def functions_on_consumers_thread(self) -> bool:
         """Whether the consumer's thread applies functions before batching.
 
         True for a stream without workers, if the engine runs in the consumer's process.

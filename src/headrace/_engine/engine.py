@@ -28,7 +28,7 @@ from headrace._engine.memory import (
     SampleSizes,
 )
 from headrace._engine.range_fetch import RangeFetch
-from headrace._engine.stepping import Apply, SessionSteps
+from headrace._engine.sample_functions import Apply, SessionFunctions
 from headrace._engine.streams import DispatchToWorkers, StreamFetch
 from headrace._engine.worker_tasks import StartEpoch
 from headrace._eventloop.watchdog import LoopWatch
@@ -58,7 +58,7 @@ from headrace._store.request_stats import BodyReader, RequestStats, session_stat
 from headrace._store.retry_policy import as_policy
 from headrace._streams.epochs import session_epoch, session_seed
 from headrace._streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
-from headrace._streams.steps import compute
+from headrace._streams.sample_functions import compute
 from headrace._transport.pickling import PickledPayload
 from headrace._transport.shared_pickle import SharedPickle
 
@@ -89,14 +89,14 @@ class Engine:
             self.executor = ProcessExecutor(config, first_task)
         else:
             self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
-        self._running: dict[Session, asyncio.Task[None]] = {}
+        self._running: dict[EngineSession, asyncio.Task[None]] = {}
 
     @property
     def usable(self) -> bool:
         """False after the executor failed to open or replace workers."""
         return self.executor.broken is None
 
-    def start(self, session: Session) -> None:
+    def start(self, session: EngineSession) -> None:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run())
         self._running[session] = task
@@ -104,7 +104,7 @@ class Engine:
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: EngineSession) -> None:
         del self._running[session]
         if self.config.kind.is_async:
             self.watch.end()
@@ -171,7 +171,7 @@ class Engine:
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
 
 
-class Session:
+class EngineSession:
     """Runs one epoch: takes plans and sends batches, until `cancel`.
 
     Call `handle` and `cancel` on the loop. `run` is the session's task. The children of this task
@@ -183,7 +183,7 @@ class Session:
         send: Sends an answer to the consumer.
         work: The assembly of batches.
         start: The beginning of the epoch.
-        steps: Applies the functions of a stream. Default: the executor of the engine.
+        apply: Applies the functions of a stream. Default: the executor of the engine.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Session:
         send: Callable[[Answer], None],
         work: Work,
         start: SessionStart,
-        steps: Apply | None = None,
+        apply: Apply | None = None,
     ) -> None:
         config = engine.config
         self.start = start
@@ -202,8 +202,9 @@ class Session:
         executor = self._executor = engine.executor
         self._work = work
         common_seed = batch_seed(config.options["seed"] or 0, start.epoch, 0)
-        apply = steps or executor.apply
-        self._steps = SessionSteps(apply, lambda: executor.workers, start.seed, common_seed)
+        self._functions = SessionFunctions(
+            apply or executor.apply, lambda: executor.workers, start.seed, common_seed
+        )
         self._send = send
         self._in_order = config.in_order
         self._next_number = start.batch
@@ -316,7 +317,7 @@ class Session:
         # A task group of anyio cancels a task again at each await, and so interrupts `finally`
         # blocks of user code. asyncio cancels once. The engine limits the time of closing.
         async with asyncio.TaskGroup() as self._tasks:
-            compute.set(self._steps)  # in this context, copied by the fetchers
+            compute.set(self._functions)  # in this context, copied by the fetchers
             # Fetches overlap, so the position of a sample is unknown.
             current_sample.set(CurrentSample(0))
             self._stage = stage = self._engine.make_stage(self._context, self.start)
@@ -398,7 +399,7 @@ class Session:
             work_cpu=work.work_cpu,
             blocked_before=self._blocked_before,
             worked_by=work.worked_by,
-            steps_seconds=self._steps.seconds,
+            functions_seconds=self._functions.seconds,
             load=load,
         )
         self._held[number] = host._replace(

@@ -19,7 +19,7 @@ from torch import multiprocessing
 
 from headrace._engine.config import EngineConfig, name_unpicklable
 from headrace._engine.look_ahead import QUICK
-from headrace._engine.stepping import Chunk, Outcomes, StepsTask, settle
+from headrace._engine.sample_functions import Chunk, FunctionsTask, Outcomes, settle
 from headrace._pool.supervisor import PINNED_AHEAD, PINNED_QUICK, Job, Pool
 from headrace._pool.worker import Failed
 from headrace._ranks.rankinfo import RankInfo, provide_rank
@@ -76,7 +76,7 @@ class ThreadExecutor:
         assert callable(work)
         return await self._call(functools.partial(work, raw))
 
-    async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
+    async def apply(self, task: FunctionsTask, chunk: Chunk) -> Outcomes:
         return await self._call(functools.partial(task.apply, chunk))
 
     def _call(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -132,8 +132,8 @@ class ProcessExecutor(Pool):
 
     def __init__(self, config: EngineConfig, first_task: SharedPickle | None) -> None:
         torchs = not config.kind.is_async  # a torch dataset lives in the workers
-        # The last pickles of stream functions, see `StepsTask.pickle`.
-        self._steps: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()
+        # The last pickles of stream functions, see `FunctionsTask.pickle`.
+        self._pickles: OrderedDict[tuple[int, ...], SharedPickle] = OrderedDict()
         try:
             super().__init__(
                 config.worker_task() if first_task is None else first_task,
@@ -146,8 +146,8 @@ class ProcessExecutor(Pool):
         except Exception as error:
             name_unpicklable(config, error)
 
-    async def apply(self, task: StepsTask, chunk: Chunk) -> Outcomes:
-        job = Job(chunk, task.pickle(self._steps), doing="on samples that are not yet in a batch")
+    async def apply(self, task: FunctionsTask, chunk: Chunk) -> Outcomes:
+        job = Job(chunk, task.pickle(self._pickles), doing="on samples that are not yet in a batch")
         outcomes: Outcomes | Failed = await self.run(job)
         if isinstance(outcomes, Failed):
             raise outcomes.error

@@ -255,9 +255,9 @@ class EngineGroup(Link):
         means = {
             name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING
         }
-        steps = sum(each.steps_seconds for each in self._times.values())
+        steps = sum(each.functions_seconds for each in self._times.values())
         return times._replace(
-            load=FetchLoad(*map(sum, zip(*loads, strict=True))), steps_seconds=steps, **means
+            load=FetchLoad(*map(sum, zip(*loads, strict=True))), functions_seconds=steps, **means
         )
 
     def _deal(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 from headrace._base.descriptors import Reserve, explained, shortage
 from headrace._engine.config import EngineConfig
-from headrace._engine.engine import Engine, Session
+from headrace._engine.engine import Engine, EngineSession
 from headrace._engine.executors import Work
 from headrace._engine.worker_tasks import dump_batch
 from headrace._eventloop.loop_thread import end_tasks, new_event_loop
@@ -160,7 +160,7 @@ class _Sidecar:
             else:
                 self.servers.add(_SessionServer(self, connection))
 
-    def begin(self, server: _SessionServer, begin: StartSession) -> Session:
+    def begin(self, server: _SessionServer, begin: StartSession) -> EngineSession:
         """Start a session on the engine.
 
         A new engine is made for the first session, and after workers could not be replaced.
@@ -177,7 +177,9 @@ class _Sidecar:
                 self._engines.append(Engine(config, begin.work))
         engine = self._engines[-1]
         propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
-        session = Session(engine, server.send, self._functions(config, begin.work), begin.start)
+        session = EngineSession(
+            engine, server.send, self._functions(config, begin.work), begin.start
+        )
         engine.start(session)
         if self._task.engines > 1:
             server.send(Started())
@@ -197,7 +199,7 @@ class _SessionServer:
 
     def __init__(self, sidecar: _Sidecar, connection: Connection) -> None:
         self._sidecar = sidecar
-        self._session: Session | None = None
+        self._session: EngineSession | None = None
         # Plans of batches not yet sent, as known by the consumer.
         self._plans: dict[int, BatchPlan] = {}
         self._ended = False

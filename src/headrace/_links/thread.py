@@ -13,9 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from headrace._engine.config import EngineConfig
-from headrace._engine.engine import Engine
-from headrace._engine.engine import Session as EngineSession
-from headrace._engine.stepping import apply_on_consumers_thread
+from headrace._engine.engine import Engine, EngineSession
+from headrace._engine.sample_functions import apply_on_consumers_thread
 from headrace._eventloop.loop_thread import LoopThread
 from headrace._eventloop.waiting import Waker
 from headrace._links.inline import WorkOnConsumersThread
@@ -126,14 +125,16 @@ class ThreadPlacement(Placement):
     ) -> Session:
         link = ThreadLink(self._loop)
         shipped = work if config.context is None else None
-        steps = apply_on_consumers_thread(link.put) if config.steps_on_consumers_thread else None
+        apply = None
+        if config.functions_on_consumers_thread:
+            apply = apply_on_consumers_thread(link.put)
         functions = shipped if config.has_processes else config.assembler
-        session = EngineSession(self._engine, link.put, functions, start, steps)
+        session = EngineSession(self._engine, link.put, functions, start, apply)
         link.session = session
         self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
-            work=WorkOnConsumersThread(config) if config.deferred or steps is not None else None,
+            work=WorkOnConsumersThread(config) if config.deferred or apply is not None else None,
             on_close=self.close if self._for_one_session else None,
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 from headrace._base.array_types import AnyArray, IntArray
 from headrace._random.permutation import Permutation
 from headrace._random.seeding import batch_seed
-from headrace._ranks.distributed import ShardOptions
+from headrace._ranks.distributed import ReaderShare
 from headrace.errors import StateError
 
 FILL = 0.99
@@ -80,7 +80,7 @@ def balanced_batches(
             yield Planned(batches[shuffled[at]], Cursor(number, at + 1, checksum))
 
 
-def of_rank(batches: Iterator[Planned], shard: ShardOptions) -> Iterator[tuple[list[int], Cursor]]:
+def of_rank(batches: Iterator[Planned], shard: ReaderShare) -> Iterator[tuple[list[int], Cursor]]:
     """Yield the batches of a rank.
 
     Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting

@@ -20,7 +20,7 @@ from headrace._order.blocks import BlockOrder
 from headrace._order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, taken, without
 from headrace._order.mixes import MixOrder, MixPlan, Source
 from headrace._random.permutation import Permutation
-from headrace._ranks.distributed import RankChoice, ShardOptions
+from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._streams.kinds import Blocks, blocks_of
 from headrace._streams.map_style import MixedParts
 
@@ -61,7 +61,7 @@ def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[ran
 
 
 def dealt(
-    order: Order, shard: ShardOptions, cursor: int, *, drop_last: bool, exact: bool
+    order: Order, shard: ReaderShare, cursor: int, *, drop_last: bool, exact: bool
 ) -> Iterator[Piece]:
     """Return the indices of a rank, from a position of all ranks on.
 
@@ -149,8 +149,8 @@ class CursorSampler(ABC):
         order = self.order_in(epoch)
         return order.left(position) if isinstance(order, OrderWithout) else position
 
-    def _shard(self) -> ShardOptions:
-        return ShardOptions(0, 1)
+    def _shard(self) -> ReaderShare:
+        return ReaderShare(0, 1)
 
     def indices_from(self, cursor: int) -> Iterator[int]:
         """Return this rank's indices of the current epoch.
@@ -164,7 +164,7 @@ class CursorSampler(ABC):
         """Return the indices of `indices_from` in pieces."""
         return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
-    def _dealt(self, order: Order, shard: ShardOptions, cursor: int) -> Iterator[Piece]:
+    def _dealt(self, order: Order, shard: ReaderShare, cursor: int) -> Iterator[Piece]:
         return dealt(order, shard, cursor, drop_last=self.drop_last, exact=self.exact)
 
     def set_epoch(self, epoch: int) -> None:
@@ -174,7 +174,7 @@ class CursorSampler(ABC):
     def __iter__(self) -> Iterator[int]:
         return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
 
-    def _from_beginning(self, shard: ShardOptions) -> Iterator[int]:
+    def _from_beginning(self, shard: ReaderShare) -> Iterator[int]:
         # The epoch starts at the first `next()`: torch's loader calls iter() twice for an epoch,
         # and draws from one of the iterators.
         yield from integers(self._dealt(self.order_in(self._start_epoch()), shard, 0))
@@ -217,7 +217,7 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         )
         self._ranks = RankChoice(rank, world_size)
 
-    def _shard(self) -> ShardOptions:
+    def _shard(self) -> ReaderShare:
         return self._ranks.shard()
 
     def _order(self, epoch: int) -> BaseOrder:

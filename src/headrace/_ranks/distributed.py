@@ -23,13 +23,13 @@ An outer `split` then divides the samples.
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOptions:
+class ReaderShare:
     """Part of a stream: number from 0, and number of equal parts."""
 
     index: int
     count: int
 
-    def in_worker(self) -> ShardOptions:
+    def in_worker(self) -> ReaderShare:
         """Return this part, divided again among the workers of a torch loader.
 
         A worker's shards are not always among the rank's shards without workers.
@@ -37,7 +37,7 @@ class ShardOptions:
         worker = get_worker_info()
         if worker is None or undivided.get():
             return self
-        return ShardOptions(
+        return ReaderShare(
             self.index * worker.num_workers + worker.id, self.count * worker.num_workers
         )
 
@@ -54,9 +54,9 @@ class RankChoice:
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
-        self.given: ShardOptions | None = None
+        self.given: ReaderShare | None = None
         # In a spawned worker: rank of the parent process.
-        self._of_parent: ShardOptions | None = None
+        self._of_parent: ReaderShare | None = None
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
             rank, world_size = operator.index(rank), operator.index(world_size)
@@ -64,9 +64,9 @@ class RankChoice:
                 raise ValueError(
                     f"rank={rank} is out of range for world_size={world_size}; ranks start at 0"
                 )
-            self.given = ShardOptions(rank, world_size)
+            self.given = ReaderShare(rank, world_size)
 
-    def shard(self) -> ShardOptions:
+    def shard(self) -> ReaderShare:
         """Return the current rank's part.
 
         The part is the whole stream if the caller divides the stream among ranks.
@@ -80,9 +80,9 @@ class RankChoice:
                 f"would never be read. Leave out rank= and world_size=; or split() and "
                 f"accelerator.prepare(), which a headrace loader can do without."
             )
-        return ShardOptions(0, 1)
+        return ReaderShare(0, 1)
 
-    def _own(self) -> ShardOptions:
+    def _own(self) -> ReaderShare:
         if self.given is not None:
             check_given_rank(
                 "a stream or sampler", self.given.index, self.given.count, rank_of_group()
@@ -91,7 +91,7 @@ class RankChoice:
         if self._of_parent is not None:
             return self._of_parent
         info = own_rank()
-        return ShardOptions(info.rank, info.world_size)
+        return ReaderShare(info.rank, info.world_size)
 
     def _is_divided(self) -> bool:
         return self._divided or undivided.get() or reader_divides()

@@ -124,7 +124,7 @@ class StageTimes(NamedTuple):
         work_cpu: CPU seconds of transforms and collation.
         blocked_before: value of `blocked` at the beginning of the iteration.
         worked_by: process, native thread and worker (-1 without a worker); None if unknown.
-        steps_seconds: seconds in a stream's functions before batching, since the session began.
+        functions_seconds: seconds in a stream's functions before batching, since the session began.
         load: load of the fetch stage when the last sample arrived.
     """
 
@@ -144,7 +144,7 @@ class StageTimes(NamedTuple):
     work_cpu: float = 0.0
     blocked_before: float = 0.0
     worked_by: tuple[int, int, int] | None = None
-    steps_seconds: float = 0.0
+    functions_seconds: float = 0.0
     load: FetchLoad = FetchLoad()
 
 

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
-from headrace._ranks.distributed import ShardOptions
+from headrace._ranks.distributed import ReaderShare
 from headrace._shards.positions import PartPosition
 from headrace._shards.reading import BadRecord, ShardReader
 from headrace._streams.epochs import Order
@@ -35,7 +35,7 @@ class ShardIterator(StreamOperation[Any]):
     operation = "shards"
     fields = ("order",)
 
-    def __init__(self, stream: Any, reader: ShardOptions, order: Order) -> None:
+    def __init__(self, stream: Any, reader: ReaderShare, order: Order) -> None:
         super().__init__(None)
         self._stream = stream
         self._reader = reader

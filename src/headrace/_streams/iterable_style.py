@@ -18,7 +18,7 @@ from headrace._streams.kinds import T_co, children
 from headrace._streams.mixing import Mix
 from headrace._streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
 from headrace._streams.packing import Pack, PackLabels, PackStrategy
-from headrace._streams.steps import Step, Steps
+from headrace._streams.sample_functions import SampleFunction, SampleFunctions
 
 U = TypeVar("U")
 
@@ -73,7 +73,10 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         check_function("the function of filter", fn)
         return OperatedStream(
-            self, f"{{}}.filter({function_name(fn)})", Steps, steps=(Step(fn, True),)
+            self,
+            f"{{}}.filter({function_name(fn)})",
+            SampleFunctions,
+            functions=(SampleFunction(fn, True),),
         )
 
     def repeat(self, times: int | None = None) -> AsyncIterableDataset[T_co]:
@@ -288,7 +291,12 @@ class MappedStream(MapComposition, OperatedStream[T_co]):
 
     def __init__(self, dataset: object, fn: Callable[[Any], object]) -> None:
         check_function("the function of map", fn)
-        super().__init__(dataset, f"{{}}.map({function_name(fn)})", Steps, steps=(Step(fn, False),))
+        super().__init__(
+            dataset,
+            f"{{}}.map({function_name(fn)})",
+            SampleFunctions,
+            functions=(SampleFunction(fn, False),),
+        )
         self.fn = fn
         self.ranks_differ = False
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace._random.seeding import batch_seed
-from headrace._ranks.distributed import ShardOptions, undivided
+from headrace._ranks.distributed import ReaderShare, undivided
 from headrace._ranks.rankinfo import bound
 from headrace._streams.epochs import Order, child_seeds, current_repetition, spawn_key
 from headrace._streams.resumable import (
@@ -133,7 +133,7 @@ class Split(ReplayOperation[T]):
     operation = "split"
     options = ("world_size",)
 
-    def __init__(self, source: AsyncIterable[T], shard: ShardOptions) -> None:
+    def __init__(self, source: AsyncIterable[T], shard: ReaderShare) -> None:
         # Read all samples, even of a stream that splits by rank.
         with child_seeds(spawn_key(), 0):
             super().__init__(

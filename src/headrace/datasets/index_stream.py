@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace._eventloop.per_loop import end_all
 from headrace._order.samplers import BlockSampler
-from headrace._ranks.distributed import RankChoice, ShardOptions
+from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._records.failure import as_exception
 from headrace._shards.discovery import Shard
 from headrace._shards.positions import names_digest
@@ -64,7 +64,7 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         """Start a pass."""
         return _IndexIterator(self, self._ranks.shard().in_worker(), self._order_for(self._seed))
 
-    def sampler(self, reader: ShardOptions, order: Order) -> BlockSampler:
+    def sampler(self, reader: ReaderShare, order: Order) -> BlockSampler:
         """Return a sampler with the order of a loader of the dataset.
 
         Repetitions of the stream have other seeds.
@@ -98,7 +98,7 @@ class _IndexIterator(StreamOperation[Any]):
     options = ("shards", "shuffle", "blocks", "reader")
     fields = ("order", "given")
 
-    def __init__(self, stream: IndexStream[Any], reader: ShardOptions, order: Order) -> None:
+    def __init__(self, stream: IndexStream[Any], reader: ReaderShare, order: Order) -> None:
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset
@@ -115,7 +115,7 @@ class _IndexIterator(StreamOperation[Any]):
         self._restored()
 
     def _restored(self) -> None:
-        reader = ShardOptions(*self._reader)
+        reader = ReaderShare(*self._reader)
         self._first = self._given
         self._sampler = self._stream.sampler(reader, self._order)
         self._rest = self._sampler.indices_from(self._given * reader.count)  # not requested yet

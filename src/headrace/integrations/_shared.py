@@ -17,7 +17,7 @@ from headrace._device.streams import resolve
 from headrace._order.samplers import SeededRandomSampler
 from headrace._order.state import LoaderState
 from headrace._random.seeding import batch_seed, isolated_generators, seed_everything
-from headrace._ranks.distributed import ShardOptions
+from headrace._ranks.distributed import ReaderShare
 from headrace._ranks.rankinfo import RankInfo
 from headrace.errors import StateError
 from headrace.loader import DataLoader
@@ -145,7 +145,7 @@ class BatchwiseSampler(ElasticSampler):
             finally:
                 generator.set_state(before)
 
-    def _steps(self, cursor: int, shard: ShardOptions) -> tuple[int, int]:
+    def _steps(self, cursor: int, shard: ReaderShare) -> tuple[int, int]:
         """Return the numbers of full steps and of remaining samples.
 
         Full steps are counted from `cursor`. Remaining samples are this rank's samples in the last,
@@ -158,7 +158,7 @@ class BatchwiseSampler(ElasticSampler):
             return full, self.batch_size
         return full, min(max(rest - shard.index * self.batch_size, 0), self.batch_size)
 
-    def _dealt(self, order: Any, shard: ShardOptions, cursor: int) -> Iterator[IntArray]:
+    def _dealt(self, order: Any, shard: ReaderShare, cursor: int) -> Iterator[IntArray]:
         full, last = self._steps(cursor, shard)
         size, step = self.batch_size, self.batch_size * shard.count
         first, count = cursor + shard.index * size, full * size + last

@@ -154,7 +154,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     wait = figures.waited / figures.batches
     waiting = figures.start_up + figures.waited
     # Whether the workers, or the thread without workers, are always busy after the first batch.
-    working = figures.workers_busy + figures.steps_busy
+    working = figures.workers_busy + figures.functions_busy
     busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(
         1, setup.num_workers
     )
@@ -201,7 +201,7 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     stage = max(waits, key=waits.__getitem__)
     # Without workers a stream's functions run in `next()`, whatever the cause of the wait.
     many = IDLE_WORKERS * setup.num_workers or figures.wait_share / 2
-    stepping = figures.steps_busy > many and stage in ("fetching", "sending batches")
+    stepping = figures.functions_busy > many and stage in ("fetching", "sending batches")
     if stepping or stage == "transforms and collation":
         return _working(model)
     if stage == "fetching":
@@ -428,14 +428,14 @@ def _working(model: _Model) -> Diagnosis:
     workers, most, busy = setup.num_workers, setup.cores, figures.workers_busy
     each, others = figures.work_seconds, model.in_call
     what, place = "transforms and collation take", f"{busy:.1f} of {workers} workers are busy"
-    if figures.steps_busy > busy:
-        each = figures.steps_busy * figures.period
+    if figures.functions_busy > busy:
+        each = figures.functions_busy * figures.period
         what = "functions of the stream's map and filter take"
         place = f"in {workers} workers" if workers else "in the loop's own thread"
     elif figures.in_call or not workers:
         others = max(0.0, others - each)
         place = "in each next(), in the loop's own thread"
-    elif busy + figures.steps_busy < IDLE_WORKERS * workers and workers > 1:
+    elif busy + figures.functions_busy < IDLE_WORKERS * workers and workers > 1:
         if figures.full > 0.5:
             return _fetching(model)
         factor = min(workers / max(0.1, busy), model.needed())

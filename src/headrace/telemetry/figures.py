@@ -83,7 +83,7 @@ class Figures:
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     # Mean number of concurrent calls of a stream's functions before batching.
-    steps_busy: float = 0.0
+    functions_busy: float = 0.0
     engine_cpu: float = 0.0
     engine_queued: float = 0.0
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
@@ -154,7 +154,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(each.work_cpu for each in times) / seconds,
-        steps_busy=(end.steps_seconds - begin.steps_seconds) / engine_seconds,
+        functions_busy=(end.functions_seconds - begin.functions_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,

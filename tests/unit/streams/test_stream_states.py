@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._engine.stepping import SessionSteps
+from headrace._engine.sample_functions import SessionFunctions
 from headrace._random.seeding import isolated_generators
 from headrace._streams.epochs import keys_within, session_epoch
 from headrace._streams.resumable import start_stream, warn_of_rereading
-from headrace._streams.steps import compute
+from headrace._streams.sample_functions import compute
 from tests.unit.streams.reading import Count, Inside, Plain, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no state_dict")
@@ -150,7 +150,7 @@ def loader(epoch=0, delays=0):
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
         for variable, value in (
-            (compute, SessionSteps(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
+            (compute, SessionFunctions(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
             (session_epoch, epoch),
         ):
             stack.callback(variable.reset, variable.set(value))

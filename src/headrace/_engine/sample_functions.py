@@ -1,6 +1,6 @@
-"""Application of a stream's steps to samples before batching.
+"""Application of a stream's functions to samples before batching.
 
-A session's executor applies the steps, in this process or in a worker.
+A session's executor applies the functions, in this process or in a worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace._ranks.distributed import undivided
 from headrace._ranks.rankinfo import bound
 from headrace._records.messages import Call
 from headrace._streams.epochs import spawn_key
-from headrace._streams.steps import Raised, RunSteps, Step, apply_steps
+from headrace._streams.sample_functions import Raised, RunFunctions, SampleFunction, apply_functions
 from headrace._transport.pickling import Message, dump_message, not_picklable, noted_error
 from headrace._transport.shared_pickle import SharedPickle, raise_unpicklable
 
@@ -51,16 +51,16 @@ class Outcomes(NamedTuple):
     seconds: float
 
 
-class StepsTask:
+class FunctionsTask:
     """A task of worker processes: apply the functions of a stream."""
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
-        self._steps = steps
+    def __init__(self, functions: tuple[SampleFunction, ...]) -> None:
+        self._functions = functions
         self._pickled: SharedPickle | None = None
 
     @cached_property
     def _generators(self) -> TransformGenerators:
-        return TransformGenerators(step.function for step in self._steps)
+        return TransformGenerators(part.function for part in self._functions)
 
     def pickle(self, earlier: OrderedDict[tuple[int, ...], SharedPickle]) -> SharedPickle:
         """Return the task, pickled once for all workers.
@@ -73,11 +73,11 @@ class StepsTask:
             NotPicklableError: A function cannot be pickled.
         """
         if self._pickled is None:
-            key = tuple(id(step.function) for step in self._steps)
+            key = tuple(id(part.function) for part in self._functions)
             try:
                 self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
             except Exception as error:
-                parts = [(step.name, step.function, MAKE_LATER) for step in self._steps]
+                parts = [(part.name, part.function, MAKE_LATER) for part in self._functions]
                 raise_unpicklable(parts, error)
             if len(earlier) > KNOWN:
                 earlier.popitem(last=False)
@@ -117,12 +117,12 @@ class StepsTask:
             for position, sample in enumerate(chunk.samples, chunk.position):
                 current.position, current.calls = position, 0
                 self._generators.seed(batch_seed(chunk.seed, 0, position))
-                outcomes.append(apply_steps(self._steps, sample, catch))
+                outcomes.append(apply_functions(self._functions, sample, catch))
         return Outcomes(outcomes, time.perf_counter() - began)
 
 
-Apply = Callable[[StepsTask, Chunk], Awaitable[Outcomes]]
-"""Applies steps off the session's event loop."""
+Apply = Callable[[FunctionsTask, Chunk], Awaitable[Outcomes]]
+"""Applies functions off the session's event loop."""
 
 
 def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
@@ -145,12 +145,12 @@ def settle(answer: asyncio.Future[Any], result: object, error: Exception | None 
 
 
 def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
-    """Return a function for applying steps on the consumer's thread.
+    """Return an `Apply` on the consumer's thread.
 
-    The steps run while the consumer waits for a batch, with `num_workers=0`.
+    The functions run while the consumer waits for a batch, with `num_workers=0`.
     """
 
-    async def apply(task: StepsTask, chunk: Chunk) -> Outcomes:
+    async def apply(task: FunctionsTask, chunk: Chunk) -> Outcomes:
         answer: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
@@ -164,15 +164,15 @@ def apply_on_consumers_thread(send: Callable[[Call], None]) -> Apply:
 
 
 @dataclass(slots=True, eq=False)
-class SessionSteps:
-    """Application of a session's steps: a `Compute`.
+class SessionFunctions:
+    """Application of a session's functions: a `Compute`.
 
     Contexts of the session's tasks refer to this object, and may outlive the session. Therefore
     this object must not refer to the session.
 
     Each pass of a stream has a seed, made from `spawn_key` and the session's seed. Under `split`,
-    the common seed replaces the session's seed. Each rank then applies the steps to all samples,
-    and different outcomes would give a sample to two ranks, or to no rank.
+    the common seed replaces the session's seed. Each rank then applies the functions to all
+    samples, and different outcomes would give a sample to two ranks, or to no rank.
     """
 
     apply: Apply
@@ -181,12 +181,14 @@ class SessionSteps:
     common_seed: int
     seconds: float = 0.0  # time in functions so far
 
-    def __call__(self, steps: tuple[Step, ...]) -> tuple[RunSteps, Callable[[], int]]:
-        task = StepsTask(steps)
+    def __call__(
+        self, functions: tuple[SampleFunction, ...]
+    ) -> tuple[RunFunctions, Callable[[], int]]:
+        task = FunctionsTask(functions)
         own = batch_seed(self.common_seed if undivided.get() else self.seed, 1, spawn_key())
         return lambda some, position: self._run(task, Chunk(some, own, position)), self.parallel
 
-    async def _run(self, task: StepsTask, chunk: Chunk) -> list[object]:
+    async def _run(self, task: FunctionsTask, chunk: Chunk) -> list[object]:
         outcomes = await self.apply(task, chunk)
         self.seconds += outcomes.seconds
         return outcomes.of_samples

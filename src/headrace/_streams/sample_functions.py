@@ -24,7 +24,7 @@ from headrace._streams.resumable import NOTHING, Mark, ReplayOperation, State, c
 CHUNK = 64
 
 
-class Step(NamedTuple):
+class SampleFunction(NamedTuple):
     """A function of `map`, or a predicate of `filter`."""
 
     function: Callable[[Any], Any]
@@ -41,39 +41,39 @@ class Raised(NamedTuple):
     error: Exception
 
 
-RunSteps = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
-"""Applies steps to samples.
+RunFunctions = Callable[[Sequence[Any], int], Awaitable[list[Any]]]
+"""Applies functions to samples.
 
 Called with the samples, and the position of the first sample in the stream. Returns the outcome of
 each sample.
 """
 
-Compute = Callable[[tuple[Step, ...]], tuple[RunSteps, Callable[[], int]]]
-"""Makes, from steps, two functions for work off the session's event loop.
+Compute = Callable[[tuple[SampleFunction, ...]], tuple[RunFunctions, Callable[[], int]]]
+"""Makes two functions for work off the session's event loop.
 
-The first function applies the steps. The second function returns the number of requests that keep
-the workers busy.
+The first function applies sample functions. The second function returns the number of requests
+that keep the workers busy.
 """
 
 compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=None)
 """`Compute` of the session that reads; None without a loader."""
 
 
-def apply_steps(
-    steps: Sequence[Step],
+def apply_functions(
+    functions: Sequence[SampleFunction],
     sample: Any,
     catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Any:
-    """Return a sample after all steps.
+    """Return a sample after all functions.
 
     Returns `NOTHING` if a filter drops the sample, and `Raised` if a function raises one of
     `catch`.
     """
-    step, read = steps[0], sample
+    part, read = functions[0], sample
     try:
-        for step in steps:
-            result = step.function(sample)
-            if not step.is_filter:
+        for part in functions:
+            result = part.function(sample)
+            if not part.is_filter:
                 sample = result
             elif not result:
                 return NOTHING
@@ -81,9 +81,9 @@ def apply_steps(
         raised = as_exception(error)
         key = key_in(read)
         where = f", key {key!r}" if key else ""
-        kind = "filter" if step.is_filter else "map"
+        kind = "filter" if part.is_filter else "map"
         add_note(
-            raised, f"headrace: in {kind}({function_name(step.function)}), before batching{where}"
+            raised, f"headrace: in {kind}({function_name(part.function)}), before batching{where}"
         )
         return Raised(raised)
     return sample
@@ -99,8 +99,8 @@ class _Chunk:
     task: Any = None  # the request for the outcomes
 
 
-class Steps(ReplayOperation[Any]):
-    """A stream with steps applied.
+class SampleFunctions(ReplayOperation[Any]):
+    """A stream with functions applied.
 
     In a loader a task reads ahead. The task sends samples in chunks: samples that arrive during
     earlier requests form the next chunk. The saved position is the position before a chunk. After a
@@ -112,17 +112,17 @@ class Steps(ReplayOperation[Any]):
     fields = ("read",)
     ranks_differ = True  # because of filters
 
-    def __init__(self, source: Any, steps: tuple[Step, ...]) -> None:
+    def __init__(self, source: Any, functions: tuple[SampleFunction, ...]) -> None:
         # Adjacent functions are applied in the same request.
-        while getattr(source, "_operator", None) is Steps:
-            source, steps = source.dataset, (*source._options["steps"], *steps)
+        while getattr(source, "_operator", None) is SampleFunctions:
+            source, functions = source.dataset, (*source._options["functions"], *functions)
         super().__init__(source)
-        self._steps = steps
+        self._functions = functions
         prepare = compute.get()
-        self._run: RunSteps | None
+        self._run: RunFunctions | None
         self._parallel: Callable[[], int]
         # `_parallel` returns the number of chunks that keep the workers busy.
-        self._run, self._parallel = (None, int) if prepare is None else prepare(steps)
+        self._run, self._parallel = (None, int) if prepare is None else prepare(functions)
         self._held = 0  # samples read, without a received outcome
         self._unsent: _Chunk | None = None
         self._sent: deque[_Chunk] = deque()  # in order
@@ -134,7 +134,7 @@ class Steps(ReplayOperation[Any]):
         self._ended = self._run is not None  # True: a task reads the stream, not `__anext__`
 
     def _put(self, sample: object) -> object:
-        outcome = apply_steps(self._steps, sample)
+        outcome = apply_functions(self._functions, sample)
         if outcome is NOTHING:
             self._drop(1)
         return _raised_or(outcome)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace._streams.steps import CHUNK
+from headrace._streams.sample_functions import CHUNK
 from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 

@@ -200,8 +200,12 @@ class PreparedLoader(DataLoader[T_co]):
         self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
     ) -> Iterator[Any]:
         """Yield each batch after receiving the following batch."""
-        state, progress = GradientState(), self._control.position.progress
-        assert progress is not None
+        state, position = GradientState(), self._control.position
+
+        def last_point() -> Any:
+            # `__iter__` of a subclass may be a generator, which begins the epoch later.
+            return None if position.progress is None else position.progress.last_point
+
         state._add_dataloader(self)
         self.end_of_dataloader, self.remainder = False, remainder
         batch: Any
@@ -212,7 +216,7 @@ class PreparedLoader(DataLoader[T_co]):
                     next(batches, None)
                 batch = next(batches, _END)
             while batch is not _END and error is None:
-                before, following = progress.last_point, cast(Any, None)
+                before, following = last_point(), cast(Any, None)
                 try:
                     with self._as_rank():
                         following = next(batches, _END)
@@ -220,7 +224,7 @@ class PreparedLoader(DataLoader[T_co]):
                     error = raised
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
-                    self._ahead = int(following is _END or progress.last_point is not before)
+                    self._ahead = int(following is _END or last_point() is not before)
                 yield batch
                 batch = following
             if self._iteration is iteration:

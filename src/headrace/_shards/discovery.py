@@ -5,7 +5,6 @@ The result has the same order every time.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fnmatch
 import math
@@ -257,9 +256,10 @@ async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> lis
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
         return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
     if (root := store.local_root) is not None:
-        # obstore refuses directories with names that cannot be keys.
-        names = await asyncio.to_thread(glob, pattern, root_dir=root)
-        inside = await map_all(partial(_find, store, suffixes), sorted(names), AT_ONCE)
+        # obstore refuses directories with names that cannot be keys. No thread: the thread would
+        # outlive the dataset.
+        names = sorted(glob(pattern, root_dir=root))
+        inside = await map_all(partial(_find, store, suffixes), names, AT_ONCE)
         return [*chain.from_iterable(inside)]
     found, folders = list[Shard](), [""]
     # A step is some directories without wildcards, and a name.

@@ -63,7 +63,7 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
             from_url(server.url + "/data", **server.store_options), chunk_size=100_000
         ).collect()
         assert [(entry["size"], entry["e_tag"]) for entry in flat] == [
-            (dataset._sizes[i], dataset._etags[i]) for i in range(len(keys))
+            (dataset._catalog.sizes[i], dataset._catalog.etags[i]) for i in range(len(keys))
         ]
         assert len(flat) == len(keys)
     assert requests >= -(-len(keys) // PAGE)

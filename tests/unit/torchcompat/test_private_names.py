@@ -40,7 +40,7 @@ def test_supported_versions_of_torch_begin_with_the_oldest_that_was_checked():
 def test_private_names_of_torch_are_used_in_one_module_only():
     found = []
     for path in SOURCE.rglob("*.py"):
-        if path.parent.name == "torchcompat":
+        if path.parent.name == "_torchcompat":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and re.search(r"^torch\b.*\._", node.module or ""):

@@ -260,7 +260,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _iterator(self, value: Any) -> None:
         self.__dict__["_iterator"] = value
         if value is None:
-            self.close()
+            DataLoader.close(self)  # a subclass may have another `close`, not usable yet
 
     def __setattr__(self, attr: str, val: Any) -> None:
         if attr == "collate_fn" and "_control" in self.__dict__:

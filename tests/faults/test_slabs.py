@@ -133,6 +133,8 @@ RETURNED = {
     **COLLATED,
     "requires_grad": lambda index: big(index).requires_grad_(),
     "sparse": lambda index: torch.eye(50).mul(index).to_sparse(),
+    "nested tensor": lambda index: torch.nested.nested_tensor([big(index), big(index)[:5]]),
+    "quantized": lambda index: torch.quantize_per_tensor(big(index), 0.5, 3, torch.qint32),
     "object array": lambda index: np.array([index, "s", None, {"k": index}], dtype=object),
     "PackedSequence": lambda index: pack_sequence([big(index), big(index)[:7]]),
     "dataclass": lambda index: Record(big(index), "label"),
@@ -155,6 +157,10 @@ def same(ours, theirs):
             theirs.requires_grad,
         ):
             return False
+        if ours.is_nested:
+            return same(list(ours.unbind()), list(theirs.unbind()))
+        if ours.is_quantized:
+            return same(ours.dequantize(), theirs.dequantize())
         if ours.layout is not torch.strided:
             return torch.equal(ours.to_dense(), theirs.to_dense())
         return torch.equal(ours, theirs)

@@ -21,9 +21,15 @@ BATCHES = 60
 
 
 class Slow(Numbers):
+    latency = 0.002
+
     async def aget(self, index):
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(self.latency)
         return index
+
+
+class Slower(Slow):
+    latency = 0.02  # most of the epoch is made after a kill
 
 
 class Broken(Numbers):
@@ -104,7 +110,10 @@ def test_large_batches_can_be_written_to():
 )
 def test_kill_loses_no_batch(expected, engines, whole_host):
     placement = TcpPlacement(engines)
-    with loader(placement) as there, warnings.catch_warnings(record=True) as caught:
+    with (
+        loader(placement, Slower(5 * BATCHES)) as there,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         batches = iter(there)
         found = [next(batches) for _ in range(5)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace._links import remote
 from tests.datasets import Numbers, TorchStream
 from tests.tcp_host import TcpHost, TcpPlacement
 
@@ -24,7 +25,7 @@ class Slow(Numbers):
     latency = 0.002
 
     async def aget(self, index):
-        await asyncio.sleep(self.latency)
+        await asyncio.sleep(self.latency)  # of a store
         return index
 
 
@@ -156,15 +157,22 @@ def test_connection_without_the_token_is_closed(expected, monkeypatch):
     assert tried == [b"", b"", b""]
 
 
-def test_host_that_never_connects_ends_the_epoch(monkeypatch):
-    async def refuse(self, port, token):
-        raise ConnectionError("no way to it")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ConnectionError("no way to it"), "no way to it"), (None, "its process did not connect")],
+    ids=["refused", "lost after the token"],
+)
+def test_host_that_never_connects_ends_the_epoch(monkeypatch, error, reason):
+    async def connect(self, port, token):
+        if error is not None:
+            raise error
 
-    monkeypatch.setattr(TcpHost, "connect", refuse)
+    monkeypatch.setattr(TcpHost, "connect", connect)
+    monkeypatch.setattr(remote, "TOKEN_TIMEOUT", 0.05)
     with (
         loader(TcpPlacement()) as there,
         pytest.warns(RuntimeWarning, match="another is asked for"),
-        pytest.raises(hr.errors.EngineDiedError, match="was lost: no way to it"),
+        pytest.raises(hr.errors.EngineDiedError, match=f"was lost: {reason}"),
     ):
         list(there)
 

@@ -152,7 +152,8 @@ class RemoteLink(Mailbox):
         try:
             await self._exchange(opening)
         except OSError as error:
-            self._end(SessionEnd(None, f"was lost: {error}"))
+            why = "its process did not connect" if isinstance(error, TimeoutError) else error
+            self._end(SessionEnd(None, f"was lost: {why}"))
         except Exception as error:
             self._end(SessionEnd(error))
 
@@ -166,7 +167,11 @@ class RemoteLink(Mailbox):
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # plans without an answer of the other machine
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE)
         over = asyncio.Event()
-        connection = Connection.between_machines(connected)
+        try:
+            connection = Connection.between_machines(connected)
+        except OSError:  # no descriptor is left
+            connected.close()
+            raise
         self._channel = EngineChannel(connection, self._on_object, over.set)
         for message in (opening, *self._unsent):
             self._channel.send(message)
@@ -184,16 +189,18 @@ class RemoteLink(Mailbox):
         token = secrets.token_bytes(32)
         with socket.create_server(("", 0), backlog=8) as listener:
             listener.setblocking(False)
-            asked = asyncio.ensure_future(self._host.connect(listener.getsockname()[1], token))
+            port = listener.getsockname()[1]
             accepted = asyncio.ensure_future(_accept(listener, token))
             try:
-                _, connected = await asyncio.gather(asked, accepted)
+                await self._host.connect(port, token)
+                # The token has been sent. A connection lost since would never arrive.
+                return await asyncio.wait_for(asyncio.shield(accepted), TOKEN_TIMEOUT)
             except BaseException:
-                asked.cancel()
                 accepted.cancel()
-                await asyncio.wait([asked, accepted])
+                await asyncio.wait([accepted])
+                if not accepted.cancelled() and accepted.exception() is None:
+                    accepted.result().close()
                 raise
-        return connected
 
     def _on_object(self, message: object) -> None:
         if type(message) is tuple:
@@ -250,9 +257,9 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
                     received = received + more if more else b""
             if hmac.compare_digest(received, token):
                 return connected
-        except (OSError, TimeoutError):
+        except OSError:  # a stranger, silent or gone: the next connection may be the engine's
             pass
-        except BaseException:
+        except BaseException:  # the link is left
             connected.close()
             raise
         connected.close()

@@ -288,9 +288,8 @@ thread.join()
 def test_progress_program_shows_its_line(forks):
     done = forks.run_source(PROGRESS)
     assert done.returncode == 0
-    assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
-    shape = r"train epoch 0: 100%.* 100/100 .*, [\d,]+ samples/s, waiting \d+ %, limit: [a-z-]+"
+    shape = r"train: 100%.* 100/100 .*it/s, waiting \d+ %, limit: [a-z-]+"
     assert re.match(shape, last)
     assert re.search(f"^{shape}", text_of(WAITS), re.M)
 

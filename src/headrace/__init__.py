@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from headrace.samplers import Permutation as Permutation
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
-    from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
 # Public names, by defining module. Importing torch takes seconds. Importing all of headrace takes
@@ -119,7 +118,6 @@ _NAMES = {
         "Permutation",
     ),
     "headrace.state": ("gather_state", "merge_states"),
-    "headrace.telemetry.progress": ("progress",),
     "headrace.telemetry.trace": ("trace",),
     "torch.utils.data": ("get_worker_info",),
 }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from headrace._base.cgroup import usable_cores
 from headrace._shards.discovery import Shard, find_shards
@@ -117,8 +116,7 @@ def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes:
         # This process has used obstore, and obstore does not work after a fork.
         multiprocessing_context="spawn" if num_workers else None,
     )
-    is_quiet = not sys.stderr.isatty()
-    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=is_quiet) as bar:
+    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=None) as bar:
         for count in loader:
             bar.update(count)
 

@@ -111,7 +111,7 @@ def test_reference_has_every_public_name():
     named = set(re.findall(r"^\.\. auto\w+:: headrace\.([\w.]+)$", reference, re.M))
     errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
     assert set(headrace.__all__) - errors - {"__version__"} <= named
-    assert {"decode", "errors", "telemetry.prometheus", "testing", "types"} <= named
+    assert {"decode", "errors", "testing", "types"} <= named
 
 
 def test_websocket_program_runs(run):

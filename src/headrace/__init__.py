@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from headrace import decode as decode
     from headrace import errors as errors
-    from headrace import telemetry as telemetry
     from headrace import types as types
     from headrace._consumer.delivery import verify as verify
     from headrace._eventloop.per_loop import per_loop as per_loop
@@ -128,7 +127,6 @@ _PACKAGES = (
     "errors",
     "integrations",
     "samplers",
-    "telemetry",
     "testing",
     "types",
 )

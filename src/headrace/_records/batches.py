@@ -89,7 +89,6 @@ class FetchLoad(NamedTuple):
         limit: number of allowed fetches.
         queued: number of samples waiting for a fetch.
         held_plans: number of plans waiting for memory.
-        memory: approximate bytes fetched or in flight, and not consumed; 0 without a budget.
         unused: number of allowed fetches in stages without further planned samples.
     """
 
@@ -97,7 +96,6 @@ class FetchLoad(NamedTuple):
     limit: int = 0
     queued: int = 0
     held_plans: int = 0
-    memory: int = 0
     unused: int = 0
 
 

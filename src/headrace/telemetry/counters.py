@@ -1,6 +1,6 @@
 """Counts of a loader, and records of the last batches.
 
-The source of `stats()`, reports, traces and exporters.
+The source of `stats()`, reports and traces.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from headrace._records.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
 from headrace._records.failure import Failure
 
-__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "counters_of"]
+__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats"]
 
 KEPT = 4096  # records of the last batches kept by a loader
 SKIPS = 100  # records of the last skipped samples kept by a loader
@@ -103,9 +103,7 @@ class Counters:
         self.placement = "not started"
         self.epochs = self.batches = self.samples = self.skipped_samples = 0
         self.lost_batches = self.discarded_batches = self.worker_deaths = 0
-        self.nbytes = 0  # approximate size of the fetched samples
-        # `fetch_seconds` has the time of a single fetch of each batch.
-        self.wait_seconds = self.fetch_seconds = 0.0
+        self.wait_seconds = 0.0
         self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
         self._counted: RequestCounts | None = None
@@ -113,15 +111,6 @@ class Counters:
         self._ended = 0.0  # time when the last batch was returned
         # One record more than `records` returns.
         self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
-
-    @property
-    def last(self) -> BatchRecord:
-        """Record of the last batch.
-
-        Raises:
-            IndexError: no batch has been delivered.
-        """
-        return self._kept[-1]
 
     @property
     def traced(self) -> bool:
@@ -138,8 +127,6 @@ class Counters:
         """Count a batch to be returned by `next()`."""
         self.batches += 1
         self.samples += record.size
-        self.nbytes += record.times.nbytes
-        self.fetch_seconds += record.times.fetch_seconds
         self.wait_seconds += record.returned - record.called
         self._ended = record.returned
         if record.requests is not None:
@@ -186,20 +173,3 @@ class Counters:
         if len(found) > last:
             found[:2] = [found[1]._replace(called=found[1].returned)]
         return found
-
-
-def counters_of(loader: Any, function: str) -> Counters:
-    """Return the counters of a loader.
-
-    Raises:
-        TypeError: `loader` is not a `DataLoader`.
-    """
-    counters = getattr(getattr(loader, "_control", None), "counters", None)
-    if not isinstance(counters, Counters):
-        kind = type(loader)
-        raise TypeError(
-            f"{function}() needs a headrace.DataLoader, "
-            f"but got {kind.__module__}.{kind.__qualname__}; "
-            f"of a loader that a trainer has wrapped, give the one that it was made of"
-        )
-    return counters

@@ -333,6 +333,8 @@ class Epoch:
                     error = failures.judge(host)
             if times.worker_deaths:
                 self._counters.worker_deaths += times.worker_deaths
+            if host.requests is not None:
+                self._counters.requests += host.requests
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
             delivers = error is not None or not host.empty

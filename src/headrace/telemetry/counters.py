@@ -60,7 +60,8 @@ class LoaderStats:
         elapsed_seconds: seconds from the first `iter()` to the last delivered batch.
         placement: where fetching runs: ``"thread"``, ``"process"`` or ``"ray"``. ``"inline"`` is
             the caller's thread.
-        requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
+        requests: requests of headrace's own datasets to stores, hedges, and cache lookups. Counted
+            with the next arriving batch.
         discarded_batches: ready batches that were not delivered because the epoch had ended on
             another rank, with ``coordinated=True``.
         worker_deaths: worker processes that died, including workers whose batch another worker has
@@ -106,7 +107,6 @@ class Counters:
         self.wait_seconds = 0.0
         self.skipped: deque[Failure] = deque(maxlen=SKIPS)
         self.requests = RequestCounts()
-        self._counted: RequestCounts | None = None
         self._began: float | None = None
         self._ended = 0.0  # time when the last batch was returned
         # One record more than `records` returns.
@@ -129,8 +129,6 @@ class Counters:
         self.samples += record.size
         self.wait_seconds += record.returned - record.called
         self._ended = record.returned
-        if record.requests is not None:
-            self._add(record.requests)
         self._kept.append(record)
         for subscriber in tuple(self.subscribers):
             subscriber(self, record)
@@ -139,17 +137,6 @@ class Counters:
         """Count the skipped samples of a batch."""
         self.skipped_samples += host.skipped
         self.skipped.extend(failure.as_text() for failure in host.failures[-SKIPS:])
-        if host.requests is not None:
-            self._add(host.requests)
-
-    def _add(self, more: RequestCounts) -> None:
-        """Add the requests of a batch once.
-
-        A batch may come twice: skipped in part, and delivered.
-        """
-        if more is not self._counted:
-            self._counted = more
-            self.requests = self.requests + more
 
     def snapshot(self) -> LoaderStats:
         """Return a frozen copy of the counts."""

@@ -111,17 +111,14 @@ _short = reprlib.Repr()
 _short.maxother = 200  # characters
 
 
-def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
 def dataset_repr(dataset: Any) -> str:
     """Return the shortened repr of a dataset.
 
-    A list of a million keys is shown with the first few keys.
+    A list of a million keys is shown with the first few keys. Control characters, which a terminal
+    would obey, are escaped.
     """
-    return printable(_short.repr(dataset))
+    text = _short.repr(dataset)
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def function_name(function: Any) -> str:

@@ -91,9 +91,8 @@ class _Model:
     def __init__(self, figures: Figures, setup: Setup) -> None:
         self.figures, self.setup = figures, setup
         self.in_call = 0.0 if setup.placement == "inline" else figures.in_call_seconds
-        in_workers = setup.num_workers and not figures.in_call
-        of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
-        self.floor = max(figures.engine_cpu * figures.period, of_workers)
+        of_workers = figures.workers_busy / setup.num_workers if setup.num_workers else 0.0
+        self.floor = figures.period * max(figures.engine_cpu, of_workers)
         # Number of samples planned ahead.
         self.ahead = setup.look_ahead * figures.samples / figures.batches
 
@@ -425,17 +424,17 @@ def _working(model: _Model) -> Diagnosis:
     The functions are the functions of a stream before batching.
     """
     figures, setup = model.figures, model.setup
-    workers, most, busy = setup.num_workers, setup.cores, figures.workers_busy
-    each, others = figures.work_seconds, model.in_call
-    what, place = "transforms and collation take", f"{busy:.1f} of {workers} workers are busy"
-    if figures.functions_busy > busy:
-        each = figures.functions_busy * figures.period
+    workers, most, others = setup.num_workers, setup.cores, model.in_call
+    work, functions = figures.workers_busy, figures.functions_busy
+    busy, each = work + functions, max(work, functions) * figures.period
+    what = "transforms and collation take"
+    if functions > work:
         what = "functions of the stream's map and filter take"
-        place = f"in {workers} workers" if workers else "in the loop's own thread"
-    elif figures.in_call or not workers:
-        others = max(0.0, others - each)
+    place = f"{busy:.1f} of {workers} workers are busy"
+    if not workers:
         place = "in each next(), in the loop's own thread"
-    elif busy + figures.functions_busy < IDLE_WORKERS * workers and workers > 1:
+        others = max(0.0, others - work * figures.period)
+    elif busy < IDLE_WORKERS * workers and workers > 1:
         if figures.full > 0.5:
             return _fetching(model)
         factor = min(workers / max(0.1, busy), model.needed())

@@ -79,7 +79,6 @@ class Figures:
     grown: float = 1.0  # factor of `concurrency` in the second half of the batches
     held: float = 0.0  # share of the batches completed while plans waited for memory
     nbytes: int = 0
-    work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     # Mean number of concurrent calls of a stream's functions before batching.
@@ -89,7 +88,6 @@ class Figures:
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
     blocked: float = 0.0
     blocked_in: str | None = None
-    in_call: bool = False  # whether transforms and collation ran inside `next()`
     requests: RequestCounts = field(default_factory=RequestCounts)
 
     @property
@@ -124,9 +122,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     worked = sum(max(0.0, each.work_ended - each.work_began) for each in times)
     in_call = _share(each.work_began >= each.assembled for each in times if each.work_began) > 0.5
     delivering = sum(record.returned - record.taken for record in rest)
-    blocked_before = first.times.blocked - min(
-        start_up, first.times.blocked - first.times.blocked_before
-    )
+    blocked = end.blocked - first.times.blocked + min(start_up, first.times.blocked)
     return Figures(
         start_up,
         batches=len(rest),
@@ -151,16 +147,14 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
         held=_share(load.held_plans for load in loads),
         nbytes=sum(each.nbytes for each in times),
-        work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(each.work_cpu for each in times) / seconds,
         functions_busy=(end.functions_seconds - begin.functions_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,
-        blocked=(end.blocked - blocked_before) / (start_up + seconds),
+        blocked=blocked / (start_up + seconds),
         blocked_in=end.blocked_in,
-        in_call=in_call,
         requests=requests,
     )
 

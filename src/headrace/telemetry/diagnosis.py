@@ -301,7 +301,16 @@ def _fetching(model: _Model) -> Diagnosis:
     if setup.in_order and figures.slow_waits > 0.5 * (
         figures.waits["queue"] + figures.waits["fetch"]
     ):
-        return _order(model)
+        # Slow samples hold up later batches.
+        return Diagnosis(
+            "order",
+            f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a "
+            f"sample that takes more than three times the usual time, while later batches are "
+            f"complete",
+            'in_order=False, or hedge="auto" if a second request is faster',
+            model.without(figures.slow_waits),
+            {"in_order": False},
+        )
     return _more_in_flight(
         model,
         "look-ahead",
@@ -341,19 +350,6 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
             "event-loop", evidence, advice, 1 / max(0.05, busy), placement="process"
         )
     return None
-
-
-def _order(model: _Model) -> Diagnosis:
-    """Diagnose slow samples that hold up later batches."""
-    figures = model.figures
-    evidence = (
-        f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample "
-        f"that takes more than three times the usual time, while later batches are complete"
-    )
-    advice = 'in_order=False, or hedge="auto" if a second request is faster'
-    return Diagnosis(
-        "order", evidence, advice, model.without(figures.slow_waits), {"in_order": False}
-    )
 
 
 def _saturated(model: _Model) -> Diagnosis | None:

@@ -107,7 +107,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     counted = (each.requests for each in records if each.requests is not None)
     requests = sum(counted, RequestCounts())
     if seconds <= 0:
-        return Figures(start_up, requests=requests, blocked_in=first.times.blocked_in)
+        return Figures(start_up, requests=requests)
     times = [record.times for record in rest]
     loads = [each.load for each in times]
     parts = [waits_of(record) for record in rest]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from headrace._records.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
@@ -42,7 +42,7 @@ class BatchRecord(NamedTuple):
     fetches: FetchTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoaderStats:
     """Counts of a loader since its creation, over all epochs.
 
@@ -68,15 +68,15 @@ class LoaderStats:
             made since. Counted with the next arriving batch.
     """
 
-    epochs: int
-    batches: int
-    samples: int
-    skipped_samples: int
-    skipped: tuple[Failure, ...] = field(repr=False)
-    lost_batches: int
-    wait_seconds: float
-    elapsed_seconds: float
-    placement: str
+    epochs: int = 0
+    batches: int = 0
+    samples: int = 0
+    skipped_samples: int = 0
+    skipped: tuple[Failure, ...] = field(default=(), repr=False)
+    lost_batches: int = 0
+    wait_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    placement: str = "not started"
     requests: RequestCounts = field(default_factory=RequestCounts)
     discarded_batches: int = 0
     worker_deaths: int = 0
@@ -90,25 +90,21 @@ class LoaderStats:
 class Counters:
     """Counts of a loader, and records of the last batches.
 
-    The iterator that delivers a batch writes the counts, on the consumer's thread. `LoaderStats`
-    describes the attributes in both classes. A copy of a loader has counts of its own.
+    The iterator that delivers a batch writes the counts, on the consumer's thread. A copy of a
+    loader has counts of its own.
 
     Attributes:
         subscribers: Functions of each delivered batch of all loaders, called on the same thread.
+        name: Name of the dataset's class.
+        stats: The counts. `DataLoader.stats` returns a copy.
     """
 
     subscribers: ClassVar[set[Callable[[Counters, BatchRecord], None]]] = set()
 
     def __init__(self, name: str = "loader") -> None:
-        self.name = name  # of the dataset's class
-        self.placement = "not started"
-        self.epochs = self.batches = self.samples = self.skipped_samples = 0
-        self.lost_batches = self.discarded_batches = self.worker_deaths = 0
-        self.wait_seconds = 0.0
-        self.skipped: deque[Failure] = deque(maxlen=SKIPS)
-        self.requests = RequestCounts()
-        self._began: float | None = None
-        self._ended = 0.0  # time when the last batch was returned
+        self.name = name
+        self.stats = LoaderStats()
+        self._began = 0.0  # time of the first `begin`
         # One record more than `records` returns.
         self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
 
@@ -119,35 +115,26 @@ class Counters:
 
     def begin(self) -> None:
         """Count an iteration."""
-        self.epochs += 1
-        if self._began is None:
-            self._began = self._ended = time.perf_counter()
+        if not self.stats.epochs:
+            self._began = time.perf_counter()
+        self.stats.epochs += 1
 
     def delivered(self, record: BatchRecord) -> None:
         """Count a batch to be returned by `next()`."""
-        self.batches += 1
-        self.samples += record.size
-        self.wait_seconds += record.returned - record.called
-        self._ended = record.returned
+        stats = self.stats
+        stats.batches += 1
+        stats.samples += record.size
+        stats.wait_seconds += record.returned - record.called
+        stats.elapsed_seconds = record.returned - self._began
         self._kept.append(record)
         for subscriber in tuple(self.subscribers):
             subscriber(self, record)
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
-        self.skipped_samples += host.skipped
-        self.skipped.extend(failure.as_text() for failure in host.failures[-SKIPS:])
-
-    def snapshot(self) -> LoaderStats:
-        """Return a frozen copy of the counts."""
-        counts = {
-            each.name: getattr(self, each.name)
-            for each in fields(LoaderStats)
-            if hasattr(self, each.name)
-        }
-        counts["skipped"] = tuple(self.skipped)
-        counts["elapsed_seconds"] = self._ended - self._began if self._began is not None else 0.0
-        return LoaderStats(**counts)
+        failures = (failure.as_text() for failure in host.failures[-SKIPS:])
+        self.stats.skipped_samples += host.skipped
+        self.stats.skipped = (*self.stats.skipped, *failures)[-SKIPS:]
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
         """Return the last batches of the latest iteration, at most `last`.

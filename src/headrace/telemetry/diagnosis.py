@@ -181,12 +181,8 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         )
     # If the engine's thread always computes, the loop waits for the GIL. The wait looks like the
     # loop's own time, without CPU time.
-    holds_gil = setup.placement == "thread" and figures.engine_cpu > BUSY_LOOP
-    if (
-        holds_gil
-        and figures.consumer_cpu < 1 - BUSY_LOOP
-        and (found := _busy_loop(model)) is not None
-    ):
+    waits_for_gil = setup.placement == "thread" and figures.consumer_cpu < 1 - BUSY_LOOP
+    if waits_for_gil and figures.engine_cpu > BUSY_LOOP and (found := _busy_loop(model)):
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = (
@@ -228,10 +224,7 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "which copies the next batches while the loop computes",
             model.without(waited),
         )
-    if (
-        figures.waits["loop"] > figures.waits["hand-over"]
-        and (found := _busy_loop(model)) is not None
-    ):
+    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)):
         return found
     change: dict[str, Any] = {}
     advice = (
@@ -252,19 +245,17 @@ def _fetching(model: _Model) -> Diagnosis:
     figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
     speed = f"{rate(figures.samples / figures.seconds)} samples/s"
-    if refused:
-        # An `aget` may not count its requests: assume a request for each sample and refusal.
-        refused_share = refused / (figures.requests.requests or figures.samples + refused)
-        if refused_share > THROTTLED:
-            return model.faster(
-                "throttling",
-                f"the store refused {share(refused_share)} of the requests "
-                f"(429 or 503), at {speed}",
-                f"make 1/{digits(factor)} of the requests: shards in place of objects, "
-                ".cache(folder) for later epochs, or several prefixes of the bucket",
-                factor,
-            )
-    if (found := _busy_loop(model)) is not None:
+    # An `aget` may not count its requests: assume a request for each sample and refusal.
+    asked = figures.requests.requests or figures.samples + refused
+    if refused > THROTTLED * asked:
+        return model.faster(
+            "throttling",
+            f"the store refused {share(refused / asked)} of the requests (429 or 503), at {speed}",
+            f"make 1/{digits(factor)} of the requests: shards in place of objects, "
+            ".cache(folder) for later epochs, or several prefixes of the bucket",
+            factor,
+        )
+    if found := _busy_loop(model):
         return found
     if setup.stream:
         return model.faster(
@@ -276,7 +267,7 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
-    if (found := _saturated(model)) is not None:
+    if found := _saturated(model):
         return found
     if figures.full > 0.5:
         return _more_in_flight(
@@ -361,18 +352,16 @@ def _saturated(model: _Model) -> Diagnosis | None:
     searched = (
         setup.concurrency == "auto"
         and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
+        and figures.full > 0.5
+        and figures.grown <= 1.0
+        and figures.concurrency < setup.most_concurrency
     )
     if figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
         shown = (
             "the first ones, which had to wait for few others, "
             f"took {seconds(figures.first_fetch_seconds)}"
         )
-    elif (
-        searched
-        and figures.full > 0.5
-        and figures.grown <= 1.0
-        and figures.concurrency < setup.most_concurrency
-    ):
+    elif searched:
         shown = 'concurrency="auto" gets no more by more in flight'
     else:
         return None

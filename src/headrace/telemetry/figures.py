@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
@@ -119,9 +120,11 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     begin = min((first.times, *times), key=lambda each: each.assembled)
     end = max((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
-    worked = sum(max(0.0, each.work_ended - each.work_began) for each in times)
-    in_call = _share(each.work_began >= each.assembled for each in times if each.work_began) > 0.5
-    delivering = sum(record.returned - record.taken for record in rest)
+    worked = sum(each.work_ended - each.work_began for each in times)
+    in_call = [
+        each.work_ended - each.work_began for each in times if each.work_began >= each.assembled
+    ]
+    delivering = [record.returned - record.taken for record in rest]
     blocked = end.blocked - first.times.blocked + min(start_up, first.times.blocked)
     return Figures(
         start_up,
@@ -136,16 +139,16 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
             for waits, taken in zip(parts, fetched, strict=True)
             if taken > slow
         ),
-        in_call_seconds=(delivering + worked * in_call) / len(rest),
+        in_call_seconds=sum(delivering + in_call) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=tuple(_percentile(timed, part) for part in (0.5, 0.9, 0.99) if timed),
         first_fetch_seconds=_percentile(timed[:FIRST], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        in_flight=sum(load.in_flight for load in loads) / len(loads),
+        in_flight=fmean(load.in_flight for load in loads),
         concurrency=loads[-1].limit,
         grown=loads[-1].limit / max(1, loads[len(loads) // 2].limit),
-        full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
-        held=_share(load.held_plans for load in loads),
+        full=fmean(load.in_flight >= load.limit and load.queued > 0 for load in loads),
+        held=fmean(load.held_plans > 0 for load in loads),
         nbytes=sum(each.nbytes for each in times),
         workers_busy=worked / seconds,
         workers_cpu=sum(each.work_cpu for each in times) / seconds,
@@ -159,34 +162,18 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     )
 
 
-def _share(conditions: Iterable[object]) -> float:
-    values = [bool(each) for each in conditions]
-    return sum(values) / len(values) if values else 0.0
-
-
 def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
     """Return the steps of a batch on the way to `next()`.
 
     Each step has its end time, or 0.0 if the batch skipped the step.
     """
     times = record.times
-    steps = [
-        ("plan", times.admitted),
-        ("queue", times.began),
-        ("fetch", times.fetched),
-        ("worker queue", times.work_began),
-        ("work", times.work_ended),
-        ("loop", times.assembled),
-        ("hand-over", record.taken),
-    ]
-    # On the consumer's thread, after the engine has finished the batch.
-    if times.work_began > times.assembled:
-        steps[3:6] = [
-            ("loop", times.assembled),
-            ("hand-over", times.work_began),
-            ("work", times.work_ended),
-        ]
-    return steps
+    fetching = [("plan", times.admitted), ("queue", times.began), ("fetch", times.fetched)]
+    work, assembled = ("work", times.work_ended), ("loop", times.assembled)
+    if times.work_began > times.assembled:  # work on the consumer's thread
+        return [*fetching, assembled, ("hand-over", times.work_began), work]
+    working = [("worker queue", times.work_began), work, assembled]
+    return [*fetching, *working, ("hand-over", record.taken)]
 
 
 def waits_of(record: BatchRecord) -> dict[str, float]:

@@ -196,11 +196,6 @@ def share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def rate(value: float) -> str:
-    """Format a rate per second, with separators of thousands."""
-    return f"{value:,.0f}" if value >= 100 else digits(value)
-
-
 def digits(value: float) -> str:
-    """Format a number with two or three digits."""
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+    """Format a number with at least two digits, and with separators of thousands."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"

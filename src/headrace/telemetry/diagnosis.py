@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace._base.text import digits, rate, seconds, share
+from headrace._base.text import digits, seconds, share
 from headrace.telemetry.figures import Figures
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]
@@ -244,7 +244,7 @@ def _fetching(model: _Model) -> Diagnosis:
     """Diagnose waits for batches that are not fetched."""
     figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
-    speed = f"{rate(figures.samples / figures.seconds)} samples/s"
+    speed = f"{digits(figures.samples / figures.seconds)} samples/s"
     # An `aget` may not count its requests: assume a request for each sample and refusal.
     asked = figures.requests.requests or figures.samples + refused
     if refused > THROTTLED * asked:
@@ -376,7 +376,7 @@ def _saturated(model: _Model) -> Diagnosis | None:
         "source",
         f"{figures.in_flight:.0f} fetches in flight take "
         f"{seconds(sum(figures.fetch_seconds[:1]))} each, "
-        f"at {rate(figures.samples / figures.seconds)} samples/s and "
+        f"at {digits(figures.samples / figures.seconds)} samples/s and "
         f"{figures.nbytes / figures.seconds / 1e6:.3g} MB/s, and {shown}",
         advice,
         factor,

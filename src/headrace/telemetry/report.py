@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._base.text import rate, seconds, share
+from headrace._base.text import digits, seconds, share
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
@@ -80,8 +80,8 @@ class Report(Figures):
             facts["waits for"] = ", ".join(parts)
         if self.seconds:
             speed = (
-                f"{rate(self.samples / self.seconds)} samples/s, "
-                f"{rate(self.batches / self.seconds)} batches/s"
+                f"{digits(self.samples / self.seconds)} samples/s, "
+                f"{digits(self.batches / self.seconds)} batches/s"
             )
             if self.nbytes:
                 speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"

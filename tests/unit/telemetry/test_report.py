@@ -204,6 +204,24 @@ def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, 
     ]
 
 
+def test_stats_count_requests_of_batches_whose_error_is_raised():
+    class Refused(Numbers):
+        async def aget(self, index):
+            hr.report_throttled()
+            if index < 4:
+                raise ValueError("no such image")
+            return index
+
+    with hr.DataLoader(Refused(16), 4, concurrency=1) as loader:
+        batches = iter(loader)
+        with pytest.raises(ValueError, match="no such image"):
+            next(batches)
+        assert loader.stats().batches == 0
+        assert loader.stats().requests.throttled > 0
+        assert len(list(batches)) == 3
+        assert loader.stats().requests.throttled == 16
+
+
 def test_stats_count_dead_workers_whose_batch_another_makes(tmp_path):
     def die_once(sample):
         if sample == 5 and not (tmp_path / "died").exists():

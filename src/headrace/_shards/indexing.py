@@ -15,7 +15,7 @@ import re
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ import obstore
 from obstore.store import MemoryStore
 
 from headrace._base.array_types import IntArray
-from headrace._shards.dali_index import sample_borders
 from headrace._shards.discovery import Shard, split_url
 from headrace._shards.index_file import (
     PREFIX,
@@ -115,16 +114,13 @@ class IndexingDecoder(Decoder):
     The decoder yields nothing.
 
     A sample begins where the sample before ends.
-
-    Attributes:
-        borders: borders of the samples, in unpacked bytes from 0.
     """
 
     def __init__(self, shard: Shard, indexing: Indexing) -> None:
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
         self.pages, self.format = self._decoder.pages, self._decoder.format
-        self.borders: MutableSequence[int] = array("q", (0,))
+        self._borders = array("q", (0,))
         self._lengths = array("I")
         self._problem: str | None = None
 
@@ -136,7 +132,7 @@ class IndexingDecoder(Decoder):
 
     def _note(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
-            self.borders.append(self._decoder.complete)
+            self._borders.append(self._decoder.complete)
             is_bad = type(sample) is BadRecord
             if is_bad and self._problem is None:
                 self._problem = str(sample.error)
@@ -159,12 +155,12 @@ class IndexingDecoder(Decoder):
             # The tag of a local file has the number of the inode. A copy has another inode.
             etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
-            samples=len(self.borders) - 1,
-            end=self.borders[-1],
+            samples=len(self._borders) - 1,
+            end=self._borders[-1],
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        return dump_index("", [row], np.array(self.borders[:-1]), np.array(self._lengths))
+        return dump_index("", [row], np.array(self._borders[:-1]), np.array(self._lengths))
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -461,13 +457,6 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         ShardError: the shard is damaged.
     """
     decoder = IndexingDecoder(shard, indexing)
-    if decoder.format == "tar" and indexing.length is None:
-        try:
-            if borders := await sample_borders(shard):
-                decoder.borders = borders
-                return decoder.index()
-        except (ShardError, ValueError) as error:
-            _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
         while reader.block.after is not None:

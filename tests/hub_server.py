@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         start = int(query.get("cursor", "0")[0])
         listing = self.server.hub.urls[0] + self.path.partition("&cursor")[0]
-        following = f"{listing}&cursor={start + self.server.hub.page}"
+        following = f"{listing}&cursor={start + PAGE}"
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
         page = json.dumps(entries[start : start + PAGE]).encode()
         self.answer(200, body=page, headers=headers) if inside else self.answer(
@@ -106,7 +106,6 @@ def serve_hub(commits):
     hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
     # how many of the next requests get 429
     hub.private_token, hub.gated, hub.throttled = (None, False, 0)
-    hub.page = PAGE  # from the start of a page to the next; 0 for the same page again
     hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     for server in servers:
         server.hub = hub

@@ -64,8 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_page(self, files, folder, query):
         inside = [path for path in files if path.startswith(folder)]
-        if query["recursive"][0].lower() == "false":
-            inside = [path for path in inside if "/" not in path.removeprefix(folder)]
         entries = [
             {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
             for path in inside

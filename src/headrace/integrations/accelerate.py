@@ -14,7 +14,6 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list, synchronize_rng_states
 from torch.utils.data import BatchSampler, DistributedSampler
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._base.text import dataset_repr
 from headrace._ranks.rankinfo import RankInfo, provided_rank
@@ -30,7 +29,7 @@ from headrace.integrations._shared import (
 )
 from headrace.loader import DataLoader
 
-__all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
+__all__ = ["PreparedLoader", "prepare"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -79,37 +78,11 @@ def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pre
             f"but got a {type(loader).__name__}"
         )
     prepared = _divided(accelerator, loader)
-    accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
-    if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
+    if next(_loaders(accelerator), None) is None:
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
         accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
-        cast(Any, accelerator).skip_first_batches = skip_first_batches
+    accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
     return prepared
-
-
-def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
-    """Skip the first batches of the next epoch.
-
-    As `accelerate.skip_first_batches`, also for prepared headrace loaders. The next epoch of a
-    prepared loader begins after `num_batches` batches of this rank. Skipped batches of a map-style
-    dataset are not fetched. Skipped batches of a stream are fetched and dropped. After `load_state`
-    has restored the same position, the call has no effect.
-
-    Args:
-        loader: a prepared headrace loader, or another loader.
-        num_batches: number of batches to skip on this rank.
-
-    Returns:
-        The headrace loader. `len()` of the loader is still the number of batches of a whole epoch.
-        For another loader, the result of `accelerate.skip_first_batches`.
-
-    Raises:
-        ValueError: `load_state` has restored another position.
-    """
-    if not isinstance(loader, PreparedLoader):
-        return accelerate.skip_first_batches(loader, num_batches)
-    loader.skip(num_batches)
-    return loader
 
 
 def _loaders(accelerator: accelerate.Accelerator) -> Iterator[tuple[str, PreparedLoader[Any]]]:
@@ -165,7 +138,6 @@ class PreparedLoader(DataLoader[T_co]):
     _samples: int | None = None
     _iteration: object = None  # the iteration begun last
     _ahead = 0  # number of `next()` calls after the batch given out last
-    _skipped = 0  # number of batches of a stream for the next iteration to drop
 
     @property
     def total_dataset_length(self) -> int:
@@ -185,11 +157,11 @@ class PreparedLoader(DataLoader[T_co]):
             remainder = self.sampler.remainder(restored[0].cursor if restored else 0)
         elif self._samples is not None and self.total_batch_size is not None:
             remainder = self._samples % self.total_batch_size
-        skipped, self._skipped, self._ahead = self._skipped, 0, 0
+        self._ahead = 0
         with self._as_rank():
             batches = super().__iter__()
         self._iteration = iteration = object()
-        return self._one_ahead(batches, iteration, remainder, skipped)
+        return self._one_ahead(batches, iteration, remainder)
 
     __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
 
@@ -197,7 +169,7 @@ class PreparedLoader(DataLoader[T_co]):
         return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
 
     def _one_ahead(
-        self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
+        self, batches: Iterator[Any], iteration: object, remainder: int
     ) -> Iterator[Any]:
         """Yield each batch after receiving the following batch."""
         state, position = GradientState(), self._control.position
@@ -212,8 +184,6 @@ class PreparedLoader(DataLoader[T_co]):
         error = None
         try:
             with self._as_rank():
-                for _ in range(skipped):
-                    next(batches, None)
                 batch = next(batches, _END)
             while batch is not _END and error is None:
                 before, following = last_point(), cast(Any, None)
@@ -241,32 +211,6 @@ class PreparedLoader(DataLoader[T_co]):
         """
         return super().state_dict(lag + self._ahead)
 
-    def skip(self, batches: int) -> None:
-        """Let the next iteration begin after a number of batches.
-
-        See `skip_first_batches`.
-
-        Args:
-            batches: number of batches to skip on this rank.
-
-        Raises:
-            ValueError: a restored position differs from `batches`.
-        """
-        position = self._control.position
-        if position.resumed and not (position.resumed[0].over and batches == 0):
-            restored = position.resumed[0]
-            if restored.steps != batches:
-                raise ValueError(
-                    f"skip_first_batches(loader, {batches}) of a loader "
-                    f"that was restored after {restored.steps} batches of epoch {restored.epoch}"
-                )
-            return
-        position.skip_rest()
-        if self._control.spec.kind.is_iterable:
-            self._skipped = batches
-        elif batches:
-            position.skip(self, batches, self._rank)
-
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]
         return PortableCollate(
@@ -277,8 +221,8 @@ class PreparedLoader(DataLoader[T_co]):
 def _refuse() -> NoReturn:
     raise RuntimeError(
         "a plain torch DataLoader was rebuilt from a prepared headrace loader, "
-        "without headrace's engine. Use accelerator.skip_first_batches(loader, n), "
-        "or skip_first_batches of headrace.integrations.accelerate."
+        "without headrace's engine. Iterate over the prepared loader itself, without "
+        "skip_first_batches: accelerator.load_state() restores the loader's position."
     )
 
 

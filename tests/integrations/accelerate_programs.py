@@ -29,7 +29,7 @@ EPOCHS = 2
 
 
 class OwnBatches(BatchSampler):
-    """Of a class that is not torch's own: its batches are divided."""
+    """Of a class that is not torch's own: its batches are not divided."""
 
 
 def with_noise(sample, generator):
@@ -56,26 +56,22 @@ def observed(accelerator, loader):
         state = accelerator.gradient_state
         assert state.active_dataloader is loader
         batches.append((batch.tolist(), state.end_of_dataloader, state.remainder))
-        if accelerator.even_batches:
-            gathered += accelerator.gather_for_metrics(batch).tolist()
+        gathered += accelerator.gather_for_metrics(batch).tolist()
     assert not GradientState().in_dataloader
-    return batches, gathered, loader.total_batch_size, loader.total_dataset_length
+    return batches, gathered
 
 
 def divisions():
-    """Sequential loaders of headrace and of torch, in every configuration."""
-    for even, split in itertools.product((True, False), repeat=2):
-        accelerator = accelerator_with(even_batches=even, split_batches=split)
-        for samples, drop_last in itertools.product((3, 8, 11), (True, False)):
-            options = {"batch_size": 4, "drop_last": drop_last}
-            ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
-            theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
-            batches, gathered, *_ = found = observed(accelerator, ours)
-            assert found == observed(accelerator, theirs), (even, split, samples, drop_last)
-            assert len(ours) == len(
-                batches
-            )  # theirs is one too many where no sample is left for the rank
-            assert not even or drop_last or gathered == list(range(samples))
+    """Sequential loaders of headrace and of torch."""
+    accelerator = accelerator_with()
+    for samples, drop_last in itertools.product((3, 8, 11), (True, False)):
+        options = {"batch_size": 4, "drop_last": drop_last}
+        ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
+        theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
+        batches, gathered = found = observed(accelerator, ours)
+        assert found == observed(accelerator, theirs), (samples, drop_last)
+        assert len(ours) == len(batches)
+        assert drop_last or gathered == list(range(samples))
 
 
 def orders(pattern):
@@ -93,8 +89,11 @@ def orders(pattern):
         "unequal generators": hr.DataLoader(
             Numbers(SAMPLES), 2, True, generator=torch.Generator().manual_seed(ranks["rank"]), transform=tenfold
         ),
-        "unequal batches": hr.DataLoader(
-            Numbers(SAMPLES), batch_sampler=OwnBatches(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
+        "batches of ElasticSampler": hr.DataLoader(
+            Numbers(SAMPLES), batch_sampler=OwnBatches(hr.ElasticSampler(SAMPLES), 2, False), transform=tenfold
+        ),
+        "batch sampler": hr.DataLoader(
+            Numbers(SAMPLES), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
         ),
         "weighted": hr.DataLoader(Numbers(SAMPLES), 2, sampler=weighted, transform=tenfold),
         "torch's dataset": hr.DataLoader(list(range(SAMPLES)), batch_size=2, shuffle=True, seed=5, transform=tenfold),
@@ -233,10 +232,7 @@ def nesting():
     assert not state.in_dataloader
     rest = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     rest.load_state_dict(training.state_dict())
-    whole = batches_of(training)
-    assert batches_of(rest) == whole[1:]
-    training.batch_sampler.even_batches = False  # as join_uneven_inputs does
-    assert len(list(training)) == len(whole) - accelerator.process_index
+    assert batches_of(rest) == batches_of(training)[1:]
 
 
 class Fragile(Numbers):
@@ -287,12 +283,22 @@ def closing():
 
 def errors():
     def refused(error, text, dataset, batch_size=1, prepared=prepare, **options):
-        accelerator = accelerator_with(split_batches=options.pop("split_batches", False))
         with pytest.raises(error, match=text):
-            prepared(accelerator, hr.DataLoader(dataset, batch_size, **options))
+            prepared(accelerator_with(), hr.DataLoader(dataset, batch_size, **options))
 
     numbers = Numbers(SAMPLES)
-    refused(ValueError, "no multiple of 2", numbers, 3, split_batches=True)
+    own = OwnBatches(RandomSampler(numbers), 2, False)
+    refused(ValueError, "all batches of OwnBatches", numbers, batch_sampler=own)
+    refused(
+        ValueError,
+        "all batches of BatchSampler",
+        numbers,
+        None,
+        sampler=BatchSampler(range(9), 2, False),
+    )
+    for option in ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}):
+        with pytest.raises(ValueError, match="headrace loaders do not support"):
+            prepare(accelerator_with(**option), hr.DataLoader(numbers))
     refused(ValueError, r"split\(\)", Stream(SAMPLES))
     other = DistributedSampler(range(9), num_replicas=4, rank=3)
     refused(ValueError, "rank 3 of 4", numbers, sampler=other)
@@ -350,7 +356,6 @@ def pickled():
     accelerator = accelerator_with()
     prepare(accelerator, hr.DataLoader(list(range(8)), batch_size=2))
     (loader,) = pickle.loads(pickle.dumps(accelerator))._dataloaders
-    assert loader.gradient_state is not None
     assert batches_of(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 

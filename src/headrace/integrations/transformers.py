@@ -100,11 +100,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._checkpoint: Path | None = None
         self._resumed: _ContinuedEpoch | None = None
         super().__init__(*args, **kwargs)
-        config = self.args.accelerator_config
-        if config.dispatch_batches or not config.even_batches:
-            raise ValueError(
-                "each rank reads as many batches: no dispatch_batches=True and even_batches=False"
-            )
         if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
             raise ValueError(
                 f"tensor, context or sequence parallelism of {size} ranks, "
@@ -137,9 +132,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"{ranks} ranks cannot evaluate {dataset_repr(dataset)}, a stream: evaluate a "
                     "map-style or indexed dataset, or evaluate in a job of one rank"
                 )
-            split_batches = args.accelerator_config.split_batches
-            of_rank = batch_size // ranks if split_batches else batch_size
-            dataset = self._part_of_rank(dataset, of_rank)
+            dataset = self._part_of_rank(dataset, batch_size)
         else:
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
             # A BatchRebalanceSampler draws batches, and divides batches among ranks.

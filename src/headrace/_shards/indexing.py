@@ -287,34 +287,17 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    opened, errors = compare(index, shards, indexing)
-    if errors:
-        raise errors[0]
-    return opened
-
-
-def compare(
-    index: IndexFile, shards: Sequence[Shard], indexing: Indexing
-) -> tuple[OpenedIndex, list[ShardError]]:
-    """Return the shards of an index, and an error for each difference.
-
-    The shards have the indexed versions.
-    """
     rows = [index.shard(number) for number in range(len(index))]
     known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
-    numbers, versions, errors = [], [], []
+    numbers, versions = [], []
     for shard in shards:
-        row = None
-        if (number := known.get(shard.name.removeprefix(folder))) is not None:
-            row = rows[number]
-            numbers.append(number)
-        try:
-            versions.append(_as_indexed(index, row, shard, indexing, folder))
-        except ShardError as error:
-            errors.append(error)
-    return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
+        number = known.get(shard.name.removeprefix(folder))
+        row = None if number is None else rows[number]
+        versions.append(_as_indexed(index, row, shard, indexing, folder))
+        numbers.append(number)
+    return OpenedIndex(index, versions, np.array(numbers, np.int64))
 
 
 def _as_indexed(

@@ -96,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         "the index keeps lengths"
     )
     add("--length", metavar="MODULE:FUNCTION", help=about)
-    add("--check", action="store_true", help="compare the index with the store, and write nothing")
     add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
     about = (
         "read the I-th of N shares, on one of N machines; then run the command without this option"

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import mix as mix
     from headrace.datasets.files import FileDataset as FileDataset
     from headrace.datasets.hub import hub as hub
-    from headrace.datasets.lance import LanceDataset as LanceDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.litdata import LitDataset as LitDataset
     from headrace.datasets.mds import MDSDataset as MDSDataset
@@ -95,7 +94,6 @@ _NAMES = {
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
     "headrace.datasets.hub": ("hub",),
-    "headrace.datasets.lance": ("LanceDataset",),
     "headrace.datasets.lines": ("LinesDataset",),
     "headrace.datasets.litdata": ("LitDataset",),
     "headrace.datasets.mds": ("MDSDataset",),

@@ -133,19 +133,18 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         check_names("keys", keys)
         self._store = as_store(store)
         columns = {"sizes": sizes, "etags": etags, "checksums": checksums}
-        given = [name for name, column in columns.items() if column is not None]
         if keys is None:
-            if given:
-                raise ValueError(f"{given[0]}= needs keys=, in the same order")
+            if any(column is not None for column in columns.values()):
+                raise ValueError("sizes=, etags= and checksums= need keys=, in the same order")
             self._catalog = background_loop().run(list_objects(self._store, suffix))
         else:
             if suffix is not None:
                 raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
             if len(keys) == 0:
                 raise ValueError("keys= is empty: a dataset needs at least one key")
-            for name in given:
-                if len(columns[name]) != len(keys):
-                    raise ValueError(f"{len(columns[name])} {name}= for {len(keys)} keys=")
+            for name, column in columns.items():
+                if column is not None and len(column) != len(keys):
+                    raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
             self._catalog = Catalog(
                 StringArray(_key(value, self._store, row) for row, value in enumerate(keys)),
                 None if sizes is None else array("q", map(_size, sizes)),

@@ -97,7 +97,7 @@ def test_key_outside_the_directory_reads_nothing(tmp_path, key):
         ({"keys": ["a"], "sizes": [1, 2]}, "2 sizes= for 1 keys="),
         ({"keys": ["a"], "checksums": ["x"]}, "algorithm:hexadecimal"),
         ({"keys": ["a"], "labels": [1, 2]}, "2 labels"),
-        ({"sizes": [1]}, "sizes= needs keys="),
+        ({"sizes": [1]}, "need keys="),
     ],
     ids=repr,
 )

@@ -1,9 +1,9 @@
 """The search for the number of workers, with ``num_workers="auto"``.
 
-The search adds or ends a single worker at a time. A worker is added if transforms and collation
-limit the rate, according to the diagnosis of the last batches. The worker stays if the measured
-gain is at least half of the predicted gain. A worker is ended if the other workers have little to
-do. The search is pure: the records of the batches have the time.
+The search adds half as many workers as there are, at least one, if transforms and collation limit
+the rate according to the diagnosis of the last batches. The workers stay if the measured gain is at
+least half of the predicted gain. A single worker is ended if the other workers have little to do.
+The search is pure: the records of the batches have the time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ HOLD, LONGEST_HOLD = (30.0, 1800.0)
 
 
 class _Trial(NamedTuple):
-    """A trial with an additional worker."""
+    """A trial with additional workers."""
 
+    before: int  # number of workers before
     rate: float  # batches a second before
     predicted: float  # factor of the rate
-    since: float  # time of the request for the worker
+    since: float  # time of the request for the workers
 
 
 class WorkerSearch:
@@ -85,7 +86,7 @@ class WorkerSearch:
         return self._propose(figures, setup, now)
 
     def _has_begun(self, trial: _Trial, records: Sequence[BatchRecord]) -> bool:
-        """Whether the new worker has made a batch, or had time enough."""
+        """Whether the last new worker has made a batch, or had time enough."""
         last = records[-1]
         # The other workers make all batches fetched before, however long this takes.
         if last.planned >= trial.since and last.returned >= trial.since + START_SECONDS:
@@ -112,29 +113,30 @@ class WorkerSearch:
             most = min(most, setup.memory_budget * figures.batches // figures.nbytes)
         if number >= most:
             return False
-        found = diagnose(figures, setup._replace(cores=number + 1))
-        if found.change.get("num_workers") != number + 1 or found.predicted is None:
+        cores = min(most, number + max(1, number // 2))
+        found = diagnose(figures, setup._replace(cores=cores))
+        wanted = found.change.get("num_workers", 0)
+        if wanted <= number or found.predicted is None:
             return False
-        predicted = min(
-            (1 - found.predicted) / max(1e-9, 1 - figures.wait_share), (number + 1) / number
-        )
-        self._trial = _Trial(figures.batches / figures.seconds, predicted, now)
-        self._change(number + 1)
+        gain = (1 - found.predicted) / max(1e-9, 1 - figures.wait_share)
+        rate = figures.batches / figures.seconds
+        self._trial = _Trial(number, rate, min(gain, wanted / number), now)
+        self._change(wanted)
         return True
 
     def _end_trial(self, trial: _Trial, figures: Figures, now: float) -> bool:
         self._trial, number = None, self.number
         gain = figures.batches / figures.seconds / trial.rate
         measured = (
-            f"{gain:.2f} times the rate with {number - 1}, where {trial.predicted:.2f} were "
+            f"{gain:.2f} times the rate with {trial.before}, where {trial.predicted:.2f} were "
             "predicted"
         )
         if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
             _log.info(f"num_workers={number}: transforms and collation were the limit; {measured}")
             self._pause, self._hold = PAUSE, HOLD
             return False
-        self._change(number - 1)
-        _log.info(f"num_workers={number - 1}, not {number}: {measured}")
+        self._change(trial.before)
+        _log.info(f"num_workers={trial.before}, not {number}: {measured}")
         self.next_look, self._hold = now + self._hold, min(2 * self._hold, LONGEST_HOLD)
         return True
 

@@ -71,10 +71,18 @@ def check_function(name: str, function: object) -> None:
     """Raise TypeError unless `function` is callable and not async."""
     if not callable(function):
         raise TypeError(f"{name} must be callable, but got {function!r}")
-    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+    if is_async(function):
         raise TypeError(
-            f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}"
+            f"{name} must not be async: it is called, not awaited. Await in aget, or in the "
+            f"function of the dataset's map(); got {function!r}"
         )
+
+
+def is_async(function: Any) -> bool:
+    """Return whether a function, or the `__call__` of an object, is a coroutine function."""
+    return callable(function) and any(
+        map(inspect.iscoroutinefunction, (function, function.__call__))
+    )
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf) -> None:

@@ -22,6 +22,7 @@ from headrace._engine.fetch import (
     RowFetch,
     SampleFetch,
 )
+from headrace._engine.hedging import HedgedRequests
 from headrace._engine.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._engine.memory import (
     MEASURED_BATCHES,
@@ -145,6 +146,7 @@ class Engine:
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset = self.config, self.config.dataset
+        hedge = config.options["hedge"] is not None
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
@@ -153,13 +155,15 @@ class Engine:
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             fetching = None
             if fetches(dataset):
-                fetching = RowFetching(Fetchers(context, self._concurrency("rows")), self.budget)
+                fetchers = Fetchers(context, self._concurrency("rows"))
+                hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+                fetching = RowFetching(fetchers, self.budget, hedged)
             return StreamFetch(
                 context, start, dataset, config.drop_last, config.assembler.tolerance, fetching
             )
         if isinstance(dataset, FetchedDataset) and capabilities(dataset).agets:
             rows = self._map_style(context, dataset.rows)
-            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows)
+            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows, hedge=hedge)
         return self._map_style(context, dataset)
 
     def _map_style(self, context: FetchContext, dataset: Any) -> FetchStage:

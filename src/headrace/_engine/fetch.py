@@ -34,7 +34,8 @@ CONTROL_INTERVAL = 0.02
 # groups costs 25 µs with this limit, and 47 µs in calls of 4,096 rows.
 JOINED_SAMPLES = 1 << 15
 
-Job = tuple[Any, int, Callable[[Any], Awaitable[Any]], Any]
+Fetch = Callable[[Any], Awaitable[Any]]
+Job = tuple[Any, int, Fetch, Any]
 """The batch of a sample, the sample's slot in the batch, the fetch function, and its argument.
 
 If the batch is None, the function delivers the result, handles errors of user code and measures the
@@ -292,15 +293,12 @@ class SampleFetch(Fetchers, FetchStage):
         if not plan.indices:
             self._deliver(batch, ())
             return
-        fetch = self._dataset.aget
-        if self._hedged is not None:
-            fetch = functools.partial(self._fetch_hedged, self._hedged, plan.number)
+        fetch = self._hedge(self._dataset.aget, plan.number)
         self.submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
 
-    def _fetch_hedged(
-        self, hedged: HedgedRequests, number: int, index: object
-    ) -> Awaitable[object]:
-        return hedged.first(number, 0, functools.partial(self._dataset.aget, index))
+    def _hedge(self, fetch: Fetch, number: int) -> Fetch:
+        """Return a fetch function for samples of a batch, hedged if wanted."""
+        return fetch if self._hedged is None else self._hedged.wrap(fetch, number)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size
@@ -373,11 +371,13 @@ class RowFetch(SampleFetch):
     def __init__(
         self,
         context: FetchContext,
-        fetch: Callable[[Any], Awaitable[Any]],
+        fetch: Fetch,
         concurrency: int | AdaptiveLimit,
         rows: FetchStage,
+        *,
+        hedge: bool,
     ) -> None:
-        super().__init__(context, None, concurrency)
+        super().__init__(context, None, concurrency, hedge=hedge)
         self._fetch = fetch
         self._rows = rows
         rows.deliver = self._on_rows
@@ -401,7 +401,8 @@ class RowFetch(SampleFetch):
         batch.began, batch.fetch_seconds = raw.began, raw.fetch_seconds
         batch.missing = len(found)
         batch.samples = [row if type(row) is Failure else MISSING for row in rows]
-        self.submit((batch, slot, self._fetch, rows[slot]) for slot in found)
+        fetch = self._hedge(self._fetch, raw.plan.number)
+        self.submit((batch, slot, fetch, rows[slot]) for slot in found)
 
 
 class BatchFetch(SampleFetch):

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from headrace._engine.assemble import Catch
-from headrace._engine.fetch import FetchContext, Fetchers, FetchStage
+from headrace._engine.fetch import Fetch, FetchContext, Fetchers, FetchStage
+from headrace._engine.hedging import HedgedRequests
 from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
 from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
 from headrace._records.error_policy import Tolerance
@@ -25,6 +26,9 @@ from headrace._streams.epochs import keys_within
 from headrace._streams.fetch_functions import fetching
 from headrace._streams.resumable import ResumableIterator, State, start_stream
 from headrace.errors import StateError
+
+# Rows of a stream that count as a batch for hedging.
+ROWS_OF_A_BATCH = 32
 
 
 @dataclass(slots=True)
@@ -167,15 +171,26 @@ class RowFetching:
     Args:
         fetchers: The pool that calls the functions.
         nbytes: Maximum bytes held by an operation of the stream; None for no limit.
+        hedged: The hedging of slow rows; None for no hedging.
     """
 
-    def __init__(self, fetchers: Fetchers, nbytes: int | None) -> None:
+    def __init__(
+        self, fetchers: Fetchers, nbytes: int | None, hedged: HedgedRequests | None
+    ) -> None:
         self.fetchers = fetchers
+        self._hedged = hedged
+        self._begun = 0  # number of rows
         self._nbytes = nbytes
         self._sizes: deque[int] = deque(maxlen=RECENT)  # bytes of the last samples
 
     def submit(self, fetch: Callable[[Any], Awaitable[None]], row: Any) -> None:
         self.fetchers.submit(((None, 0, fetch, row),))
+
+    def hedge(self, fetch: Fetch) -> Fetch:
+        if self._hedged is None:
+            return fetch
+        self._begun += 1
+        return self._hedged.wrap(fetch, self._begun // ROWS_OF_A_BATCH)
 
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold.

@@ -28,6 +28,9 @@ class Fetching(Protocol):
     def submit(self, fetch: Callable[[Any], Awaitable[None]], row: Any) -> None:
         """Call ``await fetch(row)`` soon."""
 
+    def hedge(self, fetch: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+        """Return a fetch function for a row, hedged if wanted."""
+
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold."""
 
@@ -160,7 +163,8 @@ class FetchFunctions(StreamOperation[Any]):
         """Fetch a row, in a task that `aclose` can cancel."""
         if self._closed or self._fetching is None:
             return
-        task = asyncio.get_running_loop().create_task(self._apply(row.row))
+        fetch = self._fetching.hedge(self._apply)
+        task = asyncio.ensure_future(fetch(row.row))
         self._running.add(task)
         try:
             await asyncio.wait((task,))

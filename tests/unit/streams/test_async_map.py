@@ -142,7 +142,7 @@ def test_concurrency_is_the_number_of_rows_in_flight(make):
         running.remove(row)
         return row
 
-    with loader_of(make().map(fetch), concurrency=7) as loader:
+    with loader_of(make().map(fetch), concurrency=7, memory_budget=None) as loader:
         assert samples_of(loader) == [*range(60)]
 
 

@@ -51,7 +51,7 @@ def columns(keys: int) -> dict[str, list[Any]]:
 
 def opened(table: dict[str, list[Any]]) -> hr.ObjectDataset:
     store = hr.Store("s3://bucket", options={"skip_signature": True})
-    return hr.ObjectDataset.from_table(store, table, size="size", etag="etag")
+    return hr.ObjectDataset(store, keys=table["key"], sizes=table["size"], etags=table["etag"])
 
 
 def cpu() -> float:

@@ -135,7 +135,9 @@ class Reader:
             "client_options": {"allow_http": True, "allow_invalid_certificates": True},
         }
         store = hr.Store(f"s3://{name}", options=options)
-        self._objects = hr.ObjectDataset.from_table(store, table, size="size", etag="etag")
+        self._objects = hr.ObjectDataset(
+            store, keys=table["key"], sizes=table["size"], etags=table["etag"]
+        )
         self._size = size
         self._open = functools.partial(
             hr.DataLoader,

@@ -104,8 +104,6 @@ def reason_not_to_run(name: str, *, quick: bool) -> str:
         import torch  # takes a second or two, and nothing else here needs it
 
         return "" if torch.cuda.is_available() else "it needs a CUDA device"
-    if name == "exporters.py" and not is_installed("prometheus_client"):
-        return "prometheus_client is not installed"
     if name == "parquet.py" and not is_installed("pyarrow"):
         return "pyarrow is not installed"
     if name == "engines_on_ray.py" and not is_installed("ray"):

@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -219,6 +219,32 @@ def megatron(job: Job) -> Any:
     return job.torch(ConcatDataset(parts), lambda tokens: tokens.tobytes(), shuffle=True)
 
 
+def lance_rows(url: str, options: dict[str, str], tables: bool) -> Any:
+    """The dataset of docs/formats.md; with `tables`, an index is a list of indices."""
+    import anyio.to_thread
+    import lance
+
+    import headrace as hr
+
+    class Rows(hr.AsyncDataset[Any]):
+        def __init__(self) -> None:
+            self.table = lance.dataset(url, storage_options=options)
+
+        def __len__(self) -> int:
+            return int(self.table.count_rows())
+
+        async def take(self, indices: list[int]) -> Any:
+            return await anyio.to_thread.run_sync(self.table.take, indices)
+
+        async def agets(self, indices: Sequence[int]) -> list[Any]:
+            return list((await self.take(list(indices))).to_pylist())
+
+        async def aget(self, index: Any) -> Any:
+            return await self.take(index) if tables else (await self.agets([index]))[0]
+
+    return Rows()
+
+
 def lance(job: Job, *, shuffle: bool = True) -> Any:
     import lance
     import lance.torch.data
@@ -230,9 +256,7 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
         return lance.write_dataset(table, job.folder / "a.lance", max_rows_per_file=SHARD)
     url, options = "s3://bucket/a.lance", {"aws_endpoint": job.endpoint, "allow_http": "true"}
     if job.who == OURS and shuffle:
-        return job.read(
-            lambda hr, store: hr.LanceDataset(url, storage_options=options), image_of, shuffle=True
-        )
+        return job.read(lambda hr, store: lance_rows(url, options, False), image_of, shuffle=True)
     if shuffle:
         remote = lance.torch.data.SafeLanceDataset(
             url, dataset_options={"storage_options": options}
@@ -245,7 +269,7 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
             "batch_size": None,
             "sampler": BatchSampler(range(job.count), BATCH, drop_last=False),
         }
-        batches = job.read(lambda hr, store: hr.LanceDataset(url, storage_options=options), **whole)
+        batches = job.read(lambda hr, store: lance_rows(url, options, True), **whole)
     elif job.who == ALONE:
         opened = lance.dataset(url, storage_options=options)
         starts = range(0, job.count, BATCH)

@@ -8,8 +8,8 @@ The CSV has an identifier without the suffix, a column of classes, and columns t
 The store is a local one with 20 ms to the first byte. For a real one, leave the server out::
 
     table = pandas.read_csv("s3://bucket/train.csv")  # with s3fs
-    dataset = hr.ObjectDataset.from_table("s3://bucket/images", table, key="image_id",
-    label="species")
+    dataset = hr.ObjectDataset("s3://bucket/images", keys=table["image_id"],
+    labels=table["species"])
 """
 
 import csv
@@ -89,7 +89,7 @@ with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirec
     table = pandas.read_csv(io.BytesIO(obstore.get(bucket_store, "train.csv").bytes()))
     table["key"] = table["image_id"] + ".png"
     table["class"] = table["species"].map(SPECIES.index)
-    dataset = hr.ObjectDataset.from_table(images, table, label="class")
+    dataset = hr.ObjectDataset(images, keys=table["key"], labels=table["class"])
     print(f"{dataset}, {server.requests()['LIST']} listings: ink {ink_by_class(dataset)}")
 
     # A listing can be kept in a file, with sizes and ETags.

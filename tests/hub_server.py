@@ -64,15 +64,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_page(self, files, folder, query):
         inside = [path for path in files if path.startswith(folder)]
-        if query["recursive"][0].lower() == "false":
-            inside = [path for path in inside if "/" not in path.removeprefix(folder)]
         entries = [
             {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
             for path in inside
         ]
         start = int(query.get("cursor", "0")[0])
         listing = self.server.hub.urls[0] + self.path.partition("&cursor")[0]
-        following = f"{listing}&cursor={start + self.server.hub.page}"
+        following = f"{listing}&cursor={start + PAGE}"
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
         page = json.dumps(entries[start : start + PAGE]).encode()
         self.answer(200, body=page, headers=headers) if inside else self.answer(
@@ -106,7 +104,6 @@ def serve_hub(commits):
     hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
     # how many of the next requests get 429
     hub.private_token, hub.gated, hub.throttled = (None, False, 0)
-    hub.page = PAGE  # from the start of a page to the next; 0 for the same page again
     hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     for server in servers:
         server.hub = hub

@@ -111,7 +111,7 @@ def test_reference_has_every_public_name():
     named = set(re.findall(r"^\.\. auto\w+:: headrace\.([\w.]+)$", reference, re.M))
     errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
     assert set(headrace.__all__) - errors - {"__version__"} <= named
-    assert {"decode", "errors", "telemetry.prometheus", "testing", "types"} <= named
+    assert {"decode", "errors", "testing", "types"} <= named
 
 
 def test_websocket_program_runs(run):
@@ -288,9 +288,8 @@ thread.join()
 def test_progress_program_shows_its_line(forks):
     done = forks.run_source(PROGRESS)
     assert done.returncode == 0
-    assert done.stdout == "step 50: loss 0.02\nstep 100: loss 0.01\n"
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
-    shape = r"train epoch 0: 100%.* 100/100 .*, [\d,]+ samples/s, waiting \d+ %, limit: [a-z-]+"
+    shape = r"train: 100%.* 100/100 .*it/s, waiting \d+ %, limit: [a-z-]+"
     assert re.match(shape, last)
     assert re.search(f"^{shape}", text_of(WAITS), re.M)
 
@@ -302,7 +301,7 @@ def test_report_program_names_a_limit_of_the_page(run):
     named = re.findall(
         r'"([a-z-]+)"', " ".join(re.findall(r"^\| (\S*`\"[^|]*)\|", text_of(WAITS), re.M))
     )
-    assert {*LIMITS, "consumer"} == set(named)
+    assert set(LIMITS) == set(named)
 
 
 def test_trace_program_writes_its_file(run, tmp_path):

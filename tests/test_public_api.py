@@ -110,7 +110,6 @@ def test_public_methods_are_documented(name):
 
 
 NEEDED = {
-    "Lance": "lance",
     "TFRecord": "google_crc32c",
     "Zarr": "zarr",
 }  # not in the environment of the trainers

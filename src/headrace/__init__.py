@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from headrace import decode as decode
     from headrace import errors as errors
-    from headrace import telemetry as telemetry
     from headrace import types as types
     from headrace._consumer.delivery import verify as verify
     from headrace._eventloop.per_loop import per_loop as per_loop
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import mix as mix
     from headrace.datasets.files import FileDataset as FileDataset
     from headrace.datasets.hub import hub as hub
-    from headrace.datasets.lance import LanceDataset as LanceDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.litdata import LitDataset as LitDataset
     from headrace.datasets.mds import MDSDataset as MDSDataset
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
     from headrace.samplers import Permutation as Permutation
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
-    from headrace.telemetry.progress import progress as progress
     from headrace.telemetry.trace import trace as trace
 
 # Public names, by defining module. Importing torch takes seconds. Importing all of headrace takes
@@ -97,7 +94,6 @@ _NAMES = {
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
     "headrace.datasets.hub": ("hub",),
-    "headrace.datasets.lance": ("LanceDataset",),
     "headrace.datasets.lines": ("LinesDataset",),
     "headrace.datasets.litdata": ("LitDataset",),
     "headrace.datasets.mds": ("MDSDataset",),
@@ -119,7 +115,6 @@ _NAMES = {
         "Permutation",
     ),
     "headrace.state": ("gather_state", "merge_states"),
-    "headrace.telemetry.progress": ("progress",),
     "headrace.telemetry.trace": ("trace",),
     "torch.utils.data": ("get_worker_info",),
 }
@@ -130,7 +125,6 @@ _PACKAGES = (
     "errors",
     "integrations",
     "samplers",
-    "telemetry",
     "testing",
     "types",
 )

@@ -28,12 +28,8 @@ _Pixels = np.ndarray[Any, Any]
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
 # EXIF orientation to the Pillow `Transpose` that turns the image upright.
 _TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
-_MOST_VALUES = 1 << 25  # largest number of values per read; a header may state a wrong length
-_UNKNOWN = (1 << 63) - 1  # number of frames that libsndfile reports for an unknown length
-# First page and later pages of a stream in Ogg.
-_FIRST_PAGE, _LATER_PAGE = re.compile(b"OggS\0\2"), re.compile(rb"OggS\0[\0\1\4\5]")
-# Data after an MP3: ID3 tags, or a frame.
-_NEXT_MP3 = re.compile(rb"(?:TAG.{125})?(ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfe])", re.S)
+_MP3_FRAME = 1152  # samples; for MP3 without a stated length, libsndfile estimates the length
+_TAG = 1024  # bytes; largest tag at the end of an MP3
 # Wrong sizes in libsndfile's log. A wrong size of the whole file is frequent and harmless.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 
@@ -111,8 +107,10 @@ def video(
 def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
     """Make a decoder of whole audio files.
 
-    The decoder uses soundfile, and reads WAV, FLAC, Ogg, MP3 and others. MP3 and FLAC without a
-    stated length, joined MP3 and chained Ogg are read to the end.
+    The decoder uses soundfile, and reads WAV, FLAC, Ogg, MP3 and others. libsndfile
+    reads a single stream of a stated length. For MP3 without a stated length (no Xing frame),
+    libsndfile estimates the length from the bit rate, which fits a constant bit rate. Joined MP3,
+    chained Ogg, FLAC without a stated length, and MP3 with a wrong estimate are errors.
 
     Args:
         sample_rate: required sample rate of each file, in Hz; None for any rate. The decoder does
@@ -121,8 +119,8 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[An
 
     Returns:
         A function as returned by `image`, for float32 tensors [channels, samples] from -1 to 1. The
-        function raises `ValueError` if a file has another rate or streams of several rates, or is
-        truncated, empty or no audio.
+        function raises `ValueError` if a file has another rate, or is truncated, empty, no audio,
+        or not of a single stream. An MP3 may lack a frame unnoticed.
 
     Raises:
         MissingExtraError: soundfile is not installed.
@@ -257,80 +255,30 @@ def _upright(frame: Any, size: _Size) -> _Pixels:
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
-    rest, blocks, forms = memoryview(getattr(sample, "data", sample)), list[Any](), set()
-    while rest or not blocks:
-        more, file, end = _read_stream(rest)
-        blocks += more
-        forms.add((file.samplerate, file.channels))
-        rest = rest[end:]
-    if len(forms) > 1:
-        raise ValueError(f"joined streams of several (rates, channels): {forms}")
-    if rate not in (None, file.samplerate):
-        raise ValueError(f"{file.samplerate} Hz, but sample_rate={rate}: resample it")
-    wave = np.concatenate(blocks).T
-    wave = wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)
-    return _labelled(torch.from_numpy(wave), sample)
-
-
-def _read_stream(data: Any) -> tuple[list[Any], Any, int]:
-    """Read the first audio stream of a file.
-
-    Joined MP3 and chained Ogg have several streams.
-
-    Returns:
-        Blocks of samples [N, channels], the closed file, and the position of the next stream in
-        bytes.
-    """
-    end, joined = len(data), None
-    if data[:4] == b"OggS" and (body := _LATER_PAGE.search(data)):
-        joined = _FIRST_PAGE.search(data, body.end())
-    blocks, file, log, place = _read_blocks(io.BytesIO(data[: joined.start()] if joined else data))
-    count, stated = sum(map(len, blocks)), file.frames
-    if file.format == "MP3" and (count < stated or _NEXT_MP3.match(data, place)):
-        again, longer, _, later = _read_blocks(_LongerFile(data))
-        if longer.frames > stated:  # the stated length was an estimate
-            # If reading ends early, the position is behind the header of a frame of another rate.
-            blocks, count, place = again, stated, later - 4 if later < end else end
-        joined = _NEXT_MP3.match(data, place)
-    # If the file has less than the header states, libsndfile reads less and only logs the fact.
-    less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
-    less = less or (count < stated and (file.format, stated) != ("FLAC", _UNKNOWN))
-    if not count or less or re.search("end-of-stream|junk after the last page", log, re.I):
-        raise ValueError("truncated, empty, or written without its length (to a pipe)")
-    return blocks, file, joined.start(joined.lastindex or 0) if joined else end
-
-
-def _read_blocks(source: io.BytesIO) -> tuple[list[Any], Any, str, int]:
-    """Read a file in blocks of bounded size.
-
-    The header may state any length.
-    """
     import soundfile
 
+    data = getattr(sample, "data", sample)
+    source = io.BytesIO(data)
     try:
         with soundfile.SoundFile(source) as file:
-            # Otherwise soundfile seeks after each block, and some codecs cannot seek.
-            file.seekable = lambda: False
-            size = min(file.frames, _MOST_VALUES // file.channels)
-            read = partial(file.read, size, dtype="float32", always_2d=True)
-            blocks = [read()]
-            while file.frames > size == len(blocks[-1]):
-                blocks.append(read())
-            return blocks, file, file.extra_info, source.tell()
-    except soundfile.SoundFileError as error:
-        raise ValueError(f"no audio, or damaged: {error}") from None
-
-
-class _LongerFile(io.BytesIO):
-    """A file that claims to be long.
-
-    libsndfile estimates the number of samples from the size of the file. With this claim, the
-    estimate does not limit reading.
-    """
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        is_end = (offset, whence) == (0, io.SEEK_END)
-        return super().seek(1 << 40) if is_end else super().seek(offset, whence)
+            wave = file.read(file.frames, dtype="float32", always_2d=True).T
+            log, unread = file.extra_info, len(data) - source.tell()
+    except (soundfile.SoundFileError, MemoryError, ValueError) as error:
+        # The header may state any length: the memory for the length may not exist.
+        raise ValueError(f"no audio, damaged, or without its length: {error}") from None
+    # If the file has less than the header states, libsndfile reads less and only logs the fact.
+    less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
+    less = less or wave.shape[1] + _MP3_FRAME < file.frames
+    if not wave.size or less or re.search("end-of-stream|junk after the last page", log, re.I):
+        raise ValueError("truncated, empty, or joined of several streams")
+    if file.format in ("MP3", "OGG") and unread > _TAG:
+        raise ValueError(
+            f"libsndfile leaves {unread:,} bytes at the end: joined streams, or no stated length"
+        )
+    if rate not in (None, file.samplerate):
+        raise ValueError(f"{file.samplerate} Hz, but sample_rate={rate}: resample it")
+    wave = wave.mean(0, keepdims=True) if mono else np.ascontiguousarray(wave)
+    return _labelled(torch.from_numpy(wave), sample)
 
 
 def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:

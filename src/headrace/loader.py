@@ -457,7 +457,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def stats(self) -> LoaderStats:
         """Return counts of batches, samples, requests and waiting in all epochs."""
-        return self._control.counters.snapshot()
+        return copy.copy(self._control.counters.stats)
 
     def report(self) -> Report:
         """Report where the time of the last iteration went.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
+from tqdm import tqdm
 
 from headrace._ranks.rankinfo import own_rank
 from headrace._shards.discovery import Shard
@@ -46,7 +47,6 @@ from headrace.datasets.parquet import TableDataset
 from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
-from headrace.telemetry.progress import progress
 
 __all__ = ["Packed", "pack"]
 
@@ -90,10 +90,10 @@ def pack(
 ) -> Packed:
     """Write the samples of a dataset into shards, in order.
 
-    A `DataLoader` fetches and transforms the samples, with a progress bar. `pack` writes each shard
-    into a temporary file, and uploads the file in parts while writing further shards.
-    ``_pack.json`` beside the shards records the name, number of samples, size and SHA-256 of each
-    shard. With tar shards, `pack` also writes the index for `TarDataset.index`.
+    A `DataLoader` fetches and transforms the samples. A terminal shows a progress bar.
+    `pack` writes each shard into a temporary file, and uploads the file in parts while writing
+    further shards. ``_pack.json`` beside the shards records the name, number of samples, size and
+    SHA-256 of each shard. With tar shards, `pack` also writes the index for `TarDataset.index`.
 
     After an interruption, also by SIGKILL, the same call continues after the last recorded shard:
     no sample is lost or repeated. A call with another `transform` or `seed` is an error. The
@@ -203,8 +203,10 @@ def _run(
 
     def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
         """Yield complete shards, each with the loader's state after the shard."""
-        before, batches = record["shards"], iter(progress(loader, name="pack"))
+        before = record["shards"]
         number = sum(shard["samples"] for shard in before)
+        bar = tqdm(loader, "pack", initial=number // BATCH, unit="batch", disable=None)
+        batches = iter(bar)
         for count, first in zip(itertools.count(len(before)), batches):
             path, position = folder / f"{count:06d}", _Json()
             with contextlib.closing(make(path)) as writer:

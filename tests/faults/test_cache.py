@@ -103,8 +103,7 @@ def get(cache, name=NAME, data=DATA):
 def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
     sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
     listed = objects(server)
-    table = {"key": listed.keys, "sum": sums}
-    cached = hr.ObjectDataset.from_table(listed._store, table, checksum="sum").cache(folder)
+    cached = hr.ObjectDataset(listed._store, keys=listed.keys, checksums=sums).cache(folder)
     server.misbehave(Fault("flip", key="train/003", at=1000))
     with pytest.raises(hr.errors.ChecksumError, match="'003'"):
         asyncio.run(cached.aget(3))

@@ -163,8 +163,8 @@ def test_flipped_bit_is_found_by_a_given_checksum(ledger):
         return "sha256:" + hashlib.sha256(body_of(number)).hexdigest()
 
     keys = ledger.objects().keys
-    table = {"key": keys, "sum": [checksum(int(key)) for key in keys]}
-    error = ledger.failure(hr.ObjectDataset.from_table(ledger.store(), table, checksum="sum"))
+    sums = [checksum(int(key)) for key in keys]
+    error = ledger.failure(hr.ObjectDataset(ledger.store(), keys=keys, checksums=sums))
     assert type(error) is hr.errors.ChecksumError, error
     assert error.attempts == 3
 

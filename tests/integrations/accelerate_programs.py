@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, We
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
-from headrace.integrations.accelerate import PreparedLoader, prepare, skip_first_batches
+from headrace.integrations.accelerate import PreparedLoader, prepare
 from tests.faults import watching
 from tests.integrations.common import Numbers, Stream, flat, tenfold
 
@@ -29,7 +29,7 @@ EPOCHS = 2
 
 
 class OwnBatches(BatchSampler):
-    """Of a class that is not torch's own: its batches are divided."""
+    """Of a class that is not torch's own: its batches are not divided."""
 
 
 def with_noise(sample, generator):
@@ -56,26 +56,22 @@ def observed(accelerator, loader):
         state = accelerator.gradient_state
         assert state.active_dataloader is loader
         batches.append((batch.tolist(), state.end_of_dataloader, state.remainder))
-        if accelerator.even_batches:
-            gathered += accelerator.gather_for_metrics(batch).tolist()
+        gathered += accelerator.gather_for_metrics(batch).tolist()
     assert not GradientState().in_dataloader
-    return batches, gathered, loader.total_batch_size, loader.total_dataset_length
+    return batches, gathered
 
 
 def divisions():
-    """Sequential loaders of headrace and of torch, in every configuration."""
-    for even, split in itertools.product((True, False), repeat=2):
-        accelerator = accelerator_with(even_batches=even, split_batches=split)
-        for samples, drop_last in itertools.product((3, 8, 11), (True, False)):
-            options = {"batch_size": 4, "drop_last": drop_last}
-            ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
-            theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
-            batches, gathered, *_ = found = observed(accelerator, ours)
-            assert found == observed(accelerator, theirs), (even, split, samples, drop_last)
-            assert len(ours) == len(
-                batches
-            )  # theirs is one too many where no sample is left for the rank
-            assert not even or drop_last or gathered == list(range(samples))
+    """Sequential loaders of headrace and of torch."""
+    accelerator = accelerator_with()
+    for samples, drop_last in itertools.product((3, 8, 11), (True, False)):
+        options = {"batch_size": 4, "drop_last": drop_last}
+        ours = prepare(accelerator, hr.DataLoader(list(range(samples)), **options))
+        theirs = accelerator.prepare(TorchDataLoader(range(samples), **options))
+        batches, gathered = found = observed(accelerator, ours)
+        assert found == observed(accelerator, theirs), (samples, drop_last)
+        assert len(ours) == len(batches)
+        assert drop_last or gathered == list(range(samples))
 
 
 def orders(pattern):
@@ -93,8 +89,11 @@ def orders(pattern):
         "unequal generators": hr.DataLoader(
             Numbers(SAMPLES), 2, True, generator=torch.Generator().manual_seed(ranks["rank"]), transform=tenfold
         ),
-        "unequal batches": hr.DataLoader(
-            Numbers(SAMPLES), batch_sampler=OwnBatches(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
+        "batches of ElasticSampler": hr.DataLoader(
+            Numbers(SAMPLES), batch_sampler=OwnBatches(hr.ElasticSampler(SAMPLES), 2, False), transform=tenfold
+        ),
+        "batch sampler": hr.DataLoader(
+            Numbers(SAMPLES), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 2, False), transform=tenfold
         ),
         "weighted": hr.DataLoader(Numbers(SAMPLES), 2, sampler=weighted, transform=tenfold),
         "torch's dataset": hr.DataLoader(list(range(SAMPLES)), batch_size=2, shuffle=True, seed=5, transform=tenfold),
@@ -200,41 +199,12 @@ def train(folder, pattern, kind, kill_after=None, stateful=False):
     return seen, training.end()
 
 
-def skipping(folder, pattern):
+def skipping():
+    """A loader that accelerate rebuilds to skip batches says what restores the position."""
     accelerator = accelerator_with()
-
-    def fresh():
-        return prepare(
-            accelerator, hr.DataLoader(Numbers(SAMPLES), 2, shuffle=True, seed=5, transform=tenfold)
-        )
-
-    loader = fresh()
-    first, second = batches_of(loader), batches_of(loader)
-    loader = fresh()
-    assert batches_of(accelerator.skip_first_batches(loader, 3)) == first[3:]
-    assert sorted(loader.dataset.fetched) == sorted(
-        sample // 10 for sample in itertools.chain(*first[3:])
-    )
-    assert batches_of(loader) == second
-    accelerator._dataloaders.clear()
-    iterator = iter(loader := fresh())
-    for _ in range(3):
-        next(iterator)
-    accelerator.save_state(folder)
-    accelerator._dataloaders.clear()
-    restored = fresh()
-    accelerator.load_state(folder)
-    with pytest.raises(ValueError, match="after 3 batches of epoch 0"):
-        skip_first_batches(restored, 2)
-    assert batches_of(skip_first_batches(restored, 3)) == first[3:]
-    stream = prepare(accelerator, hr.DataLoader(lines(pattern, split=True), 2, transform=tenfold))
-    assert [len(list(stream)), len(list(skip_first_batches(stream, 2))), len(list(stream))] == [
-        12,
-        10,
-        12,
-    ]
-    with pytest.raises(RuntimeError, match=r"accelerator.skip_first_batches\(loader, n\)"):
-        list(accelerate.skip_first_batches(loader, 3))
+    loader = prepare(accelerator, hr.DataLoader(Numbers(SAMPLES), 2))
+    with pytest.raises(RuntimeError, match=r"accelerator.load_state\(\) restores"):
+        list(accelerator.skip_first_batches(loader, 3))
     plain = accelerator.prepare(TorchDataLoader(range(8), batch_size=2))
     assert batches_of(accelerator.skip_first_batches(plain, 1)) == [[2, 3], [4, 5], [6, 7]]
 
@@ -262,10 +232,7 @@ def nesting():
     assert not state.in_dataloader
     rest = prepare(accelerator, hr.DataLoader(Numbers(6), 2, seed=0))
     rest.load_state_dict(training.state_dict())
-    whole = batches_of(training)
-    assert batches_of(rest) == whole[1:]
-    training.batch_sampler.even_batches = False  # as join_uneven_inputs does
-    assert len(list(training)) == len(whole) - accelerator.process_index
+    assert batches_of(rest) == batches_of(training)[1:]
 
 
 class Fragile(Numbers):
@@ -316,12 +283,22 @@ def closing():
 
 def errors():
     def refused(error, text, dataset, batch_size=1, prepared=prepare, **options):
-        accelerator = accelerator_with(split_batches=options.pop("split_batches", False))
         with pytest.raises(error, match=text):
-            prepared(accelerator, hr.DataLoader(dataset, batch_size, **options))
+            prepared(accelerator_with(), hr.DataLoader(dataset, batch_size, **options))
 
     numbers = Numbers(SAMPLES)
-    refused(ValueError, "no multiple of 2", numbers, 3, split_batches=True)
+    own = OwnBatches(RandomSampler(numbers), 2, False)
+    refused(ValueError, "all batches of OwnBatches", numbers, batch_sampler=own)
+    refused(
+        ValueError,
+        "all batches of BatchSampler",
+        numbers,
+        None,
+        sampler=BatchSampler(range(9), 2, False),
+    )
+    for option in ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}):
+        with pytest.raises(ValueError, match="headrace loaders do not support"):
+            prepare(accelerator_with(**option), hr.DataLoader(numbers))
     refused(ValueError, r"split\(\)", Stream(SAMPLES))
     other = DistributedSampler(range(9), num_replicas=4, rank=3)
     refused(ValueError, "rank 3 of 4", numbers, sampler=other)
@@ -379,7 +356,6 @@ def pickled():
     accelerator = accelerator_with()
     prepare(accelerator, hr.DataLoader(list(range(8)), batch_size=2))
     (loader,) = pickle.loads(pickle.dumps(accelerator))._dataloaders
-    assert loader.gradient_state is not None
     assert batches_of(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -436,11 +412,10 @@ def rebuilt(pattern):
     assert everything(made(2)) == first
 
 
-def on_one_rank(folder, pattern):
+def on_one_rank():
     """Several programs, since starting a process takes longer than they do."""
-    for program in (warned, closing, failing, divisions, pickled):
+    for program in (warned, closing, failing, divisions, pickled, skipping):
         program()
-    skipping(folder, pattern)
 
 
 def on_two_ranks(pattern):

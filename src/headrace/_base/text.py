@@ -119,17 +119,14 @@ _short = reprlib.Repr()
 _short.maxother = 200  # characters
 
 
-def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
 def dataset_repr(dataset: Any) -> str:
     """Return the shortened repr of a dataset.
 
-    A list of a million keys is shown with the first few keys.
+    A list of a million keys is shown with the first few keys. Control characters, which a terminal
+    would obey, are escaped.
     """
-    return printable(_short.repr(dataset))
+    text = _short.repr(dataset)
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def function_name(function: Any) -> str:
@@ -207,11 +204,6 @@ def share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def rate(value: float) -> str:
-    """Format a rate per second, with separators of thousands."""
-    return f"{value:,.0f}" if value >= 100 else digits(value)
-
-
 def digits(value: float) -> str:
-    """Format a number with two or three digits."""
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+    """Format a number with at least two digits, and with separators of thousands."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"

@@ -185,7 +185,7 @@ class LoaderControl:
             begun.batches,
             rank.rank,
             rank.world_size,
-            self.counters.placement,
+            self.counters.stats.placement,
             loader.num_workers,
             least,
         )
@@ -256,7 +256,7 @@ class LoaderControl:
             look_ahead=self.spec.look_ahead(loader).least,
             in_order=loader.in_order,
             memory_budget=options["memory_budget"],
-            placement=self.counters.placement,
+            placement=self.counters.stats.placement,
             stream=self.spec.kind.is_iterable,
             cores=self._cores(loader),
             most_concurrency=self.spec.engines * most_concurrency(),
@@ -326,7 +326,7 @@ class LoaderControl:
             rank=rank,
         )
         if not spec.kind.is_async and loader.num_workers == 0:
-            self.counters.placement = "inline"
+            self.counters.stats.placement = "inline"
             link = InlineLink(config, start)
             return Session(link, inline_state=link.state_dict)
         # As in torch, workers that do not persist have a copy of the dataset as of now, and end
@@ -338,7 +338,7 @@ class LoaderControl:
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew
             )
-        self.counters.placement = self.placements.where
+        self.counters.stats.placement = self.placements.where
         if automatic:
             session.send(WorkersRequest(self.search.number))
         return session

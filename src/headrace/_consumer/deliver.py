@@ -148,7 +148,7 @@ class FailureHandler:
             raise self._epoch.error(
                 f"each of the last {LOST_IN_A_ROW} batches lost all its samples"
             )
-        self._counters.lost_batches += 1
+        self._counters.stats.lost_batches += 1
         self.lost = True
 
     def _raises(self, failure: Failure) -> bool:

@@ -133,7 +133,7 @@ class Epoch:
         # the step of the running call of `next()`, once counted and not yet returned
         self._counted: _Step | None = None
         self._ended = True  # whether this rank has nothing left at the end of the epoch
-        self._iteration = counters.epochs
+        self._iteration = counters.stats.epochs
         self._tune = tune
         self._tune_at = 0.0  # by `time.perf_counter`
         # start of the wait in the running call of next(); 0.0 after the batch was taken
@@ -290,7 +290,7 @@ class Epoch:
             if settled == SKIP:
                 # A rank lost all samples of a batch: all ranks leave out the step.
                 step, self._next = self._next, None
-                self._counters.discarded_batches += not step.is_lost
+                self._counters.stats.discarded_batches += not step.is_lost
                 self._pass_over(step.host, lost=True)
         return True
 
@@ -333,7 +333,9 @@ class Epoch:
                     # step.
                     error = failures.judge(host)
             if times.worker_deaths:
-                self._counters.worker_deaths += times.worker_deaths
+                self._counters.stats.worker_deaths += times.worker_deaths
+            if host.requests is not None:
+                self._counters.stats.requests += host.requests
             ready = session.ready()
             step = _Step(host, error, called, taken, taken, ready)
             delivers = error is not None or not host.empty
@@ -382,7 +384,9 @@ class Epoch:
     def _finish_epoch(self) -> NoReturn:
         self._over = True
         if not self._ended:
-            self._counters.discarded_batches += (not self._next.is_lost) + self._session.ready()
+            self._counters.stats.discarded_batches += (
+                not self._next.is_lost
+            ) + self._session.ready()
         self.close()
         if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()

@@ -162,24 +162,20 @@ class Position:
             for part in samplers_of(loader):
                 propagate_epoch(part, epoch)
 
-    def skip(
-        self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run | None = None
-    ) -> None:
+    def skip(self, loader: TorchLoader, batches: int, rank: RankInfo, since: Run) -> None:
         """Let the next `iter()` begin after some batches.
 
-        For map-style datasets. Each rank skips `batches` batches, from the beginning of the epoch
-        or of the run `since`.
+        For map-style datasets. Each rank skips `batches` batches, from the beginning of the run
+        `since`.
         """
         order = self.order(loader)
         # A batch sampler draws batches, and not samples.
         cursor = 0 if order.sampler is None else batches * (order.batch_size or 1)
         if order.shared:
             cursor *= order.sampler.num_replicas
-        if since is not None:
-            batches, cursor = since.batches + batches, since.cursor + cursor
         state = self._next_state(loader)._replace(
-            batches=batches,
-            cursor=cursor,
+            batches=since.batches + batches,
+            cursor=since.cursor + cursor,
             ranks=order.rank_of(rank).world_size,
             sampler=None,  # earlier batches are drawn again, even from a sampler with a state
             streams={},

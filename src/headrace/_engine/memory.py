@@ -192,10 +192,9 @@ class MemoryBudget:
         self._fetched_bytes -= self._fetched.pop(number)
 
     def load(self, load: FetchLoad, waiting: int) -> FetchLoad:
-        """Return the load of a stage, with memory and waiting plans."""
+        """Return the load of a stage, with the plans that wait for memory."""
         return load._replace(
             held_plans=waiting if self._short else 0,
-            memory=int(self._expected(0)),
             unused=0 if waiting else load.unused,
         )
 

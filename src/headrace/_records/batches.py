@@ -89,7 +89,6 @@ class FetchLoad(NamedTuple):
         limit: number of allowed fetches.
         queued: number of samples waiting for a fetch.
         held_plans: number of plans waiting for memory.
-        memory: approximate bytes fetched or in flight, and not consumed; 0 without a budget.
         unused: number of allowed fetches in stages without further planned samples.
     """
 
@@ -97,7 +96,6 @@ class FetchLoad(NamedTuple):
     limit: int = 0
     queued: int = 0
     held_plans: int = 0
-    memory: int = 0
     unused: int = 0
 
 
@@ -117,12 +115,11 @@ class StageTimes(NamedTuple):
         fetch_seconds: duration of a fetch of the batch, in seconds.
         nbytes: approximate size of the fetched samples, in bytes.
         engine_cpu: CPU seconds of the engine's thread so far.
-        blocked: seconds in which user code has blocked the engine's event loop so far.
+        blocked: seconds in which user code blocked the event loop, since the session began.
         blocked_in: the line of user code that blocked the event loop last.
         worker_deaths: number of workers that died since the previous batch was assembled.
         engine_queued: seconds in which the engine's thread has waited for a core so far.
         work_cpu: CPU seconds of transforms and collation.
-        blocked_before: value of `blocked` at the beginning of the iteration.
         worked_by: process, native thread and worker (-1 without a worker); None if unknown.
         functions_seconds: seconds in a stream's functions before batching, since the session began.
         load: load of the fetch stage when the last sample arrived.
@@ -142,15 +139,14 @@ class StageTimes(NamedTuple):
     worker_deaths: int = 0
     engine_queued: float = 0.0
     work_cpu: float = 0.0
-    blocked_before: float = 0.0
     worked_by: tuple[int, int, int] | None = None
     functions_seconds: float = 0.0
     load: FetchLoad = FetchLoad()
 
 
 NO_TIMES = StageTimes()
-# Sums since the start of the engine.
-GROWING = ("engine_cpu", "engine_queued", "blocked", "blocked_before")
+# Sums over the life of an engine or session, of which several engines have a mean.
+GROWING = ("engine_cpu", "engine_queued", "blocked")
 _LOAD = len(FetchLoad._fields)
 
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ import obstore
 from obstore.store import MemoryStore
 
 from headrace._base.array_types import IntArray
-from headrace._shards.dali_index import sample_borders
 from headrace._shards.discovery import Shard, split_url
 from headrace._shards.index_file import (
     PREFIX,
@@ -115,16 +114,13 @@ class IndexingDecoder(Decoder):
     The decoder yields nothing.
 
     A sample begins where the sample before ends.
-
-    Attributes:
-        borders: borders of the samples, in unpacked bytes from 0.
     """
 
     def __init__(self, shard: Shard, indexing: Indexing) -> None:
         self._shard, self._indexing = shard, indexing
         self._decoder = indexing.decoder_of(shard)
         self.pages, self.format = self._decoder.pages, self._decoder.format
-        self.borders: MutableSequence[int] = array("q", (0,))
+        self._borders = array("q", (0,))
         self._lengths = array("I")
         self._problem: str | None = None
 
@@ -136,7 +132,7 @@ class IndexingDecoder(Decoder):
 
     def _note(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
-            self.borders.append(self._decoder.complete)
+            self._borders.append(self._decoder.complete)
             is_bad = type(sample) is BadRecord
             if is_bad and self._problem is None:
                 self._problem = str(sample.error)
@@ -159,12 +155,12 @@ class IndexingDecoder(Decoder):
             # The tag of a local file has the number of the inode. A copy has another inode.
             etag=head.etag if self._shard.store.local_root is None else None,
             modified=head.modified,
-            samples=len(self.borders) - 1,
-            end=self.borders[-1],
+            samples=len(self._borders) - 1,
+            end=self._borders[-1],
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        return dump_index("", [row], np.array(self.borders[:-1]), np.array(self._lengths))
+        return dump_index("", [row], np.array(self._borders[:-1]), np.array(self._lengths))
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -291,34 +287,17 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    opened, errors = compare(index, shards, indexing)
-    if errors:
-        raise errors[0]
-    return opened
-
-
-def compare(
-    index: IndexFile, shards: Sequence[Shard], indexing: Indexing
-) -> tuple[OpenedIndex, list[ShardError]]:
-    """Return the shards of an index, and an error for each difference.
-
-    The shards have the indexed versions.
-    """
     rows = [index.shard(number) for number in range(len(index))]
     known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
-    numbers, versions, errors = [], [], []
+    numbers, versions = [], []
     for shard in shards:
-        row = None
-        if (number := known.get(shard.name.removeprefix(folder))) is not None:
-            row = rows[number]
-            numbers.append(number)
-        try:
-            versions.append(_as_indexed(index, row, shard, indexing, folder))
-        except ShardError as error:
-            errors.append(error)
-    return OpenedIndex(index, versions, np.array(numbers, np.int64)), errors
+        number = known.get(shard.name.removeprefix(folder))
+        row = None if number is None else rows[number]
+        versions.append(_as_indexed(index, row, shard, indexing, folder))
+        numbers.append(number)
+    return OpenedIndex(index, versions, np.array(numbers, np.int64))
 
 
 def _as_indexed(
@@ -461,13 +440,6 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         ShardError: the shard is damaged.
     """
     decoder = IndexingDecoder(shard, indexing)
-    if decoder.format == "tar" and indexing.length is None:
-        try:
-            if borders := await sample_borders(shard):
-                decoder.borders = borders
-                return decoder.index()
-        except (ShardError, ValueError) as error:
-            _warn(f"{shard.name} is read whole, and its .idx file is not used: {error}")
     reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
     try:
         while reader.block.after is not None:

@@ -5,13 +5,12 @@ Importing this module imports zarr.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.core.array import AsyncArray
 from zarr.core.buffer import Buffer, BufferPrototype
@@ -20,14 +19,13 @@ from zarr.storage import ObjectStore, StorePath
 
 from headrace._shards.compression import check_content
 from headrace._shards.discovery import Shard, shard_errors
-from headrace._shards.unpacked import UnpackedShards, check_unpacked
+from headrace._shards.unpacked import UnpackedShards
 from headrace._store.head import InitialRead
 from headrace._store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
 
 # Maximum bytes and maximum chunks decoded with a sample.
 _LARGEST_BLOCK, _MOST_CHUNKS = 1 << 30, 1 << 16
-_ABSENT = (1 << 64) - 1  # mark of a missing chunk in the index of a shard
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
@@ -42,105 +40,49 @@ class _Index:
         return len(self.read.data)
 
 
-def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
-    """Check the size in the header of a compressed chunk.
-
-    The check runs before the codec allocates the size.
-
-    Args:
-        codec: name of the codec's class.
-        data: the chunk.
-        largest: unpacked bytes of a chunk; 0 if unknown.
-        shard: name of the object.
-    """
-    size = 0
-    if codec.startswith("Blosc"):
-        size = int.from_bytes(data[4:8], "little")
-        # numcodecs would read beyond the end.
-        if len(data) != int.from_bytes(data[12:16], "little"):
-            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
-    elif codec.startswith("LZ4"):
-        size = int.from_bytes(data[:4], "little")
-    elif codec.startswith("Zstd") and len(data) > 5:
-        flags = data[4]  # header of a frame, RFC 8878
-        begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
-        size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
-    check_unpacked(size, len(data), largest)
-
-
 class ReadStore(ObjectStore[Any]):
     """Store of objects read by requests of headrace.
 
     The requests have headrace's retries, time-outs, errors and counts.
 
     With `must_exist`, a missing chunk is an error. `reads` keeps the indexes of shards, each with
-    the object's version. Reads of the shard are conditional on the version. `packed` maps the
-    beginning of an array's keys to the codec of the chunks, and the unpacked bytes of a chunk.
+    the object's version. Reads of the shard are conditional on the version. `blosc` has the
+    beginnings of keys of chunks compressed by Blosc.
     """
 
     def __init__(
-        self, source: Store, must_exist: bool, reads: UnpackedShards, packed: Any = None
+        self, source: Store, must_exist: bool, reads: UnpackedShards, blosc: Iterable[str] = ()
     ) -> None:
-        self._source, self.must_exist, self._shared, self.packed = (
-            source,
-            must_exist,
-            reads,
-            packed or {},
-        )
+        self._source, self._must_exist, self._shared = source, must_exist, reads
+        self.blosc = {*blosc}
         super().__init__(source.backend(), read_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadStore, (self._source, self.must_exist, self._shared, self.packed)
+        return ReadStore, (self._source, self._must_exist, self._shared, self.blosc)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         is_chunk = key.rpartition("/")[2] not in _METADATA
+        name = self._source.name(key)
         try:
             data = await self.read(key, byte_range)
         except ObjectNotFoundError as error:
-            if self.must_exist and is_chunk:
-                raise self.missing(key) from error
+            if self._must_exist and is_chunk:
+                what = (
+                    "no such chunk, by zarr.json or .zarray; if it had only the fill value, "
+                    "set missing='fill'"
+                )
+                raise ShardError(what, shard=name) from error
             return None
         if not is_chunk:
-            check_content(data, self._source.name(key))
-        for prefix, (codec, size) in self.packed.items() if is_chunk else ():
-            if key.startswith(prefix):
-                check_chunk(codec, data, size, self._source.name(key))
+            check_content(data, name)
+        # Blosc does not know the size of its input, and would read beyond the end.
+        elif key.startswith(tuple(self.blosc)) and len(data) != int.from_bytes(
+            data[12:16], "little"
+        ):
+            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=name)
         return prototype.buffer.from_bytes(data)
-
-    async def check_inner(self, array: AsyncArray[Any], axis: int, block: int) -> None:
-        """Raise `ShardError` if a shard lacks a chunk of a block.
-
-        `block` is the number of a block along `axis`. For a missing chunk, zarr would give fill
-        values.
-        """
-        assert array.shards is not None
-        codec = array.metadata.codecs[0]
-        chunks = np.array(array.chunks)
-        inside = array.shards // chunks  # chunks of a shard along each axis
-        counts = -(-np.array(array.shape) // chunks)
-        shards = [range(number) for number in -(-counts // inside)]
-        shard, chunk = divmod(block, int(inside[axis]))
-        shards[axis] = range(shard, shard + 1)
-        size = 16 * math.prod(inside.tolist())
-        stored = size + 4 * (len(codec.index_codecs) - 1)  # with a CRC-32C
-        at_end = codec.index_location.value == "end"
-        wanted = SuffixByteRequest(stored) if at_end else RangeByteRequest(0, stored)
-        for place in itertools.product(*shards):
-            key = f"{array.path}/{array.metadata.encode_chunk_key(place)}".lstrip("/")
-            index = np.frombuffer((await self.read(key, wanted))[:size], "<u8")
-            held = [slice(number) for number in counts - inside * place]
-            held[axis] = slice(chunk, chunk + 1)
-            if (index.reshape(*inside, 2)[tuple(held)] == _ABSENT).any():
-                raise self.missing(key)
-
-    def missing(self, key: str) -> ShardError:
-        what = (
-            "no such chunk, by zarr.json or .zarray; if it had only the fill value, "
-            "set missing='fill'"
-        )
-        return ShardError(what, shard=self._source.name(key))
 
     async def read(self, key: str, wanted: ByteRequest | None) -> memoryview:
         store = self._source
@@ -195,9 +137,8 @@ async def open_array(
         raise ShardError(
             "this array is pickled, and unpickling would run its code; write it again", shard=where
         )
-    if isinstance(store, ReadStore):
-        size = math.prod(array.chunks) * getattr(array.dtype, "itemsize", 0)
-        store.packed[f"{path}/".lstrip("/")] = type(codecs[0]).__name__, size
+    if isinstance(store, ReadStore) and "Blosc" in type(codecs[0]).__name__:
+        store.blosc.add(f"{path}/".lstrip("/"))
     blocks = max(1, across[axis])
     size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > max(_LARGEST_BLOCK, cache_bytes) or chunks > _MOST_CHUNKS:

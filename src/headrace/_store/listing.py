@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import operator
 import re
@@ -10,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise, takewhile
+from itertools import accumulate, chain, islice, pairwise
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -395,8 +394,8 @@ async def _list_in_parts(
     """List a directory, in parts if the first page is full.
 
     Each page of a listing names the start of the next page, so a million keys take a thousand round
-    trips in sequence. But a listing may begin after any key, and directories supply start keys for
-    parts.
+    trips in sequence. But a listing may begin after any key, and the directories in the listed
+    directory supply start keys for parts.
     """
     folder = prefix or None
 
@@ -433,9 +432,9 @@ async def _list_in_parts(
 async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
     """Return the keys after which the parts of a listing start.
 
-    The keys are borders of directories. To find borders, the subdirectories of each directory that
-    holds the whole first page are listed. If a directory holds the objects of the page directly,
-    the directory is left out: the store would list all these objects a second time.
+    The keys are borders of the directories directly in the listed directory. If the first page ends
+    with an object directly in the listed directory, there are no parts: to find the directories,
+    the store would list all these objects a second time.
 
     Args:
         store: the store to list.
@@ -446,30 +445,20 @@ async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) ->
         Sorted keys. Empty if there would be only a single part.
     """
     keys = [entry["path"] for entry in page]
-    if len(keys) < PAGE or keys != sorted(keys):  # the last page, or a store of another order
+    # The last page, or a store of another order.
+    if len(keys) < PAGE or keys != sorted(keys) or keys[-1].rpartition("/")[0] == prefix:
         return []
-    first, last = (key.split("/")[:-1] for key in (keys[0], keys[-1]))
-    shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))])
-    outermost = len(prefix.split("/")) if prefix else 0
-    paths = ["/".join(first[:depth]) for depth in range(outermost, shared + (first != last))]
-    # Errors are ignored: the listing itself reports errors.
-    levels = await asyncio.gather(*map(store.level, paths), return_exceptions=True)
-    found = {
-        border
-        for level in levels
-        if not isinstance(level, BaseException)
-        for border in level["common_prefixes"]
-    }
-    borders = sorted(found)
+    try:
+        level = await store.level(prefix)
+    except StoreError:  # the listing itself reports errors
+        return []
+    borders = sorted(level["common_prefixes"])
     passed = bisect.bisect_right(borders, keys[-1])
     ahead = borders[passed:]
     # Estimated from the number of objects between the borders so far.
     count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))
-    return (
-        [keys[-1], *(ahead[len(ahead) * part // count] for part in range(1, count))]
-        if count > 1
-        else []
-    )
+    starts = [ahead[len(ahead) * part // count] for part in range(1, count)]
+    return [keys[-1], *starts] if starts else []
 
 
 def require_pyarrow(what: str) -> Any:

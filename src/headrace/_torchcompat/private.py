@@ -56,20 +56,6 @@ def set_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
     torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-def share_by_file(storage: torch.UntypedStorage) -> tuple[bytes, bytes, int]:
-    """Share a storage by torch's ``"file_system"`` strategy.
-
-    Returns the arguments of `open_shared_file`.
-    """
-    manager, name, size = storage._share_filename_cpu_()
-    return manager, name, size
-
-
-def open_shared_file(manager: bytes, name: bytes, size: int) -> torch.UntypedStorage:
-    """Return a storage shared through a file by another process."""
-    return torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
-
-
 def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import mmap
 import os
+import pickle
 import tempfile
 import types
 import uuid
@@ -31,7 +32,6 @@ from torch.multiprocessing import get_sharing_strategy
 
 from headrace._base.descriptors import Descriptor
 from headrace._base.text import add_note
-from headrace._torchcompat.private import open_shared_file, share_by_file
 from headrace._transport.pickling import (
     Message,
     Pickler,
@@ -182,11 +182,13 @@ class SharingPickler(Pickler):
 
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, torch.Tensor | torch.UntypedStorage) and _in_shared_memory(obj):
-            by_file = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
-            if by_file and isinstance(obj, torch.UntypedStorage):
-                # The reducer of torch expects exactly one load of each pickle. Here several
-                # processes load the pickle, or no process.
-                return open_shared_file, share_by_file(obj)
+            # The other reducer of torch expects exactly one load of each pickle. Here several
+            # processes load the pickle, or no process.
+            if get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
+                raise pickle.PicklingError(
+                    "a tensor in shared memory needs torch.multiprocessing.set_sharing_strategy("
+                    "'file_descriptor')"
+                )
         elif isinstance(obj, _LEFT_TO_CLOUDPICKLE):
             return super().reducer_override(obj)
         reduce = ForkingPickler._extra_reducers.get(type(obj))  # type: ignore[attr-defined]

@@ -1,19 +1,16 @@
-"""`headrace index URL`: build or check the index of shards."""
+"""`headrace index URL`: build the index of shards."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from headrace._base.cgroup import usable_cores
 from headrace._shards.discovery import Shard, find_shards
-from headrace._shards.index_file import IndexFile
 from headrace._shards.indexing import (
     PARALLEL_BUILDS,
     DecoderOf,
@@ -21,8 +18,6 @@ from headrace._shards.indexing import (
     beside,
     build_index,
     build_parts,
-    compare,
-    fetch_index,
     place_of,
     with_heads,
 )
@@ -44,14 +39,14 @@ _FORMATS: dict[str, type[ShardedStream[Any]]] = {
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Build the index, build a part, or check the index.
+    """Build the index, or a part of the index.
 
     Args:
         arguments: parsed arguments of the command. `part` is a tuple: number of the part, from 1,
             and number of parts.
 
     Returns:
-        True; with `check`, whether index and store agree.
+        True.
     """
     loop = background_loop()
     shards, decoder_of = _find(arguments.url, arguments.format)
@@ -61,8 +56,6 @@ def run(arguments: argparse.Namespace) -> bool:
     if place is None:
         raise ValueError("no folder has all shards: give --output")
     shards = loop.run(with_heads(shards))
-    if arguments.check:
-        return _check(loop.run(fetch_index(place)), shards, indexing)
     number, count = arguments.part or (1, 1)
     _build(
         shards[number - 1 :: count],
@@ -117,8 +110,7 @@ def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes:
         # This process has used obstore, and obstore does not work after a fork.
         multiprocessing_context="spawn" if num_workers else None,
     )
-    is_quiet = not sys.stderr.isatty()
-    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=is_quiet) as bar:
+    with loader, tqdm(total=len(shards), unit="shard", desc="index", disable=None) as bar:
         for count in loader:
             bar.update(count)
 
@@ -126,23 +118,3 @@ def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes:
 def _build_parts(indexing: Indexing, place: Shard, shards: list[Shard]) -> int:
     background_loop().run(build_parts(shards, indexing, place))
     return len(shards)
-
-
-def _check(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> bool:
-    """Print each difference between index and store.
-
-    Returns:
-        Whether there is no difference.
-    """
-    opened, errors = compare(index, shards, indexing)
-    gone = np.delete(np.arange(len(index)), opened.numbers).tolist()
-    differences = [*map(str, errors)]
-    differences += [
-        f"{index.shard(number).name}: in the index {index.name}, not in the store"
-        for number in gone
-    ]
-    for difference in differences:
-        print(difference)
-    if not differences:
-        print(f"{index.name}: {len(shards):,} shards are as in the index")
-    return not differences

@@ -96,26 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         "the index keeps lengths"
     )
     add("--length", metavar="MODULE:FUNCTION", help=about)
-    add("--check", action="store_true", help="compare the index with the store, and write nothing")
     add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
     about = (
         "read the I-th of N shares, on one of N machines; then run the command without this option"
     )
     add("--part", type=_part, metavar="I/N", help=about)
-    verify = commands.add_parser(
-        "verify",
-        help="compute from saved states which samples a run delivered",
-        description="Prints the samples of each epoch that were delivered twice or never. "
-        "Exit status 1 if there is one. In a program: headrace.verify.",
-    )
-    add = verify.add_argument
-    about = (
-        "two files for each part of the run: the state that the part restored (- for none), "
-        "and the last state"
-    )
-    add("states", nargs="+", metavar="STATE", help=about)
-    about = "function without arguments that makes the loader of the run"
-    add("--loader", required=True, metavar="MODULE:FUNCTION", help=about)
     commands.add_parser(
         "doctor",
         help="look for what on this machine a loader will suffer from",

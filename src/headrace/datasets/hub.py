@@ -118,13 +118,9 @@ def hub(
         fixed = [re.split(r"[*?\[]", pattern)[0] for pattern in patterns]
         # `commonprefix` compares characters, so cut the prefix at the last slash.
         folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071
-        deep = any("/" in each[len(folder) :].strip("/") for each in patterns)
-        seen, heads, found = set[str](), dict[str, Head](), dict[str, Head]()
+        heads, found = dict[str, Head](), dict[str, Head]()
         with contextlib.suppress(EntryNotFoundError):
-            for entry in api.list_repo_tree(name, folder or None, recursive=deep, **where):
-                if entry.path in seen:
-                    raise StoreError(f"listing: {Cause.ENDLESS.text}: {entry.path!r}", url=url)
-                seen.add(entry.path)
+            for entry in api.list_repo_tree(name, folder or None, recursive=True, **where):
                 if hasattr(entry, "size"):
                     heads[entry.path] = Head(entry.path, entry.size, None)
         for pattern in patterns:

@@ -7,7 +7,6 @@ import marshal
 import operator
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -82,10 +81,6 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
             raise ValueError(f"{what} ({store.name('index.json')})")
         self._seq_len = seq_len or 0
-        # Bytes of a token.
-        self._width = (
-            _decoder(self._config["data_format"][0])(memoryview(b"")).itemsize if seq_len else 0
-        )
         counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
         self._of_arrow: set[str] = set()  # names of chunks with an Arrow table
         super().__init__(store, files, unpacked_bytes, counts)
@@ -117,52 +112,47 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         if not self._seq_len:
             return offsets
         tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
-        if tokens * self._width != size:
+        width = self._config["width"]
+        if tokens * width != size:
             raise shard.error(f"{size:,} bytes are not the {tokens:,} tokens of its index")
-        return (
-            np.arange(tokens // self._seq_len + 1, dtype=np.int64) * (self._seq_len * self._width)
-            + offsets[:1]
-        )
+        first, step = int(offsets[0]), self._seq_len * width
+        return np.arange(first, first + size + 1, step, dtype=np.int64)
 
-    def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
-        begin, end = super()._row(number, 0 if self._seq_len else row, data)
-        step = self._seq_len * self._width
-        return (begin + row * step, begin + (row + 1) * step) if step else (begin, end)
-
-    def _unpack(self, file: tables.TableFile, shard: Shard, data: memoryview) -> ByteArray:
-        """Unpack a chunk.
-
-        Chunks of frames, and of Arrow tables, are converted to the layout of other unpacked chunks.
-        """
+    def _unpack(
+        self, file: tables.TableFile, shard: Shard, data: memoryview
+    ) -> tuple[ByteArray, IntArray]:
         if file.key in self._of_arrow:
             return _rows_of_arrow(file, shard, data, self._largest)
-        if not self._config["framed"]:
-            return super()._unpack(file, shard, data)
-        with shard_errors("no chunk of compressed frames", shard.name):
-            magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
-            if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
-                what = f"{magic!r} in version {version} of {rows:,} samples"
-                raise ValueError(f"{what}, and {file.rows:,} in its index")
-            offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size) + np.uint32(file.begin)
-            frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4).tolist()
-            size = sum(frame[-1] for frame in frames)
-            check_unpacked(size, len(data), self._largest)
-            if file.begin + size != offsets[-1]:
-                raise ValueError(f"{size:,} bytes unpacked, and {offsets[-1]:,} by its offsets")
-        stored = ((data[start : start + stored], size) for _, _, start, stored, size in frames)
-        found = [unpack(each, "zstd", size, shard, size) for each, size in stored]
-        whole = np.concatenate([np.array([rows, *offsets], "<u4").view(np.uint8), *found])
-        self._table(replace(file, size=len(whole)), whole.data, shard)
-        return whole
+        if self._config["framed"]:
+            return _rows_of_frames(file, shard, data, self._largest)
+        return super()._unpack(file, shard, data)
+
+
+def _rows_of_frames(
+    file: tables.TableFile, shard: Shard, data: memoryview, largest: int
+) -> tuple[ByteArray, IntArray]:
+    """Unpack the frames of a chunk."""
+    with shard_errors("no chunk of compressed frames", shard.name):
+        magic, version, _, rows, _, count = _FRAMES.unpack_from(data)
+        if (magic, version, rows) != (b"LDFZ01\0\0", 1, file.rows):
+            what = f"{magic!r} in version {version} of {rows:,} samples"
+            raise ValueError(f"{what}, and {file.rows:,} in its index")
+        offsets = np.frombuffer(data, "<u4", rows + 1, _FRAMES.size).astype(np.int64)
+        frames = np.frombuffer(data, _FRAME, count, _FRAMES.size + 4 * rows + 4)
+        size = sum(frames["size"].tolist())
+        check_unpacked(size, len(data), largest)
+        tables.check_offsets(offsets, 0, size, shard)
+        unpacked = [
+            unpack(data[start : start + stored], "zstd", size, shard, largest)
+            for _, _, start, stored, size in frames.tolist()
+        ]
+        return np.concatenate(unpacked), offsets
 
 
 def _rows_of_arrow(
     file: tables.TableFile, shard: Shard, data: memoryview, largest: int
-) -> ByteArray:
-    """Convert the Arrow table at the end of a chunk to rows.
-
-    Each row is a string of bytes. A table of offsets comes before the rows.
-    """
+) -> tuple[ByteArray, IntArray]:
+    """Convert the rows of the Arrow table at the end of a chunk to strings of bytes."""
     import pyarrow
 
     with shard_errors("no Arrow table that can be read", shard.name):
@@ -186,9 +176,7 @@ def _rows_of_arrow(
             for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE)
             for row in batch.to_pylist()
         ]
-        offsets = np.cumsum([4 * len(rows) + 8, *map(len, rows)])
-        table = np.array([len(rows), *offsets.tolist()], "<u4")  # may raise an `OverflowError`
-    return np.frombuffer(b"".join([table.tobytes(), *rows]), np.uint8)
+    return np.frombuffer(b"".join(rows), np.uint8), np.cumsum([0, *map(len, rows)])
 
 
 def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
@@ -212,7 +200,7 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
         files.append(
             tables.checked(name, rows, size, compression, size if config["framed"] else None)
         )
-    config["dims"], of_arrow = {}, list[str]()
+    config["dims"], config["width"] = {}, 0
     if loader == "TokensLoader":
         config["dims"] = {
             chunk["filename"]: operator.index(chunk["dim"]) for chunk in index["chunks"]
@@ -220,19 +208,13 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
         (leaf,) = config["data_format"]
         if not leaf.startswith("no_header_") or min(config["dims"].values()) < 0:
             raise ValueError(f"chunks of {leaf!r} are not of tokens")
+        config["width"] = _decoder(leaf)(memoryview(b"")).itemsize  # bytes of a token
     else:
-        config["data_spec"], leaves = (
-            json.loads(config["data_spec"])[1],
-            iter(config["data_format"]),
-        )
-        if isinstance(_assemble(config["data_spec"], leaves), dict):
-            # Leaves that are lists or None: the samples are then in an Arrow table.
-            of_arrow = ["json", "pickle"]
+        config["data_spec"] = json.loads(config["data_spec"])[1]
+        leaves = iter(config["data_format"])
+        _assemble(config["data_spec"], leaves)
         if (more := next(leaves, None)) is not None:
             raise ValueError(f"leaf {more!r} has no place in a sample")
-    for leaf in config["data_format"]:
-        if leaf not in of_arrow:
-            _decoder(leaf)
     return files, config
 
 

@@ -6,8 +6,8 @@ A sample is one GET, or several for a large object.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple
 
 from headrace._base.text import check_names, sample_repr
 from headrace._store.head import check_form, strong
@@ -17,7 +17,6 @@ from headrace._store.listing import (
     KeyedSamples,
     Labels,
     StringArray,
-    compact,
     list_objects,
 )
 from headrace._store.store import Store, StoreLike, as_store
@@ -82,8 +81,17 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         store: location of the objects: a URL (``s3://bucket/prefix``, ``gs://``, ``az://``,
             ``http(s)://``, ``file:///directory``), a directory's path, or a `headrace.Store` with
             options, time-out and retries.
-        keys: keys of the objects, relative to the store's URL, in this order. With `keys` nothing
-            is listed. Most HTTP servers cannot list objects and need `keys`.
+        keys: keys of the objects, in this order: relative to the store's URL, or full URLs under
+            the store's URL. With `keys` nothing is listed. A key may occur several times: each
+            occurrence is a sample. Most HTTP servers cannot list objects and need `keys`. An object
+            of unknown size is read by one GET of the first 16 MiB; the response has the size.
+        sizes: size of each object of `keys` in bytes; None or NaN if unknown. With the size alone,
+            an object that has grown since is cut off at the size. An object that has shrunk is an
+            error.
+        etags: entity tag of each object of `keys`; None if unknown. The object must be the tagged
+            version.
+        checksums: expected checksum of each object of `keys`, as ``algorithm:hexadecimal`` (sha256,
+            sha1, md5, crc32); None if unknown.
         suffix: list only keys with this ending, e.g. ``".jpg"`` or ``(".jpg", ".png")``.
         labels: the label of each key. ``"folder"`` gives the number, in `classes`, of the first
             folder of the key. Or a function of the key, a mapping from the key, or a sequence in
@@ -97,7 +105,8 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         StoreError: the store refused, failed or did not respond (`StoreUnreachableError`), on every
             attempt.
         ForkedError: this process is a fork of a process that had used a store.
-        ValueError: an argument makes no sense.
+        ValueError: an argument makes no sense, or a value is not a key under the store's URL, a
+            size or a checksum.
 
     Example:
         >>> import pathlib, tempfile
@@ -114,93 +123,35 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         store: StoreLike,
         *,
         keys: Sequence[str] | None = None,
+        sizes: Sequence[Any] | None = None,
+        etags: Sequence[Any] | None = None,
+        checksums: Sequence[Any] | None = None,
         suffix: str | tuple[str, ...] | None = None,
         labels: Labels = None,
         classes: Sequence[str] | None = None,
     ) -> None:
         check_names("keys", keys)
-        if keys is not None and suffix is not None:
-            raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
-        if keys is not None and len(keys) == 0:
-            raise ValueError("keys= is empty: a dataset needs at least one key")
         self._store = as_store(store)
-        if keys is not None:
-            catalog = Catalog(StringArray(keys))
+        columns = {"sizes": sizes, "etags": etags, "checksums": checksums}
+        if keys is None:
+            if any(column is not None for column in columns.values()):
+                raise ValueError("sizes=, etags= and checksums= need keys=, in the same order")
+            self._catalog = background_loop().run(list_objects(self._store, suffix))
         else:
-            catalog = background_loop().run(list_objects(self._store, suffix))
-        self._hold(catalog, labels, classes)
-
-    @classmethod
-    def from_table(
-        cls,
-        store: StoreLike,
-        table: Any,
-        *,
-        key: str = "key",
-        label: str | Sequence[str] | None = None,
-        size: str | None = None,
-        etag: str | None = None,
-        checksum: str | None = None,
-    ) -> Self:
-        """Make a dataset of the objects in the rows of a table.
-
-        The samples are in the order of the rows. Nothing is listed.
-
-        An object of unknown size is read by one GET of the first 16 MiB. The response has the size.
-        With the size, an object is one GET of a known range, or several GETs of a large object.
-        With the entity tag, the object must be the tagged version. With the size alone, an object
-        that has grown since is cut off at the size. An object that has shrunk is an error.
-
-        Args:
-            store: location of the objects.
-            table: a pyarrow table, a pandas or polars frame, or a dict of columns.
-            key: column of the keys, relative to the store's URL, or full URLs under the store's
-                URL. Several rows may have the same key: each row is a sample.
-            label: column of the labels. Several columns for tuples, None for no labels.
-            size: column of the sizes in bytes.
-            etag: column of the entity tags.
-            checksum: column of the expected checksums, as ``algorithm:hexadecimal`` (sha256, sha1,
-                md5, crc32).
-
-        Raises:
-            ValueError: the table has no row or lacks a column, or a value is not a key under the
-                store's URL, a size or a checksum.
-
-        Example:
-            >>> import pathlib, tempfile
-            >>> folder = pathlib.Path(tempfile.mkdtemp())
-            >>> _ = (folder / "7.bin").write_bytes(b"seven")
-            >>> table = {"key": ["7.bin"], "class": ["cat"]}
-            >>> data = ObjectDataset.from_table(folder, table, label="class")
-            >>> data[0].key, data[0].label
-            ('7.bin', 'cat')
-        """
-        dataset = cls.__new__(cls)
-        dataset._store = as_store(store)
-        keys = [_key(value, dataset._store, row) for row, value in enumerate(_column(table, key))]
-        if not keys:
-            raise ValueError("the table has no rows: a dataset needs at least one key")
-        labels: Sequence[object] | None = None
-        if isinstance(label, str):
-            labels = compact(_column(table, label))
-        elif label is not None:
-            labels = list(zip(*(_column(table, name) for name in label), strict=True))
-        sizes = None if size is None else array("q", map(_size, _column(table, size)))
-        etags = None if etag is None else StringArray(map(_etag, _column(table, etag)))
-        checksums = (
-            None if checksum is None else StringArray(map(_checksum, _column(table, checksum)))
-        )
-        for name, column in ((label, labels), (size, sizes), (etag, etags), (checksum, checksums)):
-            if column is not None and len(column) != len(keys):
-                raise ValueError(
-                    f"column {name!r} has {len(column)} rows, and column {key!r} has {len(keys)}"
-                )
-        dataset._hold(Catalog(StringArray(keys), sizes, etags, checksums), labels, None)
-        return dataset
-
-    def _hold(self, catalog: Catalog, labels: Labels, classes: Sequence[str] | None) -> None:
-        self._catalog = catalog
-        self._keys = catalog.keys
+            if suffix is not None:
+                raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
+            if len(keys) == 0:
+                raise ValueError("keys= is empty: a dataset needs at least one key")
+            for name, column in columns.items():
+                if column is not None and len(column) != len(keys):
+                    raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
+            self._catalog = Catalog(
+                StringArray(_key(value, self._store, row) for row, value in enumerate(keys)),
+                None if sizes is None else array("q", map(_size, sizes)),
+                None if etags is None else StringArray(map(_etag, etags)),
+                None if checksums is None else StringArray(map(_checksum, checksums)),
+            )
+        self._keys = self._catalog.keys
         self._set_labels(labels, classes)
 
     def __repr__(self) -> str:
@@ -242,29 +193,12 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         )
 
 
-def _column(table: Any, name: str) -> list[Any]:
-    names = (
-        list(table)
-        if isinstance(table, Mapping)
-        else list(getattr(table, "column_names", None) or table.columns)
-    )
-    if name not in names:
-        raise ValueError(
-            f"the table has no column {name!r}; its columns are {', '.join(map(repr, names))}"
-        )
-    column = table[name]
-    for method in ("to_pylist", "to_list", "tolist"):  # of pyarrow; of polars and pandas; of NumPy
-        if hasattr(column, method):
-            return [*getattr(column, method)()]
-    return list(column)
-
-
 def _key(value: object, store: Store, row: int) -> str:
     """Return the key, relative to the store's URL.
 
     Accepts full URLs under the store's URL, and paths in the store's directory.
     """
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         raise ValueError(f"row {row}: the key must be text, but got {value!r}")
     try:
         return store.key_of(value) if "://" in value or value.startswith("/") else value

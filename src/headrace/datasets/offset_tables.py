@@ -24,7 +24,7 @@ from headrace.errors import ShardError
 
 __all__ = [
     "FieldDecoder", "OffsetTableDataset", "TableFile",
-    "checked", "decode_fields", "raw_image", "read_index", "several",
+    "check_offsets", "checked", "decode_fields", "raw_image", "read_index", "several",
 ]  # fmt: skip
 
 FieldDecoder = Callable[[memoryview], Any]
@@ -70,6 +70,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
+        self._tables: dict[int, IntArray] = {}  # offsets of shards read as a whole
         opened = map_shards(partial(self._open, store), files)
         super().__init__(
             [shard for shard, _ in opened], counts or [file.rows for file in files] or [0]
@@ -102,10 +103,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         rows, offsets = np.split(np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1])
         if rows != file.rows:
             raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
-        if offsets[0] < file.begin or offsets[-1] != file.size or (np.diff(offsets) < 0).any():
-            span = f"from {offsets[0]:,} to {offsets[-1]:,}"
-            what = f"its offsets, {span}, are not those of {file.size:,} bytes"
-            raise shard.error(what, offset=4)
+        check_offsets(offsets, file.begin, file.size, shard)
         return offsets
 
     def _capabilities(self) -> Capabilities:
@@ -154,28 +152,25 @@ class OffsetTableDataset(RangedShards[T_co]):
         if not self._whole:
             return await super().read_range(number, start, stop, index=index)
         unpacked = await self._unpacked.get(number, partial(self._load, number))
+        begin, end = self._tables[number][start : start + 2].tolist()
         data: memoryview = unpacked.data.toreadonly()
-        begin, end = self._row(number, start, data)
         return data[begin:end]
-
-    def _row(self, number: int, row: int, data: memoryview) -> tuple[int, int]:
-        """Return the begin and the end of a row, in bytes.
-
-        `data` is a shard checked by `_load`.
-        """
-        begin, end = np.frombuffer(data, "<u4", 2, 4 * row + 4).tolist()
-        return begin, end
 
     async def _load(self, number: int) -> ByteArray:
         file, shard = self._files[number], self._shards[number]
-        return await asyncio.to_thread(self._unpack, file, shard, await shard.read(0, shard.size))
+        stored = await shard.read(0, shard.size)
+        unpacked, table = await asyncio.to_thread(self._unpack, file, shard, stored)
+        self._tables[number] = table
+        return unpacked
 
-    def _unpack(self, file: TableFile, shard: Shard, data: memoryview) -> ByteArray:
+    def _unpack(
+        self, file: TableFile, shard: Shard, data: memoryview
+    ) -> tuple[ByteArray, IntArray]:
+        """Return the unpacked bytes of a shard, and the offsets of the samples."""
         found = np.frombuffer(data, np.uint8)
         if file.format:
             found = unpack(data, file.format, file.size, shard, self._largest)
-        self._table(file, found.data, shard)
-        return found
+        return found, self._table(file, found.data, shard)
 
     def sample_of(self, index: int, data: memoryview) -> T_co:
         """Make the sample at `index` from the sample's bytes.
@@ -198,6 +193,13 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Return the shard and the row of the sample at `index`."""
         number, row = self.locate(index)
         return f"{self._shards[number].key}[{row}]"
+
+
+def check_offsets(offsets: IntArray, begin: int, end: int, shard: Shard) -> None:
+    """Raise `ShardError` unless the offsets ascend from `begin` or later to `end`."""
+    if offsets[0] < begin or offsets[-1] != end or (np.diff(offsets) < 0).any():
+        span = f"from {offsets[0]:,} to {offsets[-1]:,}"
+        raise shard.error(f"its offsets, {span}, are not those of {end:,} bytes", offset=4)
 
 
 def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_co]:

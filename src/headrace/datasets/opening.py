@@ -75,7 +75,7 @@ def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
 
     Each response has the version of the object. Reading a shard that was replaced since then raises
     `ObjectChangedError`. New shards are not noticed: delete the file, and the next call makes a new
-    file. Requests of other libraries (Lance, the listing of `headrace.hub`) are made each time.
+    file. The requests of `headrace.hub` are made each time.
 
     Args:
         path: path or URL of the file. Ranks starting at the same time may all write the file.

@@ -131,8 +131,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         of all shards. The file is ``headrace.index`` in the folder of the shards. The command
         ``headrace index URL`` makes the file. Without the file, each shard is read once. The index
         is then kept in the user's cache folder (``~/.cache/headrace``) for these versions of the
-        shards. If a tar shard has an ``.idx`` file of DALI's `wds2idx`, the file is read in place
-        of the shard, provided that the file describes the whole shard.
+        shards.
 
         A compressed shard is read as a whole, or in parts if the shard has several gzip streams or
         zstd frames. Each part is unpacked once for all waiting samples.

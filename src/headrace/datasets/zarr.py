@@ -49,9 +49,10 @@ class ZarrDataset(RangedDataset[Any]):
             list gives dicts.
         axis: the axis of samples, in all arrays. The arrays must have the same length along the
             axis.
-        missing: how to treat a chunk that does not exist. ``"error"`` raises an error. ``"fill"``
-            gives the array's fill value: most writers leave out chunks with only the fill value. A
-            store of zarr decides itself. Icechunk knows its chunks.
+        missing: how to treat an object that does not exist. ``"error"`` raises an error. ``"fill"``
+            gives the array's fill value: most writers leave out chunks with only the fill value.
+            Chunks that a writer left out of a shard always have the fill value. A store of zarr
+            decides itself. Icechunk knows its chunks.
         cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way.
             Decoding for a single sample may take `cache_bytes` or 1 GiB, whichever is more.
         store: store of the arrays, a `headrace.Store` or its URL. `url` is then a key in the store,
@@ -177,8 +178,6 @@ class ZarrDataset(RangedDataset[Any]):
             values = await array.getitem(
                 (slice(None),) * axis + (slice(first, first + array.chunks[axis]),)
             )
-            if array.shards is not None and getattr(self._store, "must_exist", False):
-                await self._store.check_inner(array, axis, block)
         return np.moveaxis(np.asarray(values), axis, 0)
 
 

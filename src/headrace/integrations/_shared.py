@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from headrace._base.array_types import IntArray
 from headrace._device.streams import resolve
@@ -76,8 +76,7 @@ class BatchwiseSampler(ElasticSampler):
 
     Torch's shuffled order is replaced by a `Permutation`. From any other sampler, all indices are
     drawn at once, with generators temporarily seeded by seed and epoch. So every rank has the same
-    order, also after resuming. With `even_batches`, the last step is padded from the beginning of
-    the order. Without `even_batches`, the last ranks get fewer samples.
+    order, also after resuming. The last step is padded from the beginning of the order.
 
     Example:
         >>> in_order = torch.utils.data.SequentialSampler(range(9))
@@ -93,7 +92,6 @@ class BatchwiseSampler(ElasticSampler):
         seed: int = 0,
         *,
         drop_last: bool = False,
-        even_batches: bool = True,
     ) -> None:
         order = computed_order(sampler, seed)
         super().__init__(
@@ -105,7 +103,6 @@ class BatchwiseSampler(ElasticSampler):
             world_size=rank.world_size,
         )
         self.batch_size = batch_size
-        self.even_batches = even_batches
         self._drawn = sampler if order is None else None
         if order is None:
             self.order_of = type(sampler).__name__  # part of the loader's state
@@ -154,9 +151,7 @@ class BatchwiseSampler(ElasticSampler):
         full, rest = divmod(max(self._length - cursor, 0), self.batch_size * shard.count)
         if self.drop_last or not rest:
             return full, 0
-        if self.even_batches and shard.count > 1:
-            return full, self.batch_size
-        return full, min(max(rest - shard.index * self.batch_size, 0), self.batch_size)
+        return full, rest if shard.count == 1 else self.batch_size
 
     def _dealt(self, order: Any, shard: ReaderShare, cursor: int) -> Iterator[IntArray]:
         full, last = self._steps(cursor, shard)
@@ -166,19 +161,6 @@ class BatchwiseSampler(ElasticSampler):
             numbers = np.arange(start, min(start + _AT_ONCE, count), dtype=np.int64)
             positions = (first + numbers // size * step + numbers % size) % self._length
             yield positions if isinstance(order, range) else order[positions]
-
-
-class BatchwiseBatches(BatchSampler):
-    """Batches of a `BatchwiseSampler`.
-
-    `Accelerator.join_uneven_inputs` sets the attribute `even_batches`.
-    """
-
-    sampler: BatchwiseSampler
-    even_batches = property(
-        lambda self: self.sampler.even_batches,
-        lambda self, even: setattr(self.sampler, "even_batches", even),
-    )
 
 
 def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:

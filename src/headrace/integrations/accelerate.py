@@ -10,27 +10,20 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import accelerate
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import GradientState
-from accelerate.utils import broadcast_object_list, synchronize_rng_states
+from accelerate.utils import broadcast_object_list
 from torch.utils.data import BatchSampler, DistributedSampler
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._base.text import dataset_repr
 from headrace._ranks.rankinfo import RankInfo, provided_rank
 from headrace._streams.kinds import splits_by_rank
 from headrace._streams.torch_views import unwrap, without_adapter
 from headrace._torchcompat.portable_collate import PortableCollate, without_transform
-from headrace.integrations._shared import (
-    BatchwiseBatches,
-    BatchwiseSampler,
-    copied,
-    load_state,
-    save_state,
-)
+from headrace.integrations._shared import BatchwiseSampler, copied, load_state, save_state
 from headrace.loader import DataLoader
 
-__all__ = ["PreparedLoader", "prepare", "skip_first_batches"]
+__all__ = ["PreparedLoader", "prepare"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -44,10 +37,8 @@ def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pre
     by this function unchanged. A prepared loader still fetches with headrace, and does the work of
     accelerate's loader:
 
-    - The ranks share a map-style dataset batch by batch, according to `even_batches`,
-      `split_batches` and `drop_last`. Any number of ranks can continue an epoch.
-    - Accelerate's `BatchSamplerShard` divides the batches of a batch sampler. A
-      `DistributedSampler` and a stream divide samples without accelerate.
+    - The ranks share a map-style dataset batch by batch. Any number of ranks can continue an
+      epoch. A `DistributedSampler` and a stream divide samples without accelerate.
     - Batches are copied to the accelerator's device, unless the accelerator was made with
       ``device_placement=False``.
     - `save_state` and `load_state` of the accelerator include the position of the loader.
@@ -62,8 +53,9 @@ def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pre
 
     Raises:
         TypeError: `loader` is not a headrace loader.
-        ValueError: the ranks would get the same samples; or `split_batches=True`, and the batch
-            size is no multiple of the number of ranks; or the accelerator needs loaders of its own.
+        ValueError: the ranks would get the same samples; or the accelerator has
+            `split_batches=True`, `dispatch_batches=True` or `even_batches=False`, or needs loaders
+            of its own.
 
     Example:
         >>> import accelerate                                                  # doctest: +SKIP
@@ -79,37 +71,11 @@ def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pre
             f"but got a {type(loader).__name__}"
         )
     prepared = _divided(accelerator, loader)
-    accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
-    if vars(accelerator).get("skip_first_batches") is not skip_first_batches:
+    if next(_loaders(accelerator), None) is None:
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
         accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
-        cast(Any, accelerator).skip_first_batches = skip_first_batches
+    accelerator.prepare_data_loader(prepared)  # adds the loader to the accelerator's list
     return prepared
-
-
-def skip_first_batches(loader: TorchDataLoader[Any], num_batches: int = 0) -> Any:
-    """Skip the first batches of the next epoch.
-
-    As `accelerate.skip_first_batches`, also for prepared headrace loaders. The next epoch of a
-    prepared loader begins after `num_batches` batches of this rank. Skipped batches of a map-style
-    dataset are not fetched. Skipped batches of a stream are fetched and dropped. After `load_state`
-    has restored the same position, the call has no effect.
-
-    Args:
-        loader: a prepared headrace loader, or another loader.
-        num_batches: number of batches to skip on this rank.
-
-    Returns:
-        The headrace loader. `len()` of the loader is still the number of batches of a whole epoch.
-        For another loader, the result of `accelerate.skip_first_batches`.
-
-    Raises:
-        ValueError: `load_state` has restored another position.
-    """
-    if not isinstance(loader, PreparedLoader):
-        return accelerate.skip_first_batches(loader, num_batches)
-    loader.skip(num_batches)
-    return loader
 
 
 def _loaders(accelerator: accelerate.Accelerator) -> Iterator[tuple[str, PreparedLoader[Any]]]:
@@ -149,33 +115,19 @@ class PreparedLoader(DataLoader[T_co]):
         end_of_dataloader: whether the batch given out last is the last batch of the epoch.
         remainder: number of samples of all ranks in the last step, without padding; 0 if the last
             step is full, -1 if unknown.
-        total_batch_size: number of samples of all ranks in a step; None if a batch sampler decides.
     """
 
     _is_accelerate_prepared = True
     use_stateful_dataloader = False  # accelerate would save a single state for all ranks
     end_of_dataloader = False
     remainder = -1
-    total_batch_size: int | None
     # The data-parallel rank; `headrace.get_rank_info` returns the same rank inside the loader.
     _rank: RankInfo
-    # Whether each rank draws all batches, with the generator of the first rank.
-    _draws_alike = False
-    # Number of samples of all ranks in an epoch, if accelerate may cut a batch sampler's last step.
-    _samples: int | None = None
     _iteration: object = None  # the iteration begun last
     _ahead = 0  # number of `next()` calls after the batch given out last
-    _skipped = 0  # number of batches of a stream for the next iteration to drop
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Number of samples in the dataset."""
-        return len(self.dataset)
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         """Begin the next epoch, or continue the restored epoch."""
-        if self._draws_alike:
-            synchronize_rng_states(["generator"], self.generator)
         position = self._control.position
         restored = position.resumed
         if not restored:
@@ -183,13 +135,11 @@ class PreparedLoader(DataLoader[T_co]):
         remainder = -1
         if isinstance(self.sampler, BatchwiseSampler) and not self.drop_last:
             remainder = self.sampler.remainder(restored[0].cursor if restored else 0)
-        elif self._samples is not None and self.total_batch_size is not None:
-            remainder = self._samples % self.total_batch_size
-        skipped, self._skipped, self._ahead = self._skipped, 0, 0
+        self._ahead = 0
         with self._as_rank():
             batches = super().__iter__()
         self._iteration = iteration = object()
-        return self._one_ahead(batches, iteration, remainder, skipped)
+        return self._one_ahead(batches, iteration, remainder)
 
     __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
 
@@ -197,7 +147,7 @@ class PreparedLoader(DataLoader[T_co]):
         return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
 
     def _one_ahead(
-        self, batches: Iterator[Any], iteration: object, remainder: int, skipped: int
+        self, batches: Iterator[Any], iteration: object, remainder: int
     ) -> Iterator[Any]:
         """Yield each batch after receiving the following batch."""
         state, position = GradientState(), self._control.position
@@ -212,8 +162,6 @@ class PreparedLoader(DataLoader[T_co]):
         error = None
         try:
             with self._as_rank():
-                for _ in range(skipped):
-                    next(batches, None)
                 batch = next(batches, _END)
             while batch is not _END and error is None:
                 before, following = last_point(), cast(Any, None)
@@ -241,32 +189,6 @@ class PreparedLoader(DataLoader[T_co]):
         """
         return super().state_dict(lag + self._ahead)
 
-    def skip(self, batches: int) -> None:
-        """Let the next iteration begin after a number of batches.
-
-        See `skip_first_batches`.
-
-        Args:
-            batches: number of batches to skip on this rank.
-
-        Raises:
-            ValueError: a restored position differs from `batches`.
-        """
-        position = self._control.position
-        if position.resumed and not (position.resumed[0].over and batches == 0):
-            restored = position.resumed[0]
-            if restored.steps != batches:
-                raise ValueError(
-                    f"skip_first_batches(loader, {batches}) of a loader "
-                    f"that was restored after {restored.steps} batches of epoch {restored.epoch}"
-                )
-            return
-        position.skip_rest()
-        if self._control.spec.kind.is_iterable:
-            self._skipped = batches
-        elif batches:
-            position.skip(self, batches, self._rank)
-
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]
         return PortableCollate(
@@ -277,8 +199,8 @@ class PreparedLoader(DataLoader[T_co]):
 def _refuse() -> NoReturn:
     raise RuntimeError(
         "a plain torch DataLoader was rebuilt from a prepared headrace loader, "
-        "without headrace's engine. Use accelerator.skip_first_batches(loader, n), "
-        "or skip_first_batches of headrace.integrations.accelerate."
+        "without headrace's engine. Iterate over the prepared loader itself, without "
+        "skip_first_batches: accelerator.load_state() restores the loader's position."
     )
 
 
@@ -290,9 +212,14 @@ def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pr
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    if (kind := accelerator.distributed_type.value) in ("XLA", "TPU", "MEGATRON_LM"):
+    if (kind := accelerator.distributed_type.value) in ("XLA", "MEGATRON_LM"):
         raise ValueError(
             f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own"
+        )
+    if accelerator.split_batches or accelerator.dispatch_batches or not accelerator.even_batches:
+        raise ValueError(
+            "each rank reads equal numbers of whole batches: headrace loaders do not support "
+            "split_batches=True, dispatch_batches=True and even_batches=False"
         )
     made: Any = copied(loader, accelerator.device if accelerator.device_placement else None)
     cls: Any = type(loader)
@@ -306,66 +233,44 @@ def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pr
 
 
 def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) -> None:
-    rank = _data_parallel_rank(accelerator)
-    # Torch forbids to set samplers after `__init__`, so set `__dict__`.
-    ranks, attributes = rank.world_size, loader.__dict__
-    stream, seed = loader._control.spec.kind.is_iterable, loader._control.spec.options["seed"]
-    if seed is None:
-        seed = accelerator.dataloader_config.data_seed or 0
-    batches: Any = (
-        loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    )
-    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    generator: Any = getattr(sampler, "generator", None)
-    plain = type(batches) is BatchSampler and batches is loader.batch_sampler
-    size: Any = getattr(batches, "batch_size", 1 if batches is None and not stream else None)
-    if size is not None and batches is not None and accelerator.split_batches:
-        if size % ranks:
-            raise ValueError(
-                f"split_batches=True: batch_size={size} is no multiple of {ranks} ranks"
-            )
-        size //= ranks
-    total = None if size is None else size * ranks
-    attributes.update(_rank=rank, total_batch_size=total)
-    attributes.update(gradient_state=GradientState())  # as in accelerate's loaders
+    rank = loader._rank = _data_parallel_rank(accelerator)
     # The collate function becomes a function that refuses to run in a rebuilt loader.
     loader.collate_fn = loader.collate_fn
-    own = next((each for each in (sampler, batches) if isinstance(each, DistributedSampler)), None)
-    if stream or own is not None:  # the stream or sampler already divides samples among ranks
-        _check_ranks(loader, own, rank)
-        if plain:
-            batches = BatchSampler(sampler, size, batches.drop_last)
-            batches.even_batches = accelerator.even_batches  # join_uneven_inputs() sets it
-            attributes.update(
-                batch_sampler=batches, batch_size=None if loader.batch_size is None else size
-            )
-    elif plain or batches is None:
-        drop_last = plain and batches.drop_last
-        if isinstance(generator, torch.Generator):
-            (seed,) = broadcast_object_list([generator.initial_seed()])
-        dealt = BatchwiseSampler(
-            sampler, size, rank, seed, drop_last=drop_last, even_batches=accelerator.even_batches
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = getattr(order, "sampler", order)
+    own = next((each for each in (sampler, order) if isinstance(each, DistributedSampler)), None)
+    if loader._control.spec.kind.is_iterable or own is not None:
+        _check_ranks(loader, own, rank)  # the stream or sampler divides samples among ranks
+    elif type(loader.batch_sampler) is BatchSampler:
+        _share_order(loader, accelerator, loader.batch_sampler)
+    elif order is sampler and loader.batch_sampler is None:
+        _share_order(loader, accelerator, BatchSampler(sampler, 1, drop_last=False))
+    elif rank.world_size > 1 and not splits_by_rank(order):
+        raise ValueError(
+            f"each of {rank.world_size} ranks would read all batches of {type(order).__name__}: "
+            "let it draw from a headrace.ElasticSampler, its attribute `sampler`; or let it give "
+            "its rank's batches, by headrace.get_rank_info(), and declare this: "
+            "splits_by_rank = True"
         )
-        attributes.update(sampler=dealt, drop_last=drop_last)
-        if plain:
-            attributes.update(
-                batch_size=size, batch_sampler=BatchwiseBatches(dealt, size, drop_last)
-            )
-    else:  # each rank draws all batches, and takes the batches of this rank
-        if not getattr(batches, "drop_last", False) and hasattr(sampler, "__len__"):
-            loader._samples = len(sampler)
-        if ranks == 1:
-            return
-        if hasattr(sampler, "generator"):
-            sampler.generator = generator or torch.Generator().manual_seed(seed)
-            attributes.update(generator=sampler.generator, _draws_alike=True)
-        shard = BatchSamplerShard(
-            batches, ranks, rank.rank, accelerator.split_batches, accelerator.even_batches
-        )
-        if batches is loader.sampler:
-            attributes.update(sampler=shard)
-        else:
-            attributes.update(batch_sampler=shard, batch_size=None, drop_last=False)
+
+
+def _share_order(
+    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, batches: BatchSampler
+) -> None:
+    """Share the order of a loader among the ranks, batch by batch."""
+    seed = loader._control.spec.options["seed"]
+    if seed is None:
+        seed = accelerator.dataloader_config.data_seed or 0
+    generator = getattr(batches.sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        (seed,) = broadcast_object_list([generator.initial_seed()])
+    size, drop_last = batches.batch_size, batches.drop_last
+    sampler = BatchwiseSampler(batches.sampler, size, loader._rank, seed, drop_last=drop_last)
+    attributes = loader.__dict__  # torch forbids to set samplers after `__init__`
+    attributes.update(sampler=sampler, drop_last=drop_last)
+    if loader.batch_sampler is not None:
+        batch_sampler = BatchSampler(sampler, size, drop_last)
+        attributes.update(batch_sampler=batch_sampler, batch_size=size)
 
 
 def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:

@@ -100,11 +100,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._checkpoint: Path | None = None
         self._resumed: _ContinuedEpoch | None = None
         super().__init__(*args, **kwargs)
-        config = self.args.accelerator_config
-        if config.dispatch_batches or not config.even_batches:
-            raise ValueError(
-                "each rank reads as many batches: no dispatch_batches=True and even_batches=False"
-            )
         if (size := max(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())) > 1:
             raise ValueError(
                 f"tensor, context or sequence parallelism of {size} ranks, "
@@ -130,25 +125,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         rank, ranks, drop_last = args.process_index, args.world_size, args.dataloader_drop_last
         seed = args.seed if args.data_seed is None else args.data_seed
         order: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
-        rebalances = False
         if kind_of(dataset).is_iterable:
             if ranks > 1 and not is_training:
                 raise ValueError(
                     f"{ranks} ranks cannot evaluate {dataset_repr(dataset)}, a stream: evaluate a "
                     "map-style or indexed dataset, or evaluate in a job of one rank"
                 )
-            split_batches = args.accelerator_config.split_batches
-            of_rank = batch_size // ranks if split_batches else batch_size
-            dataset = self._part_of_rank(dataset, of_rank)
+            dataset = self._part_of_rank(dataset, batch_size)
         else:
             sampler: Any = None if sampler_fn is None else sampler_fn(dataset)
-            # A BatchRebalanceSampler draws batches, and divides batches among ranks.
-            rebalances = isinstance(sampler, BatchRebalanceSampler)
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
                 of_ranks = {"rank": rank, "world_size": ranks, "drop_last": drop_last}
                 sampler = ElasticSampler(dataset, shuffle=computed.shuffle, seed=seed, **of_ranks)
-            order = {"batch_sampler": sampler} if rebalances else {**order, "sampler": sampler}
+            order["sampler"] = sampler
+            # A BatchRebalanceSampler draws batches, and divides batches among ranks.
+            if isinstance(sampler, BatchRebalanceSampler):
+                sampler.splits_by_rank = True
+                order = {"batch_sampler": sampler}
         loader: DataLoader[Any] = DataLoader(
             dataset,
             collate_fn=collate_fn,
@@ -165,9 +159,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 **self.loader_options,
             },
         )
-        if not rebalances:
-            loader = _divided(self.accelerator, loader)
-        return loader
+        return _divided(self.accelerator, loader)
 
     def _part_of_rank(self, dataset: Any, batch_size: int) -> Any:
         """Return this rank's part of a torch stream.

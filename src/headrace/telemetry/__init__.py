@@ -1,3 +1,1 @@
-"""Reports and metrics of loaders; `headrace.telemetry.prometheus` exports metrics."""
-
-from headrace.telemetry.exporters import prometheus as prometheus
+"""Counts, reports and traces of loaders."""

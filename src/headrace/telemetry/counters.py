@@ -1,6 +1,6 @@
 """Counts of a loader, and records of the last batches.
 
-The source of `stats()`, reports, traces and exporters.
+The source of `stats()`, reports and traces.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from headrace._records.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
 from headrace._records.failure import Failure
 
-__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats", "counters_of"]
+__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats"]
 
 KEPT = 4096  # records of the last batches kept by a loader
 SKIPS = 100  # records of the last skipped samples kept by a loader
@@ -42,7 +42,7 @@ class BatchRecord(NamedTuple):
     fetches: FetchTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoaderStats:
     """Counts of a loader since its creation, over all epochs.
 
@@ -60,22 +60,23 @@ class LoaderStats:
         elapsed_seconds: seconds from the first `iter()` to the last delivered batch.
         placement: where fetching runs: ``"thread"``, ``"process"`` or ``"ray"``. ``"inline"`` is
             the caller's thread.
-        requests: requests of headrace's own datasets to stores, hedges, and cache lookups.
+        requests: requests of headrace's own datasets to stores, hedges, and cache lookups. Counted
+            with the next arriving batch.
         discarded_batches: ready batches that were not delivered because the epoch had ended on
             another rank, with ``coordinated=True``.
         worker_deaths: worker processes that died, including workers whose batch another worker has
             made since. Counted with the next arriving batch.
     """
 
-    epochs: int
-    batches: int
-    samples: int
-    skipped_samples: int
-    skipped: tuple[Failure, ...] = field(repr=False)
-    lost_batches: int
-    wait_seconds: float
-    elapsed_seconds: float
-    placement: str
+    epochs: int = 0
+    batches: int = 0
+    samples: int = 0
+    skipped_samples: int = 0
+    skipped: tuple[Failure, ...] = field(default=(), repr=False)
+    lost_batches: int = 0
+    wait_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    placement: str = "not started"
     requests: RequestCounts = field(default_factory=RequestCounts)
     discarded_batches: int = 0
     worker_deaths: int = 0
@@ -89,39 +90,23 @@ class LoaderStats:
 class Counters:
     """Counts of a loader, and records of the last batches.
 
-    The iterator that delivers a batch writes the counts, on the consumer's thread. `LoaderStats`
-    describes the attributes in both classes. A copy of a loader has counts of its own.
+    The iterator that delivers a batch writes the counts, on the consumer's thread. A copy of a
+    loader has counts of its own.
 
     Attributes:
         subscribers: Functions of each delivered batch of all loaders, called on the same thread.
+        name: Name of the dataset's class.
+        stats: The counts. `DataLoader.stats` returns a copy.
     """
 
     subscribers: ClassVar[set[Callable[[Counters, BatchRecord], None]]] = set()
 
     def __init__(self, name: str = "loader") -> None:
-        self.name = name  # of the dataset's class
-        self.placement = "not started"
-        self.epochs = self.batches = self.samples = self.skipped_samples = 0
-        self.lost_batches = self.discarded_batches = self.worker_deaths = 0
-        self.nbytes = 0  # approximate size of the fetched samples
-        # `fetch_seconds` has the time of a single fetch of each batch.
-        self.wait_seconds = self.fetch_seconds = 0.0
-        self.skipped: deque[Failure] = deque(maxlen=SKIPS)
-        self.requests = RequestCounts()
-        self._counted: RequestCounts | None = None
-        self._began: float | None = None
-        self._ended = 0.0  # time when the last batch was returned
+        self.name = name
+        self.stats = LoaderStats()
+        self._began = 0.0  # time of the first `begin`
         # One record more than `records` returns.
         self._kept: deque[BatchRecord] = deque(maxlen=KEPT + 1)
-
-    @property
-    def last(self) -> BatchRecord:
-        """Record of the last batch.
-
-        Raises:
-            IndexError: no batch has been delivered.
-        """
-        return self._kept[-1]
 
     @property
     def traced(self) -> bool:
@@ -130,50 +115,26 @@ class Counters:
 
     def begin(self) -> None:
         """Count an iteration."""
-        self.epochs += 1
-        if self._began is None:
-            self._began = self._ended = time.perf_counter()
+        if not self.stats.epochs:
+            self._began = time.perf_counter()
+        self.stats.epochs += 1
 
     def delivered(self, record: BatchRecord) -> None:
         """Count a batch to be returned by `next()`."""
-        self.batches += 1
-        self.samples += record.size
-        self.nbytes += record.times.nbytes
-        self.fetch_seconds += record.times.fetch_seconds
-        self.wait_seconds += record.returned - record.called
-        self._ended = record.returned
-        if record.requests is not None:
-            self._add(record.requests)
+        stats = self.stats
+        stats.batches += 1
+        stats.samples += record.size
+        stats.wait_seconds += record.returned - record.called
+        stats.elapsed_seconds = record.returned - self._began
         self._kept.append(record)
         for subscriber in tuple(self.subscribers):
             subscriber(self, record)
 
     def skip(self, host: HostBatch) -> None:
         """Count the skipped samples of a batch."""
-        self.skipped_samples += host.skipped
-        self.skipped.extend(failure.as_text() for failure in host.failures[-SKIPS:])
-        if host.requests is not None:
-            self._add(host.requests)
-
-    def _add(self, more: RequestCounts) -> None:
-        """Add the requests of a batch once.
-
-        A batch may come twice: skipped in part, and delivered.
-        """
-        if more is not self._counted:
-            self._counted = more
-            self.requests = self.requests + more
-
-    def snapshot(self) -> LoaderStats:
-        """Return a frozen copy of the counts."""
-        counts = {
-            each.name: getattr(self, each.name)
-            for each in fields(LoaderStats)
-            if hasattr(self, each.name)
-        }
-        counts["skipped"] = tuple(self.skipped)
-        counts["elapsed_seconds"] = self._ended - self._began if self._began is not None else 0.0
-        return LoaderStats(**counts)
+        failures = (failure.as_text() for failure in host.failures[-SKIPS:])
+        self.stats.skipped_samples += host.skipped
+        self.stats.skipped = (*self.stats.skipped, *failures)[-SKIPS:]
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
         """Return the last batches of the latest iteration, at most `last`.
@@ -186,20 +147,3 @@ class Counters:
         if len(found) > last:
             found[:2] = [found[1]._replace(called=found[1].returned)]
         return found
-
-
-def counters_of(loader: Any, function: str) -> Counters:
-    """Return the counters of a loader.
-
-    Raises:
-        TypeError: `loader` is not a `DataLoader`.
-    """
-    counters = getattr(getattr(loader, "_control", None), "counters", None)
-    if not isinstance(counters, Counters):
-        kind = type(loader)
-        raise TypeError(
-            f"{function}() needs a headrace.DataLoader, "
-            f"but got {kind.__module__}.{kind.__qualname__}; "
-            f"of a loader that a trainer has wrapped, give the one that it was made of"
-        )
-    return counters

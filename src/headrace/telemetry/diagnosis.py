@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace._base.text import digits, rate, seconds, share
+from headrace._base.text import digits, seconds, share
 from headrace.telemetry.figures import Figures
 
 __all__ = ["Diagnosis", "Setup", "diagnose"]
@@ -91,9 +91,8 @@ class _Model:
     def __init__(self, figures: Figures, setup: Setup) -> None:
         self.figures, self.setup = figures, setup
         self.in_call = 0.0 if setup.placement == "inline" else figures.in_call_seconds
-        in_workers = setup.num_workers and not figures.in_call
-        of_workers = figures.work_seconds / setup.num_workers if in_workers else 0.0
-        self.floor = max(figures.engine_cpu * figures.period, of_workers)
+        of_workers = figures.workers_busy / setup.num_workers if setup.num_workers else 0.0
+        self.floor = figures.period * max(figures.engine_cpu, of_workers)
         # Number of samples planned ahead.
         self.ahead = setup.look_ahead * figures.samples / figures.batches
 
@@ -182,12 +181,8 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         )
     # If the engine's thread always computes, the loop waits for the GIL. The wait looks like the
     # loop's own time, without CPU time.
-    holds_gil = setup.placement == "thread" and figures.engine_cpu > BUSY_LOOP
-    if (
-        holds_gil
-        and figures.consumer_cpu < 1 - BUSY_LOOP
-        and (found := _busy_loop(model)) is not None
-    ):
+    waits_for_gil = setup.placement == "thread" and figures.consumer_cpu < 1 - BUSY_LOOP
+    if waits_for_gil and figures.engine_cpu > BUSY_LOOP and (found := _busy_loop(model)):
         return found
     if figures.wait_share < FEW_WAITS or wait < FAST_NEXT:
         evidence = (
@@ -229,10 +224,7 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "which copies the next batches while the loop computes",
             model.without(waited),
         )
-    if (
-        figures.waits["loop"] > figures.waits["hand-over"]
-        and (found := _busy_loop(model)) is not None
-    ):
+    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)):
         return found
     change: dict[str, Any] = {}
     advice = (
@@ -252,20 +244,18 @@ def _fetching(model: _Model) -> Diagnosis:
     """Diagnose waits for batches that are not fetched."""
     figures, setup = model.figures, model.setup
     refused, factor = figures.requests.throttled, model.needed()
-    speed = f"{rate(figures.samples / figures.seconds)} samples/s"
-    if refused:
-        # An `aget` may not count its requests: assume a request for each sample and refusal.
-        refused_share = refused / (figures.requests.requests or figures.samples + refused)
-        if refused_share > THROTTLED:
-            return model.faster(
-                "throttling",
-                f"the store refused {share(refused_share)} of the requests "
-                f"(429 or 503), at {speed}",
-                f"make 1/{digits(factor)} of the requests: shards in place of objects, "
-                ".cache(folder) for later epochs, or several prefixes of the bucket",
-                factor,
-            )
-    if (found := _busy_loop(model)) is not None:
+    speed = f"{digits(figures.samples / figures.seconds)} samples/s"
+    # An `aget` may not count its requests: assume a request for each sample and refusal.
+    asked = figures.requests.requests or figures.samples + refused
+    if refused > THROTTLED * asked:
+        return model.faster(
+            "throttling",
+            f"the store refused {share(refused / asked)} of the requests (429 or 503), at {speed}",
+            f"make 1/{digits(factor)} of the requests: shards in place of objects, "
+            ".cache(folder) for later epochs, or several prefixes of the bucket",
+            factor,
+        )
+    if found := _busy_loop(model):
         return found
     if setup.stream:
         return model.faster(
@@ -277,7 +267,7 @@ def _fetching(model: _Model) -> Diagnosis:
             factor,
         )
     in_flight = f"{figures.in_flight:.0f} of {figures.concurrency} fetches"
-    if (found := _saturated(model)) is not None:
+    if found := _saturated(model):
         return found
     if figures.full > 0.5:
         return _more_in_flight(
@@ -302,7 +292,16 @@ def _fetching(model: _Model) -> Diagnosis:
     if setup.in_order and figures.slow_waits > 0.5 * (
         figures.waits["queue"] + figures.waits["fetch"]
     ):
-        return _order(model)
+        # Slow samples hold up later batches.
+        return Diagnosis(
+            "order",
+            f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a "
+            f"sample that takes more than three times the usual time, while later batches are "
+            f"complete",
+            'in_order=False, or hedge="auto" if a second request is faster',
+            model.without(figures.slow_waits),
+            {"in_order": False},
+        )
     return _more_in_flight(
         model,
         "look-ahead",
@@ -344,19 +343,6 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     return None
 
 
-def _order(model: _Model) -> Diagnosis:
-    """Diagnose slow samples that hold up later batches."""
-    figures = model.figures
-    evidence = (
-        f"{share(figures.slow_waits / figures.waited)} of the waiting is for batches with a sample "
-        f"that takes more than three times the usual time, while later batches are complete"
-    )
-    advice = 'in_order=False, or hedge="auto" if a second request is faster'
-    return Diagnosis(
-        "order", evidence, advice, model.without(figures.slow_waits), {"in_order": False}
-    )
-
-
 def _saturated(model: _Model) -> Diagnosis | None:
     """Diagnose a source at its limit, or return None if unknown.
 
@@ -366,18 +352,16 @@ def _saturated(model: _Model) -> Diagnosis | None:
     searched = (
         setup.concurrency == "auto"
         and figures.seconds > TURNS * sum(figures.fetch_seconds[:1]) > 0.0
+        and figures.full > 0.5
+        and figures.grown <= 1.0
+        and figures.concurrency < setup.most_concurrency
     )
     if figures.quick_fetch_seconds > QUEUEING * figures.first_fetch_seconds > 0.0:
         shown = (
             "the first ones, which had to wait for few others, "
             f"took {seconds(figures.first_fetch_seconds)}"
         )
-    elif (
-        searched
-        and figures.full > 0.5
-        and figures.grown <= 1.0
-        and figures.concurrency < setup.most_concurrency
-    ):
+    elif searched:
         shown = 'concurrency="auto" gets no more by more in flight'
     else:
         return None
@@ -392,7 +376,7 @@ def _saturated(model: _Model) -> Diagnosis | None:
         "source",
         f"{figures.in_flight:.0f} fetches in flight take "
         f"{seconds(sum(figures.fetch_seconds[:1]))} each, "
-        f"at {rate(figures.samples / figures.seconds)} samples/s and "
+        f"at {digits(figures.samples / figures.seconds)} samples/s and "
         f"{figures.nbytes / figures.seconds / 1e6:.3g} MB/s, and {shown}",
         advice,
         factor,
@@ -425,17 +409,17 @@ def _working(model: _Model) -> Diagnosis:
     The functions are the functions of a stream before batching.
     """
     figures, setup = model.figures, model.setup
-    workers, most, busy = setup.num_workers, setup.cores, figures.workers_busy
-    each, others = figures.work_seconds, model.in_call
-    what, place = "transforms and collation take", f"{busy:.1f} of {workers} workers are busy"
-    if figures.functions_busy > busy:
-        each = figures.functions_busy * figures.period
+    workers, most, others = setup.num_workers, setup.cores, model.in_call
+    work, functions = figures.workers_busy, figures.functions_busy
+    busy, each = work + functions, max(work, functions) * figures.period
+    what = "transforms and collation take"
+    if functions > work:
         what = "functions of the stream's map and filter take"
-        place = f"in {workers} workers" if workers else "in the loop's own thread"
-    elif figures.in_call or not workers:
-        others = max(0.0, others - each)
+    place = f"{busy:.1f} of {workers} workers are busy"
+    if not workers:
         place = "in each next(), in the loop's own thread"
-    elif busy + figures.functions_busy < IDLE_WORKERS * workers and workers > 1:
+        others = max(0.0, others - work * figures.period)
+    elif busy < IDLE_WORKERS * workers and workers > 1:
         if figures.full > 0.5:
             return _fetching(model)
         factor = min(workers / max(0.1, busy), model.needed())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
@@ -79,7 +80,6 @@ class Figures:
     grown: float = 1.0  # factor of `concurrency` in the second half of the batches
     held: float = 0.0  # share of the batches completed while plans waited for memory
     nbytes: int = 0
-    work_seconds: float = 0.0  # mean seconds of transforms and collation of a batch
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
     # Mean number of concurrent calls of a stream's functions before batching.
@@ -89,7 +89,6 @@ class Figures:
     consumer_cpu: float = 0.0  # CPU seconds of the consumer's thread per second
     blocked: float = 0.0
     blocked_in: str | None = None
-    in_call: bool = False  # whether transforms and collation ran inside `next()`
     requests: RequestCounts = field(default_factory=RequestCounts)
 
     @property
@@ -109,7 +108,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     counted = (each.requests for each in records if each.requests is not None)
     requests = sum(counted, RequestCounts())
     if seconds <= 0:
-        return Figures(start_up, requests=requests, blocked_in=first.times.blocked_in)
+        return Figures(start_up, requests=requests)
     times = [record.times for record in rest]
     loads = [each.load for each in times]
     parts = [waits_of(record) for record in rest]
@@ -121,12 +120,12 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     begin = min((first.times, *times), key=lambda each: each.assembled)
     end = max((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
-    worked = sum(max(0.0, each.work_ended - each.work_began) for each in times)
-    in_call = _share(each.work_began >= each.assembled for each in times if each.work_began) > 0.5
-    delivering = sum(record.returned - record.taken for record in rest)
-    blocked_before = first.times.blocked - min(
-        start_up, first.times.blocked - first.times.blocked_before
-    )
+    worked = sum(each.work_ended - each.work_began for each in times)
+    in_call = [
+        each.work_ended - each.work_began for each in times if each.work_began >= each.assembled
+    ]
+    delivering = [record.returned - record.taken for record in rest]
+    blocked = end.blocked - first.times.blocked + min(start_up, first.times.blocked)
     return Figures(
         start_up,
         batches=len(rest),
@@ -140,34 +139,27 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
             for waits, taken in zip(parts, fetched, strict=True)
             if taken > slow
         ),
-        in_call_seconds=(delivering + worked * in_call) / len(rest),
+        in_call_seconds=sum(delivering + in_call) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
         fetch_seconds=tuple(_percentile(timed, part) for part in (0.5, 0.9, 0.99) if timed),
         first_fetch_seconds=_percentile(timed[:FIRST], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
-        in_flight=sum(load.in_flight for load in loads) / len(loads),
+        in_flight=fmean(load.in_flight for load in loads),
         concurrency=loads[-1].limit,
         grown=loads[-1].limit / max(1, loads[len(loads) // 2].limit),
-        full=_share(load.limit and load.in_flight >= load.limit and load.queued for load in loads),
-        held=_share(load.held_plans for load in loads),
+        full=fmean(load.in_flight >= load.limit and load.queued > 0 for load in loads),
+        held=fmean(load.held_plans > 0 for load in loads),
         nbytes=sum(each.nbytes for each in times),
-        work_seconds=worked / len(rest),
         workers_busy=worked / seconds,
         workers_cpu=sum(each.work_cpu for each in times) / seconds,
         functions_busy=(end.functions_seconds - begin.functions_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,
         consumer_cpu=(rest[-1].cpu - first.cpu) / seconds,
-        blocked=(end.blocked - blocked_before) / (start_up + seconds),
+        blocked=blocked / (start_up + seconds),
         blocked_in=end.blocked_in,
-        in_call=in_call,
         requests=requests,
     )
-
-
-def _share(conditions: Iterable[object]) -> float:
-    values = [bool(each) for each in conditions]
-    return sum(values) / len(values) if values else 0.0
 
 
 def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
@@ -176,23 +168,12 @@ def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
     Each step has its end time, or 0.0 if the batch skipped the step.
     """
     times = record.times
-    steps = [
-        ("plan", times.admitted),
-        ("queue", times.began),
-        ("fetch", times.fetched),
-        ("worker queue", times.work_began),
-        ("work", times.work_ended),
-        ("loop", times.assembled),
-        ("hand-over", record.taken),
-    ]
-    # On the consumer's thread, after the engine has finished the batch.
-    if times.work_began > times.assembled:
-        steps[3:6] = [
-            ("loop", times.assembled),
-            ("hand-over", times.work_began),
-            ("work", times.work_ended),
-        ]
-    return steps
+    fetching = [("plan", times.admitted), ("queue", times.began), ("fetch", times.fetched)]
+    work, assembled = ("work", times.work_ended), ("loop", times.assembled)
+    if times.work_began > times.assembled:  # work on the consumer's thread
+        return [*fetching, assembled, ("hand-over", times.work_began), work]
+    working = [("worker queue", times.work_began), work, assembled]
+    return [*fetching, *working, ("hand-over", record.taken)]
 
 
 def waits_of(record: BatchRecord) -> dict[str, float]:

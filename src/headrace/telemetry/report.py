@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace._base.text import rate, seconds, share
+from headrace._base.text import digits, seconds, share
 from headrace.telemetry.counters import BatchRecord
-from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
+from headrace.telemetry.diagnosis import Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
 
 __all__ = ["Report", "make_report"]
@@ -59,16 +59,10 @@ class Report(Figures):
     def headline(self) -> str:
         """First line: the wait, the limit and the change."""
         if not self.batches:
-            return (
-                "No batch was delivered after the first."
-                if self.start_up
-                else "No batch has been delivered."
-            )
-        waits = f"{share(self.wait_share)} of the time your loop waits for data."
-        if self.limit == "consumer":
-            return f"{waits} The loader is not the limit: {self.evidence}."
+            return "No batch was delivered after the first."
         limit, assumed = _LIMITS[self.limit]
-        said = f"{waits} {limit}: {self.evidence}."
+        said = f"{share(self.wait_share)} of the time your loop waits for data. "
+        said += f"{limit}: {self.evidence}."
         if self.advice:
             said += f" Change: {self.advice}."
         if self.predicted is not None and self.advice:
@@ -86,8 +80,8 @@ class Report(Figures):
             facts["waits for"] = ", ".join(parts)
         if self.seconds:
             speed = (
-                f"{rate(self.samples / self.seconds)} samples/s, "
-                f"{rate(self.batches / self.seconds)} batches/s"
+                f"{digits(self.samples / self.seconds)} samples/s, "
+                f"{digits(self.batches / self.seconds)} batches/s"
             )
             if self.nbytes:
                 speed += f", {self.nbytes / self.seconds / 1e6:.3g} MB/s"
@@ -110,6 +104,7 @@ class Report(Figures):
 _IN_FLIGHT = "if more fetches at once take no longer each"
 # Text of the limit, and assumption of the prediction.
 _LIMITS = {
+    "consumer": ("The loader is not the limit", ""),
     "latency": ("Fetching is the limit", _IN_FLIGHT),
     "throttling": (
         "The store's rate limit is the limit",
@@ -134,8 +129,5 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
 
     `records` are the batches in the order of delivery.
     """
-    figures, diagnosis = Figures(0.0), Diagnosis("start-up", "no batch has been delivered")
-    if records:
-        figures = figures_of(records)
-        diagnosis = diagnose(figures, setup)
-    return Report(**vars(figures), **diagnosis._asdict())
+    figures = figures_of(records) if records else Figures(0.0)
+    return Report(**vars(figures), **diagnose(figures, setup)._asdict())

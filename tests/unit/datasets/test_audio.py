@@ -1,4 +1,4 @@
-"""`hr.decode.audio` gives what libsndfile decodes, whole streams of unknown length, and refuses truncated files."""
+"""`hr.decode.audio` gives what libsndfile decodes, and refuses files that are truncated or partly read."""
 
 import io
 import struct
@@ -35,7 +35,8 @@ def test_whole_files_are_decoded_as_by_soundfile_and_truncated_ones_refused(form
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         wanted = file.read(dtype="float32", always_2d=True).T
     assert torch.equal(hr.decode.audio(16_000)(data), torch.from_numpy(wanted))
-    for size in (len(data) - 5, len(data) // 2, len(data) * 9 // 10, 10, 0):
+    least = 1200 if format == "MP3" else 5  # an MP3 may lack a frame
+    for size in (len(data) - least, len(data) // 2, len(data) * 9 // 10, 10, 0):
         with pytest.raises(ValueError):
             hr.decode.audio()(data[:size])
 
@@ -62,15 +63,13 @@ STATED, UNSTATED = mp3(xing=1), mp3(b="64000")
 TAG = b"TAG" + bytes(125)
 
 
-@pytest.mark.parametrize(
-    "options", [{"b": "128000"}, {"b": "32000"}, {"abr": "1", "b": "96000"}, {"q": "4"}]
-)
+@pytest.mark.parametrize("options", [{"b": "128000"}, {"b": "32000"}, {"q": "4"}])
 def test_mp3_that_states_no_length_is_decoded_whole(options):
     data = mp3(**options)
     with av.open(io.BytesIO(data)) as container:
         count = sum(frame.samples for frame in container.decode(audio=0))
     assert decoded(data).shape == decoded(data, TAG).shape == (1, count)
-    assert decoded(data, data).shape == (1, 2 * count)
+    assert decoded(STATED, TAG).shape == decoded(STATED).shape
 
 
 @pytest.mark.parametrize(
@@ -78,26 +77,18 @@ def test_mp3_that_states_no_length_is_decoded_whole(options):
     [
         (STATED, STATED),
         (STATED, TAG, UNSTATED),
-        [written("OGG", "VORBIS"), written("OGG", "VORBIS", WAVE[:9000]), written("OGG", "VORBIS")],
+        (mp3(abr="1", b="96000"),),  # of the wrong estimate
+        (UNSTATED, mp3(rate=22_050)),
+        [written("OGG", "VORBIS"), written("OGG", "VORBIS", WAVE[:9000])],
         [written("OGG", "OPUS"), written("OGG", "OPUS")],
     ],
 )
-def test_joined_streams_are_decoded_one_after_the_other(parts):
-    assert torch.equal(
-        decoded(*parts), torch.cat([decoded(part) for part in parts if part != TAG], 1)
-    )
-    with pytest.raises(ValueError, match=r"truncated|damaged"):
-        decoded(*parts, parts[0][:-300])
+def test_a_file_that_libsndfile_reads_in_part_is_refused(parts):
+    with pytest.raises(ValueError, match=r"joined|no stated length"):
+        decoded(*parts)
 
 
-@pytest.mark.parametrize("first", [STATED, UNSTATED, written("OGG", "VORBIS")])
-def test_joined_streams_of_several_rates_are_refused(first):
-    other = written("OGG", "VORBIS", rate=8000) if first[:4] == b"OggS" else mp3(rate=22_050)
-    with pytest.raises(ValueError, match="joined streams of several"):
-        decoded(first, other)
-
-
-def test_wrong_and_unknown_sizes_of_whole_files_are_no_error():
+def test_wrong_sizes_in_headers():
     data = written()
     riff, samples = struct.unpack_from("<I", data, 4)[0], decoded(data)
     for size, inner in (
@@ -111,11 +102,12 @@ def test_wrong_and_unknown_sizes_of_whole_files_are_no_error():
         assert torch.equal(decoded(bytes(changed)), samples)
     assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (1, 40_320)
     flac = written("FLAC")
-    assert torch.equal(
-        decoded(flac[:21], bytes([flac[21] & 0xF0]), bytes(4), flac[26:]), decoded(flac)
-    )
-    for claims in (flac[:22] + b"\xff" * 4 + flac[26:], data[:40] + bytes(4) + data[44:]):
-        with pytest.raises(ValueError, match="truncated, empty"):
+    for claims in (
+        flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:],  # unknown, as of a pipe
+        flac[:22] + b"\xff" * 4 + flac[26:],
+        data[:40] + bytes(4) + data[44:],
+    ):
+        with pytest.raises(ValueError, match=r"truncated, empty|without its length"):
             decoded(claims)
 
 

@@ -8,7 +8,6 @@ CALLS = [
     lambda folder: hr.TarDataset(folder, fields="ab"),
     lambda folder: hr.ParquetDataset(folder, columns="ab"),
     lambda folder: hr.ArrowDataset(folder, columns="ab"),
-    lambda folder: hr.LanceDataset(folder, columns="ab"),
 ]
 
 

@@ -1,21 +1,18 @@
-"""Objects named by a table, and a listing that is kept in a file: the same samples without a listing."""
+"""Objects named by columns of a table, and a listing that is kept in a file: the same samples without a listing."""
 
 import numpy as np
 import pandas
-import pyarrow
 import pytest
 
 import headrace as hr
 from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
 
-COLUMNS = {"id": [1, 2, 3], "key": ["d.txt", "a.jpg", "a.jpg"], "species": ["cat", "dog", "dog"]}
+COLUMNS = {"key": ["d.txt", "a.jpg", "a.jpg"], "species": ["cat", "dog", "dog"]}
 TABLES = {
     "dict": COLUMNS,
     "NumPy": {name: np.array(column) for name, column in COLUMNS.items()},
     "pandas": pandas.DataFrame(COLUMNS, index=[7, 8, 9]),
-    "pyarrow": pyarrow.table(COLUMNS),
-    "record batch": pyarrow.RecordBatch.from_pydict(COLUMNS),
 }
 
 
@@ -33,27 +30,15 @@ def samples(dataset):
 
 @pytest.mark.counts
 @pytest.mark.parametrize("kind", TABLES)
-def test_rows_of_a_table_are_samples_in_order_without_listing(server, store, kind):
-    dataset = ObjectDataset.from_table(store, TABLES[kind], label="species")
+def test_columns_are_keys_and_labels_in_order_without_listing(server, store, kind):
+    table = TABLES[kind]
+    dataset = ObjectDataset(store, keys=table["key"], labels=table["species"])
     assert samples(dataset) == [
         ("d.txt", b"d.txt", "cat"),
         ("a.jpg", b"a.jpg", "dog"),
         ("a.jpg", b"a.jpg", "dog"),
     ]
     assert server.requests()["LIST"] == 0
-
-
-def test_label_of_several_columns_is_a_tuple_and_labels_keep_their_types(store):
-    labels = [
-        label
-        for _, _, label in samples(
-            ObjectDataset.from_table(store, COLUMNS, label=["id", "species"])
-        )
-    ]
-    assert labels == [(1, "cat"), (2, "dog"), (3, "dog")]
-    number = ObjectDataset.from_table(store, TABLES["pandas"], label="id")[2].label
-    assert (number, type(number)) == (3, int)
-    assert ObjectDataset.from_table(store, COLUMNS)[0].label is None
 
 
 @pytest.mark.counts
@@ -68,7 +53,8 @@ def test_sizes_etags_and_checksums_of_a_table_are_used(server, store):
             "sum": [None, None, "md5:" + "0" * 32],
         }
     )
-    dataset = ObjectDataset.from_table(store, table, size="size", etag="tag", checksum="sum")
+    columns = {"sizes": table["size"], "etags": table["tag"], "checksums": table["sum"]}
+    dataset = ObjectDataset(store, keys=table["key"], **columns)
     server.misbehave()
     assert [bytes(dataset[index].data) for index in range(2)] == [b"a.jpg", b"b.jpg"]
     assert server.seen()[0].span == "bytes=0-4"
@@ -82,11 +68,11 @@ def test_sizes_etags_and_checksums_of_a_table_are_used(server, store):
 
 
 def test_urls_and_paths_under_the_datasets_are_keys(server, store, tmp_path):
-    table = {"key": [server.url + "/train/a.jpg", "b.jpg"]}
-    assert list(ObjectDataset.from_table(store, table).keys) == ["a.jpg", "b.jpg"]
+    keys = [server.url + "/train/a.jpg", "b.jpg"]
+    assert list(ObjectDataset(store, keys=keys).keys) == ["a.jpg", "b.jpg"]
     (tmp_path / "a.bin").write_bytes(b"local")
     for key in (str(tmp_path / "a.bin"), (tmp_path / "a.bin").as_uri(), "a.bin"):
-        assert bytes(ObjectDataset.from_table(tmp_path, {"key": [key]})[0].data) == b"local"
+        assert bytes(ObjectDataset(tmp_path, keys=[key])[0].data) == b"local"
 
 
 @pytest.mark.parametrize("key", ["../secret", "a/../../secret", "..\\secret", "/etc/hostname"])
@@ -94,34 +80,30 @@ def test_key_outside_the_directory_reads_nothing(tmp_path, key):
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "train").mkdir()
     with pytest.raises((ValueError, OSError)):
-        ObjectDataset.from_table(tmp_path / "train", {"key": [key]})[0]
+        ObjectDataset(tmp_path / "train", keys=[key])[0]
 
 
 @pytest.mark.parametrize(
-    ("table", "columns", "why"),
+    ("columns", "why"),
     [
-        ({"key": []}, {}, "no rows"),
-        (COLUMNS, {"label": "class"}, "no column 'class'; its columns are 'id', 'key', 'species'"),
-        (COLUMNS, {"key": "id"}, "row 0: the key must be text, but got 1"),
-        ({"key": ["a", None]}, {}, "row 1"),
+        ({"keys": []}, "keys= is empty"),
+        ({"keys": [1]}, "row 0: the key must be text, but got 1"),
+        ({"keys": ["a", None]}, "row 1"),
         (
-            {"key": ["s3://me:secret@other/a?sig=hush"]},
-            {},
+            {"keys": ["s3://me:secret@other/a?sig=hush"]},
             r"row 0: s3://other/a is not under .*s3://bucket/train",
         ),
-        ({"key": ["a"], "size": [-1]}, {"size": "size"}, "-1 is not a number of bytes"),
-        ({"key": ["a"], "sum": ["x"]}, {"checksum": "sum"}, "algorithm:hexadecimal"),
-        (
-            {"key": ["a"], "label": [1, 2]},
-            {"label": "label"},
-            "column 'label' has 2 rows, and column 'key' has 1",
-        ),
+        ({"keys": ["a"], "sizes": [-1]}, "-1 is not a number of bytes"),
+        ({"keys": ["a"], "sizes": [1, 2]}, "2 sizes= for 1 keys="),
+        ({"keys": ["a"], "checksums": ["x"]}, "algorithm:hexadecimal"),
+        ({"keys": ["a"], "labels": [1, 2]}, "2 labels"),
+        ({"sizes": [1]}, "need keys="),
     ],
     ids=repr,
 )
-def test_table_that_makes_no_sense_is_refused_before_any_request(table, columns, why):
+def test_columns_that_make_no_sense_are_refused_before_any_request(columns, why):
     with pytest.raises(ValueError, match=why) as refused:
-        ObjectDataset.from_table("s3://bucket/train", table, **columns)
+        ObjectDataset("s3://bucket/train", **columns)
     assert "hush" not in str(refused.value)
 
 

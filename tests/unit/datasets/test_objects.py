@@ -76,14 +76,14 @@ def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_
     store = server.store("train", retry=1)
     digests = {name: hashlib.new(name, b"a.jpg").hexdigest() for name in ("sha256", "sha1", "md5")}
     for name, digest in {**digests, "crc32": f"{zlib.crc32(b'a.jpg'):08x}"}.items():
-        table = {"key": ["a.jpg", "b.jpg"], "sum": [f"{name}:{digest}"] * 2}
-        checked = ObjectDataset.from_table(store, table, checksum="sum")
+        checksums = [f"{name}:{digest}"] * 2
+        checked = ObjectDataset(store, keys=["a.jpg", "b.jpg"], checksums=checksums)
         assert bytes(checked[0].data) == b"a.jpg"
         with pytest.raises(ChecksumError):
             checked[1]
     for wrong in ("md5:" + "0" * 31, "sha512:" + "0" * 128, "MD5:" + "0" * 32):
         with pytest.raises(ValueError, match="algorithm:hexadecimal"):
-            ObjectDataset.from_table(store, {"key": ["a.jpg"], "sum": [wrong]}, checksum="sum")
+            ObjectDataset(store, keys=["a.jpg"], checksums=[wrong])
 
 
 # Labels

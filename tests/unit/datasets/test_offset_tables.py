@@ -139,13 +139,17 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("size", "what"), [(1, r"bytes unpacked, and [\d,]+ by its offsets"), (1 << 30, "are the most")]
+    ("size", "message"),
+    [
+        (1, r"its offsets, from 0 to 1,134, are not those of [\d,]+ bytes"),
+        (1 << 30, "no chunk of compressed frames: .*are the most"),
+    ],
 )
-def test_frames_that_unpack_to_more_than_their_offsets_say_are_refused(size, what):
+def test_frames_that_unpack_to_another_size_than_their_offsets_say_are_refused(size, message):
     files = files_in("litdata/frames")
     chunk = bytearray(files["chunk-0-0.bin"])
     struct.pack_into("<I", chunk, 24 + 4 * 6 + 20, size)  # of the first frame
-    with pytest.raises(ShardError, match=f"no chunk of compressed frames: .*{what}"):
+    with pytest.raises(ShardError, match=message):
         hr.LitDataset(in_memory(files | {"chunk-0-0.bin": bytes(chunk)}))[0]
     with pytest.raises(ShardError, match="no index of such shards: it has no 'config'"):
         hr.LitDataset(in_memory({"index.json": b'{"chunks": []}'}))

@@ -117,38 +117,32 @@ def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, serv
 
 @pytest.mark.parametrize("location", ["start", "end"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_missing_chunk_of_a_shard_is_an_error_unless_fill_values_are_asked_for(
-    tmp_path, location, axis
-):
+def test_chunks_that_a_writer_left_out_of_a_shard_have_the_fill_value(tmp_path, location, axis):
     codec = zarr.codecs.ShardingCodec(chunk_shape=(2, 2), index_location=location)
     path = str(tmp_path / "x")
     array = zarr.create_array(
         path, shape=(10, 4), chunks=(8, 4), dtype="i4", serializer=codec, compressors=None
     )
     array[:] = np.arange(1, 41).reshape(10, 4)
-    dataset = hr.ZarrDataset(path, axis=axis)
-    assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
     array[2:4, 2:] = 0  # not written
     dataset = hr.ZarrDataset(path, axis=axis)
-    for index in range(len(dataset)):
-        if index in (2, 3):
-            with pytest.raises(ShardError, match=r"no such chunk.*missing='fill'.*c/0/0"):
-                dataset[index]
-        else:
-            assert same(dataset[index].numpy(), np.take(array[:], index, axis))
-    assert (hr.ZarrDataset(path, axis=axis, missing="fill")[2] == 0).any()
+    assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
 
 
-@pytest.mark.parametrize("codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str)
-def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_truncated_chunk_of_blosc_is_refused(tmp_path, zarr_format):
+    module = numcodecs if zarr_format == 2 else zarr.codecs
     zarr.create_array(
-        tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec
-    )[:] = 1
-    packed = codec.encode(bytes(400 << 20))
-    (tmp_path / "x/0").write_bytes(packed)
-    with pytest.raises(
-        ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"
-    ):
+        tmp_path / "x",
+        shape=(4000,),
+        chunks=(4000,),
+        dtype="i8",
+        zarr_format=zarr_format,
+        compressors=module.Blosc() if zarr_format == 2 else module.BloscCodec(),
+    )[:] = np.random.default_rng(0).integers(0, 1 << 62, 4000)
+    chunk = tmp_path / "x" / ("0" if zarr_format == 2 else "c/0")
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+    with pytest.raises(ShardError, match="this Blosc chunk is truncated"):
         hr.ZarrDataset(tmp_path / "x")[0]
 
 

@@ -227,36 +227,44 @@ def test_multiprocessing_primitives_are_shared_with_workers(context):
     assert list(array) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_tensor_in_shared_memory_is_shared_both_ways(strategy):
-    class Shares(Numbers):
-        def __init__(self):
-            super().__init__(4)
-            self.offset = torch.full((1,), 10).share_memory_()
+class Shares(Numbers):
+    def __init__(self):
+        super().__init__(4)
+        self.offset = torch.full((1,), 10).share_memory_()
 
-        async def aget(self, index):
-            return index + int(self.offset)
+    async def aget(self, index):
+        return index + int(self.offset)
 
+
+def test_tensor_in_shared_memory_is_refused_where_torch_shares_by_files():
     before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy(strategy)
+    torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        dataset, shared = Shares(), torch.zeros(24, dtype=torch.int64).share_memory_()
-        parameter = torch.nn.Parameter(torch.full((1,), 0.0)).share_memory_()
-
-        def use(sample):
-            shared[sample] += 1
-            return sample + int(parameter)
-
-        with hr.DataLoader(dataset, transform=use, **IN_PROCESS) as loader:
-            assert once(loader) == AS_IT_WAS
-            with torch.no_grad():
-                parameter.fill_(10)
-            assert once(loader) == CHANGED
-            dataset.offset.fill_(20)
-            assert once(loader) == [30, 31, 32, 33]
-            assert shared.tolist() == [0] * 10 + [2] * 4 + [0] * 6 + [1] * 4
+        with (
+            hr.DataLoader(Shares(), **IN_PROCESS) as loader,
+            pytest.raises(hr.errors.NotPicklableError, match="file_descriptor"),
+        ):
+            once(loader)
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_tensor_in_shared_memory_is_shared_both_ways():
+    dataset, shared = Shares(), torch.zeros(24, dtype=torch.int64).share_memory_()
+    parameter = torch.nn.Parameter(torch.full((1,), 0.0)).share_memory_()
+
+    def use(sample):
+        shared[sample] += 1
+        return sample + int(parameter)
+
+    with hr.DataLoader(dataset, transform=use, **IN_PROCESS) as loader:
+        assert once(loader) == AS_IT_WAS
+        with torch.no_grad():
+            parameter.fill_(10)
+        assert once(loader) == CHANGED
+        dataset.offset.fill_(20)
+        assert once(loader) == [30, 31, 32, 33]
+        assert shared.tolist() == [0] * 10 + [2] * 4 + [0] * 6 + [1] * 4
 
 
 def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy():

@@ -23,7 +23,7 @@ def store_of(server, folder="", **options):
 
 
 def classes(count, size):
-    return [f"train/class{i:03}/{j:05}.jpg" for i in range(count) for j in range(size)]
+    return [f"class{i:03}/{j:05}.jpg" for i in range(count) for j in range(size)]
 
 
 def awkward(seed):
@@ -107,6 +107,14 @@ def test_pages_of_several_parts_are_asked_for_at_once():
         assert 4 < server.max_concurrent <= 16
 
 
+def test_a_directory_of_directories_of_directories_is_listed_from_end_to_end():
+    keys = [f"train/{key}" for key in classes(64, 100)]
+    with ObjectServer(dict.fromkeys(keys, b"")) as server:
+        assert ObjectDataset(store_of(server)).keys == tuple(keys)
+        assert server.requests()["LIST"] == 7 + 1
+        assert server.max_concurrent == 1
+
+
 def test_a_suffix_or_a_glob_chooses_in_every_part():
     keys = classes(20, 200) + [key + ".txt" for key in classes(20, 200)]
     chosen = sorted(key for key in keys if key.endswith(".txt"))
@@ -114,7 +122,7 @@ def test_a_suffix_or_a_glob_chooses_in_every_part():
         store = store_of(server)
         for suffix in (".txt", (".txt", ".gif")):
             assert ObjectDataset(store, suffix=suffix).keys == tuple(chosen)
-        assert LinesDataset("train/**/*.txt", store=store).shards == tuple(
+        assert LinesDataset("**/*.txt", store=store).shards == tuple(
             f"{server.url}/{key}" for key in chosen
         )
 

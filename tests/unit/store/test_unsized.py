@@ -34,7 +34,7 @@ def server(shared):
 
 def read(server, key, checksum=None):
     store = Store(server.url, options=server.store_options, retry=QUICK)
-    dataset = ObjectDataset.from_table(store, {"key": [key], "sum": [checksum]}, checksum="sum")
+    dataset = ObjectDataset(store, keys=[key], checksums=[checksum])
     return bytes(dataset[0].data)
 
 

@@ -92,10 +92,8 @@ def test_store_without_tags_in_its_answers_is_asked_to_compare():
             request.send(412, b"")
 
     with answering(answer) as url:
-        columns = {"key": ["x"], "size": [5], "etag": ['"1"']}
-        dataset = hr.ObjectDataset.from_table(
-            hr.Store(url, retry=QUICK), columns, size="size", etag="etag"
-        )
+        columns = {"keys": ["x"], "sizes": [5], "etags": ['"1"']}
+        dataset = hr.ObjectDataset(hr.Store(url, retry=QUICK), **columns)
         with pytest.raises(ObjectChangedError):
             dataset[0]
     assert asked == [None, '"1"']

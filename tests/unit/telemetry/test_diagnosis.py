@@ -217,7 +217,7 @@ def test_change_that_is_advised_is_of_the_limit(limit, setup, steps, change):
 
 def test_memory_that_is_advised_is_in_proportion_to_the_rate_that_is_needed():
     # three times the rate is needed, and some to spare
-    load = IDLE._replace(held_plans=2, memory=2 << 20)
+    load = IDLE._replace(held_plans=2)
     found = report(SETUP._replace(memory_budget=2 << 20), queue=0.02, load=load)
     assert found.advice == "memory_budget=8 * 2**20"
 

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import logging
+import os
 import pickle
+import signal
 import threading
 import time
 
@@ -200,6 +202,37 @@ def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, 
     assert [message.partition(",")[0] for message in messages] == [
         f"epoch {epoch} begins with batch 0" for epoch in (0, 1)
     ]
+
+
+def test_stats_count_requests_of_batches_whose_error_is_raised():
+    class Refused(Numbers):
+        async def aget(self, index):
+            hr.report_throttled()
+            if index < 4:
+                raise ValueError("no such image")
+            return index
+
+    with hr.DataLoader(Refused(16), 4, concurrency=1) as loader:
+        batches = iter(loader)
+        with pytest.raises(ValueError, match="no such image"):
+            next(batches)
+        assert loader.stats().batches == 0
+        assert loader.stats().requests.throttled > 0
+        assert len(list(batches)) == 3
+        assert loader.stats().requests.throttled == 16
+
+
+def test_stats_count_dead_workers_whose_batch_another_makes(tmp_path):
+    def die_once(sample):
+        if sample == 5 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with hr.DataLoader(Numbers(64), 4, transform=die_once, num_workers=1) as loader:
+        assert sum(len(batch) for batch in loader) == 64
+        stats = loader.stats()
+    assert (stats.worker_deaths, stats.batches, stats.samples) == (1, 16, 64)
 
 
 @pytest.mark.parametrize("through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])

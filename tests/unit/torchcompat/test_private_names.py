@@ -10,8 +10,6 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
-import torch
 from packaging.requirements import Requirement
 from torch.utils import data
 
@@ -52,12 +50,8 @@ def test_private_names_of_torch_are_used_in_one_module_only():
     assert found == []
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_names_exist_and_do_what_they_say():
     assert [name for name in ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)] == []
     assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
     assert private.pin_memory("text") == "text"
     assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
-    tensor = torch.arange(8)
-    storage = private.open_shared_file(*private.share_by_file(tensor.untyped_storage()))
-    assert torch.equal(torch.empty(0, dtype=torch.int64).set_(storage), tensor)

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from headrace._base.text import whole_number
 from headrace._consumer import rewind
 from headrace._consumer.control import LoaderControl, trainers
-from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator
+from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator, LateIterator
 from headrace._device.streams import resolve
 from headrace._links.select import check_automatic, check_engines
 from headrace._order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
@@ -317,13 +317,19 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._control.begin(BatchIterator, self, rank, late_epoch=late)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
-        """Begin the next epoch and return an async iterator, for any event loop."""
+        """Return an async iterator of the next epoch, for any event loop.
+
+        The epoch begins at the first `anext`.
+        """
         if type(self)._get_iterator is not DataLoader._get_iterator:
             kind = type(self).__name__
             raise TypeError(
                 f"{kind} has a _get_iterator() of its own, "
                 "which `async for` would leave out: use `for`"
             )
+        return LateIterator(self._begin_async)
+
+    def _begin_async(self) -> AsyncBatchIterator[T_co]:
         with self._control.ranked() as rank:
             return self._control.begin(AsyncBatchIterator, self, rank)
 

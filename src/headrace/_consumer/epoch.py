@@ -532,6 +532,27 @@ class AsyncBatchIterator(Epoch, AsyncIterator[T_co]):
         self.close()
 
 
+class LateIterator(AsyncIterator[T_co]):
+    """An async iterator whose epoch begins at the first `anext`.
+
+    `tqdm.auto` calls `aiter` also for a loader that `for` will read. This must not begin an epoch.
+    """
+
+    def __init__(self, begin: Callable[[], AsyncBatchIterator[T_co]]) -> None:
+        self._begin = begin
+        self._batches: AsyncBatchIterator[T_co] | None = None
+
+    async def __anext__(self) -> T_co:
+        if self._batches is None:
+            self._batches = self._begin()
+        return await anext(self._batches)
+
+    async def aclose(self) -> None:
+        """Stop fetching for this epoch; the loader stays usable."""
+        if self._batches is not None:
+            await self._batches.aclose()
+
+
 def _recorded(iterator: object) -> AbstractContextManager[object]:
     """Return the profiler's record of a call of `next()`, with torch's name.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib
 import json
 import os
 import signal
@@ -494,3 +495,13 @@ def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, option
         assert dropped() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.asyncio"])
+def test_a_progress_bar_of_tqdm_begins_one_epoch(module):
+    bar = importlib.import_module(module).tqdm
+    with hr.DataLoader(Numbers(8), 4, shuffle=True, seed=0) as plain:
+        expected = [[batch.tolist() for batch in plain] for _ in range(3)]
+    with hr.DataLoader(Numbers(8), 4, shuffle=True, seed=0) as loader:
+        epochs = [[batch.tolist() for batch in bar(loader, disable=True)] for _ in range(3)]
+    assert epochs == expected

@@ -68,7 +68,7 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
 
 
 def check_function(name: str, function: object) -> None:
-    """Raise TypeError unless `function` is callable and not async."""
+    """Raise TypeError unless `function` is callable with one argument, and not async."""
     if not callable(function):
         raise TypeError(f"{name} must be callable, but got {function!r}")
     if is_async(function):
@@ -76,6 +76,17 @@ def check_function(name: str, function: object) -> None:
             f"{name} must not be async: it is called, not awaited. Await in aget, or in the "
             f"function of the dataset's map(); got {function!r}"
         )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError, NameError):  # of a built-in function, or with names for types
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with one argument, but {function!r} does not take one: {error}. "
+            f"With a random generator as a further argument, it needs @headrace.randomized"
+        ) from None
 
 
 def is_async(function: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar, get_args, overload
+from typing import Any, NoReturn, TypeVar, get_args, overload
 
 import torch
 from torch.utils.data import IterableDataset
@@ -268,6 +268,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             names=tuple(fields),
             labels=labels,
         )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(f"{dataset_repr(self)} is a stream, without indices: iterate over it")
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

@@ -10,7 +10,7 @@ import inspect
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from headrace._engine.assemble import Catch
 from headrace._engine.fetch import Fetch, FetchContext, Fetchers, FetchStage
 from headrace._engine.hedging import HedgedRequests
 from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
+from headrace._eventloop.per_loop import end_all
 from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
 from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage
@@ -183,14 +184,32 @@ class RowFetching:
         self._nbytes = nbytes
         self._sizes: deque[int] = deque(maxlen=RECENT)  # bytes of the last samples
 
-    def submit(self, fetch: Callable[[Any], Awaitable[None]], row: Any) -> None:
-        self.fetchers.submit(((None, 0, fetch, row),))
-
-    def hedge(self, fetch: Fetch) -> Fetch:
-        if self._hedged is None:
-            return fetch
+    def fetch(self, function: Fetch, row: Any) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._begun += 1
-        return self._hedged.wrap(fetch, self._begun // ROWS_OF_A_BATCH)
+        if self._hedged is not None:
+            function = self._hedged.wrap(function, self._begun // ROWS_OF_A_BATCH)
+        self.fetchers.submit(((None, 0, partial(self._call, function, row), answer),))
+        return answer
+
+    async def _call(self, function: Fetch, row: Any, answer: asyncio.Future[Any]) -> None:
+        if answer.cancelled():
+            return
+        task = asyncio.ensure_future(function(row))
+        answer.add_done_callback(lambda _: task.cancel())
+        try:
+            await asyncio.wait((task,))
+        finally:  # the session may end
+            await end_all((task,))
+        if answer.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self._sizes.append(bytes_in(task.result()))
+            answer.set_result(task.result())
+        else:
+            self.fetchers.note_failed(error)
+            answer.set_exception(error)
+            answer.exception()  # the error may never be given: no warning of the event loop
 
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold.
@@ -203,12 +222,6 @@ class RowFetching:
         if not self._sizes:
             return min(most, FIRST_SAMPLES)
         return max(1, min(most, self._nbytes // max(1, *self._sizes)))
-
-    def on_fetched(self, sample: Any) -> None:
-        self._sizes.append(bytes_in(sample))
-
-    def on_failed(self, error: BaseException) -> None:
-        self.fetchers.note_failed(error)
 
 
 class StreamFetch(FetchStage):

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace._base.text import add_note, function_name
 from headrace._eventloop.per_loop import end_all
@@ -25,20 +25,14 @@ _SAVED_ROWS = 16
 class Fetching(Protocol):
     """Runs the coroutine functions of a session, as many as `concurrency` allows."""
 
-    def submit(self, fetch: Callable[[Any], Awaitable[None]], row: Any) -> None:
-        """Call ``await fetch(row)`` soon."""
+    def fetch(self, function: Callable[[Any], Awaitable[Any]], row: Any) -> asyncio.Future[Any]:
+        """Call a function with a row soon, and return its result.
 
-    def hedge(self, fetch: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
-        """Return a fetch function for a row, hedged if wanted."""
+        Cancelling the result cancels the call.
+        """
 
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold."""
-
-    def on_fetched(self, sample: Any) -> None:
-        """Note the size of a fetched sample."""
-
-    def on_failed(self, error: BaseException) -> None:
-        """Note the failure of a fetch."""
 
 
 fetching: ContextVar[Fetching | None] = ContextVar("headrace_fetching", default=None)
@@ -67,17 +61,11 @@ def is_bounded(kind: DatasetKind, dataset: object) -> bool:
     return kind is DatasetKind.ASYNC_MAP or (kind.is_async and fetches(dataset))
 
 
-class _Row:
+class _Row(NamedTuple):
     """A row that was read, and not given yet."""
 
-    def __init__(self, row: Any, position: State | None) -> None:
-        self.row = row
-        self.position = position  # position of the stream before the row, if saved
-        self.sample: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: BaseException) -> None:
-        self.sample.set_exception(as_exception(error))
-        self.sample.exception()  # the sample may never be given: no warning of the event loop
+    position: State | None  # position of the stream before the row, if saved
+    sample: asyncio.Future[Any]
 
 
 class FetchFunctions(StreamOperation[Any]):
@@ -103,7 +91,6 @@ class FetchFunctions(StreamOperation[Any]):
         self._reread = Reread()
         self._rows: deque[_Row] = deque()
         self._reader: asyncio.Task[None] | None = None
-        self._running: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._read_all = False
 
@@ -121,6 +108,8 @@ class FetchFunctions(StreamOperation[Any]):
             await self._change()
         row = self._rows[0]
         await asyncio.wait((row.sample,))  # cancelling the wait loses nothing
+        if self._closed:
+            raise StopAsyncIteration
         self._rows.popleft()
         self._changed.set()
         if row.position is not None:
@@ -138,47 +127,21 @@ class FetchFunctions(StreamOperation[Any]):
                 position = None if number % _SAVED_ROWS else self._inner.state_dict()
                 number += 1
                 try:
-                    row = _Row(await anext(self._inner), position)
+                    sample = session.fetch(self._apply, await anext(self._inner))
                 except StopAsyncIteration:
                     break
                 except BaseException as error:  # user code, in place of a row
                     if self._closed:
                         raise
-                    row = _Row(None, position)
-                    row.fail(error)
-                else:
-                    session.submit(self._fetch, row)
-                self._rows.append(row)
+                    sample = _failed(error)
+                self._rows.append(_Row(position, sample))
                 self._changed.set()
         except Exception as error:  # the position could not be restored or saved
-            failed = _Row(None, None)
-            failed.fail(error)
-            self._rows.append(failed)
+            self._rows.append(_Row(None, _failed(error)))
         finally:
             self._read_all = True
             self._changed.set()
             await close_all(self._inner)
-
-    async def _fetch(self, row: _Row) -> None:
-        """Fetch a row, in a task that `aclose` can cancel."""
-        if self._closed or self._fetching is None:
-            return
-        fetch = self._fetching.hedge(self._apply)
-        task = asyncio.ensure_future(fetch(row.row))
-        self._running.add(task)
-        try:
-            await asyncio.wait((task,))
-        finally:
-            self._running.discard(task)
-        if task.cancelled():
-            return
-        if (error := task.exception()) is None:
-            self._fetching.on_fetched(task.result())
-            row.sample.set_result(task.result())
-        else:
-            self._fetching.on_failed(error)
-            row.fail(error)
-        row.row = None
 
     async def _apply(self, row: Any) -> Any:
         sample, function = row, self._functions[0]
@@ -211,7 +174,17 @@ class FetchFunctions(StreamOperation[Any]):
     async def aclose(self) -> None:
         self._closed = True
         self._changed.set()
+        for row in self._rows:
+            row.sample.cancel()
         if self._reader is None:
             await super().aclose()
         else:
-            await end_all([self._reader, *self._running])
+            await end_all([self._reader])
+
+
+def _failed(error: BaseException) -> asyncio.Future[Any]:
+    """Return a result with an error."""
+    failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    failed.set_exception(as_exception(error))
+    failed.exception()  # the error may never be given: no warning of the event loop
+    return failed

@@ -77,7 +77,7 @@ def check_function(name: str, function: object) -> None:
             f"function of the dataset's map(); got {function!r}"
         )
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError, NameError):  # of a built-in function, or with names for types
         return
     try:

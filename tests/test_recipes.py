@@ -37,6 +37,7 @@ def write_data(folder):
         "corpus",
         "saved/train",
         "features",
+        "pairs",
         "shards",
         "table",
         "text",
@@ -61,6 +62,11 @@ def write_data(folder):
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
     for row in rows:
         (folder / row["file"]).rename(folder / "train" / row["label"] / row["file"])
+    keys = [f"{row['label']}/{row['file']}" for row in rows]
+    pairs = [
+        {"caption": f"{n} images", "images": keys[n : n + n % 4 + (n % 8 == 0)]} for n in range(200)
+    ]
+    (folder / "pairs/0.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     images = [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]
     classes = [{"id": n, "name": name} for n, name in enumerate(("disc", "square", "triangle"))]
     marks = [
@@ -126,12 +132,23 @@ def bucket(tmp_path_factory):
     write_data(folder)
     for path in folder.glob("*/**/*"):
         if path.is_file():
-            client.upload_file(path, "bucket", path.relative_to(folder).as_posix())
+            key = path.relative_to(folder).as_posix()
+            client.upload_file(path, "bucket", key, ExtraArgs={"ACL": "public-read"})
+    images = sorted(folder.glob("train/*/*"))[:45] + [
+        folder / f"train/gone/{n}.jpg" for n in range(3)
+    ]
+    links = [
+        {"url": f"{url}/bucket/{path.relative_to(folder).as_posix()}", "caption": path.stem}
+        for path in images
+    ]
+    links += [{"url": "http://127.0.0.1:9/nowhere", "caption": ""}] * 2
+    (folder / "links.jsonl").write_text("\n".join(map(json.dumps, links)))
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
     with serve_hub({"main": "a" * 40, "a" * 40: files}) as hub:
         variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
         variables |= {"HF_ENDPOINT": hub.urls[0]}
-        yield f"import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
+        ignored = "import warnings\nwarnings.filterwarnings('ignore', 'a sample was skipped')\n"
+        yield f"{ignored}import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
     server.stop()
 
 

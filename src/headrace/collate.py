@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,6 +122,8 @@ def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence
             for sample in samples
         ]
         first = kinds[0]
+        if any(map(inspect.isawaitable, samples)):
+            add_note(error, "headrace: a sample is a coroutine: an await is missing in aget")
         odd = [
             f"sample{path} is {here} at index {index!r}, and {there} at index {indices[0]!r}"
             for index, kind in zip(indices, kinds, strict=True)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
-from headrace._base.text import whole_number
+from headrace._base.text import check_function, whole_number
 from headrace._consumer import rewind
 from headrace._consumer.control import LoaderControl, trainers
 from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator, LateIterator
@@ -148,6 +148,8 @@ class DataLoader(TorchDataLoader[T_co]):
         if rebuilt and options.get("transform") is None:
             options["transform"] = collate.portable_parts.transform
         collate = without_transform(collate)
+        if collate is not None:
+            check_function("collate_fn", collate)
         dataset = without_adapter(dataset)
         # An argument of torchdata's StatefulDataLoader.
         options.pop("snapshot_every_n_steps", None)  # type: ignore[typeddict-item]

@@ -243,6 +243,12 @@ def odd(number):
     return number % 2 == 1
 
 
+async def fetched(number):
+    """A coroutine function, which takes longer for some numbers."""
+    await asyncio.sleep(delay_of(number, 0.003))
+    return number + 100
+
+
 def tenfold(number):
     return number * 10
 

@@ -32,6 +32,9 @@ MAPS = (
     "RangedNumbers",
     "IndexedNumbers",
     "mapped",
+    "fetched",
+    "fetched, batches",
+    "fetched, ranges",
     "concat",
     "subset",
     *(MIXES := ("mixed", "mixed, all", "mixed, blocks")),
@@ -71,6 +74,7 @@ DRAWING = (
 OPERATIONS = {
     "": "{}",
     "map": "{}.map(tenfold)",
+    "fetch": "{}.map(fetched)",
     "filter": "{}.filter(odd)",
     "take": "{}.take(7)",
     "repeat": "{}.repeat(2)",
@@ -167,12 +171,15 @@ def dataset_of(case):
     text = ", ".join(arguments)
     if case.data == "mapped":
         return f"Numbers({text}).map(tenfold)"
+    if case.data.startswith("fetched"):
+        rows = {"fetched, batches": "BatchedNumbers", "fetched, ranges": "RangedNumbers"}
+        return f"{rows.get(case.data, 'Numbers')}({text}).map(tenfold).map(fetched)"
     if case.data == "subset":
         return f"Subset(Numbers({text}), range({case.size - 1}, -1, -1))"
     if case.data == "concat":
         return f"concat([Numbers(3), Numbers({text})])"
     mixes = {
-        "mixed": f"mix([Numbers({text}), RangedNumbers(7).map(tenfold)], [2, 1])",
+        "mixed": f"mix([Numbers({text}).map(fetched), RangedNumbers(7).map(tenfold)], [2, 1])",
         "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
         'stop="all")',
         "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [5, 3])",
@@ -627,7 +634,7 @@ def _transform(case):
     if not draws:
         return {}
     several = any(life.ranks > 1 for life in case.lives) and (case.order in DRAWN or case.is_stream)
-    numbered = not {*case.operations} - {"map", "take"}
+    numbered = not {*case.operations} - {"map", "fetch", "take"}
     copies = not case.is_async and case.is_stream and any(life.workers for life in case.lives)
     several = several or (case.is_stream and bool(case.failing))
     if (
@@ -644,7 +651,7 @@ def _transform(case):
 
 def _errors(case):
     if (
-        {*case.operations} - {"map", "filter"}
+        {*case.operations} - {"map", "fetch", "filter"}
         or case.data == "DividedTorchCount"
         or case.order == "balanced"
     ):

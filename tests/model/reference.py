@@ -31,7 +31,7 @@ from tests.model.parts import BadSampleError
 class Samples:
     """A map-style dataset: `read(index)` returns a sample, or raises its error."""
 
-    blocks = None
+    blocks, by_batch = None, False
 
     def __init__(self, size, read):
         self.size, self.read = size, read
@@ -44,7 +44,7 @@ class Samples:
 
     def map(self, function):
         mapped = Samples(self.size, lambda index: function(self.read(index)))
-        mapped.blocks = self.blocks
+        mapped.blocks, mapped.by_batch = self.blocks, self.by_batch
         return mapped
 
 
@@ -64,6 +64,10 @@ IndexedNumbers = numbers(blocks={"block_size": 2, "blocks_at_once": 6})
 BatchedNumbers = numbers(by_batch=True)
 # torch's batches are read again sample by sample
 TorchNumbers = BatchedTorchNumbers = numbers(of_torch=True)
+
+
+def fetched(number):
+    return number + 100
 
 
 class Failed(NamedTuple):

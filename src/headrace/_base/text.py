@@ -68,13 +68,32 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
 
 
 def check_function(name: str, function: object) -> None:
-    """Raise TypeError unless `function` is callable and not async."""
+    """Raise TypeError unless `function` is callable with one argument, and not async."""
     if not callable(function):
         raise TypeError(f"{name} must be callable, but got {function!r}")
-    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+    if is_async(function):
         raise TypeError(
-            f"{name} must not be async: it is called, not awaited. Await in aget; got {function!r}"
+            f"{name} must not be async: it is called, not awaited. Await in aget, or in the "
+            f"function of the dataset's map(); got {function!r}"
         )
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # of a built-in function, or with names for types
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with one argument, but {function!r} does not take one: {error}. "
+            f"With a random generator as a further argument, it needs @headrace.randomized"
+        ) from None
+
+
+def is_async(function: Any) -> bool:
+    """Return whether a function, or the `__call__` of an object, is a coroutine function."""
+    return callable(function) and any(
+        map(inspect.iscoroutinefunction, (function, function.__call__))
+    )
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf) -> None:

@@ -30,6 +30,7 @@ from headrace._ranks.rankinfo import provided_rank
 from headrace._records.batches import BatchPlan, HostBatch
 from headrace._records.failure import Stage
 from headrace._records.messages import Consumed, StatusRequest, TraceRequest
+from headrace._streams.fetch_functions import is_bounded
 from headrace._streams.kinds import DatasetKind, joined_part
 from headrace._streams.resumable import State
 from headrace._torchcompat.private import profiler
@@ -119,7 +120,7 @@ class Epoch:
         self._rank = progress.rank  # the result of `get_rank_info` in user code, here
         # Number of engines where plans may wait for memory; 0 without a memory budget.
         bounded = (
-            arguments.kind is DatasetKind.ASYNC_MAP
+            is_bounded(arguments.kind, arguments.source)
             and arguments.options["memory_budget"] is not None
         )
         self._bounded_engines = arguments.engines if bounded else 0

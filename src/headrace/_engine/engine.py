@@ -16,10 +16,13 @@ from headrace._engine.executors import Executor, ProcessExecutor, ThreadExecutor
 from headrace._engine.fetch import (
     BatchFetch,
     FetchContext,
+    Fetchers,
     FetchRecorder,
     FetchStage,
+    RowFetch,
     SampleFetch,
 )
+from headrace._engine.hedging import HedgedRequests
 from headrace._engine.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._engine.memory import (
     MEASURED_BATCHES,
@@ -29,7 +32,7 @@ from headrace._engine.memory import (
 )
 from headrace._engine.range_fetch import RangeFetch
 from headrace._engine.sample_functions import Apply, SessionFunctions
-from headrace._engine.streams import DispatchToWorkers, StreamFetch
+from headrace._engine.streams import DispatchToWorkers, RowFetching, StreamFetch
 from headrace._engine.worker_tasks import StartEpoch
 from headrace._eventloop.watchdog import LoopWatch
 from headrace._random.randomized import CurrentSample, current_sample
@@ -57,7 +60,9 @@ from headrace._records.messages import (
 from headrace._store.request_stats import BodyReader, RequestStats, session_stats
 from headrace._store.retry_policy import as_policy
 from headrace._streams.epochs import session_epoch, session_seed
+from headrace._streams.fetch_functions import fetches, holders, is_bounded
 from headrace._streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
+from headrace._streams.map_style import FetchedDataset
 from headrace._streams.sample_functions import compute
 from headrace._transport.pickling import PickledPayload
 from headrace._transport.shared_pickle import SharedPickle
@@ -80,9 +85,12 @@ class Engine:
         self.config = config
         # Measures how long user code blocks the loop, and where.
         self.watch = LoopWatch(type(config.dataset).__qualname__)
-        self._control: AdaptiveLimit | None = None  # the search of the last epoch
-        bounded = config.kind is DatasetKind.ASYNC_MAP
-        self.budget: int | None = config.options["memory_budget"] if bounded else None
+        # The searches of the last epoch, by what is counted.
+        self._searches: dict[str, AdaptiveLimit] = {}
+        self.budget: int | None = None  # bytes of batches, and of each operation of a stream
+        if config.options["memory_budget"] is not None and is_bounded(config.kind, config.dataset):
+            share = 1 + holders(config.dataset)
+            self.budget = max(1, config.options["memory_budget"] // share)
         self.sizes = SampleSizes(MEASURED_RARELY if self.budget is None else MEASURED_BATCHES)
         self.executor: Executor
         if config.has_processes:
@@ -137,38 +145,57 @@ class Engine:
         await self.executor.close(deadline)
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
-        config, dataset, options = self.config, self.config.dataset, self.config.options
+        config, dataset = self.config, self.config.dataset
+        hedge = config.options["hedge"] is not None
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
                 context, start, config.num_workers, streams=streams, in_order=config.in_order
             )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
+            fetching = None
+            if fetches(dataset):
+                fetchers = Fetchers(context, self._concurrency("rows"))
+                hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+                fetching = RowFetching(fetchers, self.budget, hedged)
             return StreamFetch(
-                context, start, dataset, config.drop_last, config.assembler.tolerance
+                context, start, dataset, config.drop_last, config.assembler.tolerance, fetching
             )
+        if isinstance(dataset, FetchedDataset) and capabilities(dataset).agets:
+            rows = self._map_style(context, dataset.rows)
+            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows, hedge=hedge)
+        return self._map_style(context, dataset)
+
+    def _map_style(self, context: FetchContext, dataset: Any) -> FetchStage:
+        config, options = self.config, self.config.options
         can = capabilities(dataset)
-        given, blocks = options["concurrency"], can.agets and reads_whole_blocks(dataset)
-        if blocks and given == "auto":
+        blocks = can.agets and reads_whole_blocks(dataset)
+        if blocks and options["concurrency"] == "auto":
             calls = max(1, config.look_ahead // config.engines)
             return BatchFetch(context, dataset, calls, blocks=True, joins=True)
-        by_batches = blocks or (config.assembler.batched and can.agets and not can.ranges)
-        concurrency: int | AdaptiveLimit
-        if given != "auto":
-            concurrency = given
-        else:
-            least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
-            if by_batches:  # the limit counts calls; the look-ahead is enough for `most` samples
-                least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
-                most = min(most, config.look_ahead)
-            peers = config.engines * config.rank.world_size
-            found = self._control  # an epoch begins with the limit found in the last epoch
-            limit = AdaptiveLimit(least, most, peers) if found is None else found.successor()
-            concurrency = self._control = limit
-        if by_batches:
-            return BatchFetch(context, dataset, concurrency, blocks=blocks)
+        if blocks or (config.assembler.batched and can.agets and not can.ranges):
+            return BatchFetch(context, dataset, self._concurrency("calls"), blocks=blocks)
         make = RangeFetch if can.ranges else SampleFetch
+        concurrency = self._concurrency("fetches")
         return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
+
+    def _concurrency(self, counted: str) -> int | AdaptiveLimit:
+        """Return the option, or a search that begins with the limit found in the last epoch.
+
+        `counted` is ``"calls"`` for calls of `agets`, ``"fetches"`` or ``"rows"``.
+        """
+        config, given = self.config, self.config.options["concurrency"]
+        if given != "auto":
+            return given
+        least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
+        if counted == "calls":  # the look-ahead is enough for `most` samples
+            least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
+            most = min(most, config.look_ahead)
+        peers = config.engines * config.rank.world_size
+        found = self._searches.get(counted)
+        limit = AdaptiveLimit(least, most, peers) if found is None else found.successor()
+        self._searches[counted] = limit
+        return limit
 
 
 class EngineSession:
@@ -215,7 +242,9 @@ class EngineSession:
         self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
         self._memory: MemoryBudget | None = None
         if engine.budget is not None:
-            joins = capabilities(config.dataset).ranges or reads_whole_blocks(config.dataset)
+            dataset = config.dataset
+            joins = capabilities(dataset).ranges or reads_whole_blocks(dataset)
+            joins = joins and not isinstance(dataset, FetchedDataset)
             self._memory = MemoryBudget(engine.budget, self._sizes, joins=joins)
         self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
         # Plans received and not delivered, with the times of receipt.

@@ -34,7 +34,8 @@ CONTROL_INTERVAL = 0.02
 # groups costs 25 µs with this limit, and 47 µs in calls of 4,096 rows.
 JOINED_SAMPLES = 1 << 15
 
-Job = tuple[Any, int, Callable[[Any], Awaitable[Any]], Any]
+Fetch = Callable[[Any], Awaitable[Any]]
+Job = tuple[Any, int, Fetch, Any]
 """The batch of a sample, the sample's slot in the batch, the fetch function, and its argument.
 
 If the batch is None, the function delivers the result, handles errors of user code and measures the
@@ -77,6 +78,7 @@ class FetchStage(ABC):
 
     def __init__(self, context: FetchContext) -> None:
         self.context = context
+        self.deliver = context.deliver  # takes a complete batch
 
     @abstractmethod
     def admit(self, plan: BatchPlan) -> None:
@@ -123,8 +125,8 @@ class PartialBatch:
         self.samples = [MISSING] * self.missing
 
 
-class SampleFetch(FetchStage):
-    """Fetches samples with `aget`, in a pool of fetchers.
+class Fetchers:
+    """A pool of long-lived coroutines that run jobs.
 
     At most `_size` fetchers exist, and each fetcher runs a job after the other. Idle fetchers park.
     When a fetcher starts and more jobs are queued, the fetcher wakes another fetcher. So the pool
@@ -132,22 +134,10 @@ class SampleFetch(FetchStage):
     fetcher.
     """
 
-    _first = True  # whether `_take_waiting` has not been called yet
-
-    def __init__(
-        self,
-        context: FetchContext,
-        dataset: Any,
-        concurrency: int | AdaptiveLimit,
-        *,
-        hedge: bool = False,
-    ) -> None:
-        super().__init__(context)
-        self._dataset = dataset
+    def __init__(self, context: FetchContext, concurrency: int | AdaptiveLimit) -> None:
+        self.context = context
         self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
         self._size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
-        self._hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
-        self._partial: dict[int, PartialBatch] = {}  # by number
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
@@ -156,29 +146,10 @@ class SampleFetch(FetchStage):
         self._submitted = 0
         self._controlled = False
 
-    def admit(self, plan: BatchPlan) -> None:
-        batch = self._partial[plan.number] = PartialBatch(plan)
-        if not plan.indices:
-            self._deliver(batch, ())
-            return
-        fetch = self._dataset.aget
-        if self._hedged is not None:
-            fetch = functools.partial(self._fetch_hedged, self._hedged, plan.number)
-        self._submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
-
-    def _fetch_hedged(
-        self, hedged: HedgedRequests, number: int, index: object
-    ) -> Awaitable[object]:
-        return hedged.first(number, 0, functools.partial(self._dataset.aget, index))
-
-    def fetched_at_once(self, plan: BatchPlan) -> int:
+    @property
+    def size(self) -> int:
+        """Maximum number of running jobs."""
         return self._size
-
-    def missing(self, plan: BatchPlan) -> Sequence[object]:
-        if (batch := self._partial.get(plan.number)) is None:
-            return plan.indices
-        slots = zip(plan.indices, batch.samples, strict=True)
-        return [index for index, sample in slots if sample is MISSING]
 
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
@@ -186,20 +157,11 @@ class SampleFetch(FetchStage):
             busy, self._size, queued, unused=0 if queued else max(0, self._size - busy)
         )
 
-    def _make(self, batch: Any) -> None:
-        """Deliver a complete batch."""
-        self._deliver(batch, batch.samples)
-
-    def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
-        self._partial.pop(batch.plan.number, None)
-        raw = RawBatch(batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds)
-        self.context.deliver(raw)
-
     @property
     def _busy(self) -> int:
         return self._spawned - len(self._parked)
 
-    def _submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
+    def submit(self, jobs: Iterable[Job], *, first: bool = False) -> None:
         """Queue jobs.
 
         With `first`, the jobs go before all other jobs, in reverse order.
@@ -215,47 +177,6 @@ class SampleFetch(FetchStage):
         if self._limit is not None and not self._controlled:
             self._controlled = True
             self.context.spawn(functools.partial(self._control, self._limit))
-
-    def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:
-        """Queue single samples, ahead of other jobs.
-
-        An error then concerns a single sample, and names the sample.
-        """
-        jobs = []
-        for batch, slot in members:
-            batch.single.add(slot)
-            jobs.append((batch, slot, self._dataset.aget, batch.plan.indices[slot]))
-        self._submit(reversed(jobs), first=True)
-
-    def _take_waiting(
-        self,
-        fetch: Callable[[Any], Coroutine[Any, Any, None]],
-        plan: BatchPlan,
-        most: int = sys.maxsize,
-    ) -> list[BatchPlan]:
-        """Return a plan and waiting plans, for a joint fetch.
-
-        The first batch is fetched alone: a joint fetch would delay the first batch until all
-        batches arrive.
-
-        Args:
-            fetch: The function of the plans' jobs.
-            plan: The first plan, already taken from the queue.
-            most: Maximum number of samples of all plans.
-        """
-        plans, left = [plan], 0 if self._first else most - len(plan.indices)
-        self._first = False
-        while self._queue:
-            _, _, function, following = self._queue[0]
-            if function != fetch:
-                break
-            left -= len(following.indices)
-            if left < 0:
-                break
-            self._queue.popleft()
-            self._submitted -= 1  # the number counts fetches, not plans
-            plans.append(following)
-        return plans
 
     def _resize(self, size: int) -> None:
         """Change `_size`. Surplus fetchers park after the current job."""
@@ -281,7 +202,7 @@ class SampleFetch(FetchStage):
                         return
                     if batch is None:  # an error of headrace
                         raise
-                    self._note(error)
+                    self.note_failed(error)
                     index = batch.plan.indices[slot]
                     result = Failure.caught(error, Stage.FETCH, batch.plan.number, index=index)
                 if context.stopping:  # user code has outlasted the cancellation
@@ -308,7 +229,12 @@ class SampleFetch(FetchStage):
             self._parked.append(woken)
             await woken
 
-    def _note(self, error: BaseException) -> None:
+    def _make(self, batch: Any) -> None:
+        """Take a batch, after the last job of the batch."""
+        raise NotImplementedError  # jobs without a batch
+
+    def note_failed(self, error: BaseException) -> None:
+        """Note the failure of a fetch."""
         if isinstance(error, TimeoutError):  # a sign of too many requests
             self.context.requests.throttle_events += 1
 
@@ -341,6 +267,142 @@ class SampleFetch(FetchStage):
             if size != self._size:
                 self._resize(size)
         self._controlled = False
+
+
+class SampleFetch(Fetchers, FetchStage):
+    """Fetches samples with `aget`, in a pool of fetchers."""
+
+    _first = True  # whether `_take_waiting` has not been called yet
+
+    def __init__(
+        self,
+        context: FetchContext,
+        dataset: Any,
+        concurrency: int | AdaptiveLimit,
+        *,
+        hedge: bool = False,
+    ) -> None:
+        Fetchers.__init__(self, context, concurrency)
+        FetchStage.__init__(self, context)
+        self._dataset = dataset
+        self._hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+        self._partial: dict[int, PartialBatch] = {}  # by number
+
+    def admit(self, plan: BatchPlan) -> None:
+        batch = self._partial[plan.number] = PartialBatch(plan)
+        if not plan.indices:
+            self._deliver(batch, ())
+            return
+        fetch = self._hedge(self._dataset.aget, plan.number)
+        self.submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
+
+    def _hedge(self, fetch: Fetch, number: int) -> Fetch:
+        """Return a fetch function for samples of a batch, hedged if wanted."""
+        return fetch if self._hedged is None else self._hedged.wrap(fetch, number)
+
+    def fetched_at_once(self, plan: BatchPlan) -> int:
+        return self._size
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        if (batch := self._partial.get(plan.number)) is None:
+            return plan.indices
+        slots = zip(plan.indices, batch.samples, strict=True)
+        return [index for index, sample in slots if sample is MISSING]
+
+    def _make(self, batch: Any) -> None:
+        """Deliver a complete batch."""
+        self._deliver(batch, batch.samples)
+
+    def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
+        self._partial.pop(batch.plan.number, None)
+        raw = RawBatch(batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds)
+        self.deliver(raw)
+
+    def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:
+        """Queue single samples, ahead of other jobs.
+
+        An error then concerns a single sample, and names the sample.
+        """
+        jobs = []
+        for batch, slot in members:
+            batch.single.add(slot)
+            jobs.append((batch, slot, self._dataset.aget, batch.plan.indices[slot]))
+        self.submit(reversed(jobs), first=True)
+
+    def _take_waiting(
+        self,
+        fetch: Callable[[Any], Coroutine[Any, Any, None]],
+        plan: BatchPlan,
+        most: int = sys.maxsize,
+    ) -> list[BatchPlan]:
+        """Return a plan and waiting plans, for a joint fetch.
+
+        The first batch is fetched alone: a joint fetch would delay the first batch until all
+        batches arrive.
+
+        Args:
+            fetch: The function of the plans' jobs.
+            plan: The first plan, already taken from the queue.
+            most: Maximum number of samples of all plans.
+        """
+        plans, left = [plan], 0 if self._first else most - len(plan.indices)
+        self._first = False
+        while self._queue:
+            _, _, function, following = self._queue[0]
+            if function != fetch:
+                break
+            left -= len(following.indices)
+            if left < 0:
+                break
+            self._queue.popleft()
+            self._submitted -= 1  # the number counts fetches, not plans
+            plans.append(following)
+        return plans
+
+
+class RowFetch(SampleFetch):
+    """Applies a coroutine function to each row that another stage reads.
+
+    Args:
+        fetch: The function.
+        rows: The stage that reads the rows, with the same context.
+    """
+
+    def __init__(
+        self,
+        context: FetchContext,
+        fetch: Fetch,
+        concurrency: int | AdaptiveLimit,
+        rows: FetchStage,
+        *,
+        hedge: bool,
+    ) -> None:
+        super().__init__(context, None, concurrency, hedge=hedge)
+        self._fetch = fetch
+        self._rows = rows
+        rows.deliver = self._on_rows
+
+    def admit(self, plan: BatchPlan) -> None:
+        self._rows.admit(plan)
+
+    def missing(self, plan: BatchPlan) -> Sequence[object]:
+        if plan.number in self._partial:
+            return super().missing(plan)
+        return self._rows.missing(plan)
+
+    def _on_rows(self, raw: RawBatch) -> None:
+        """Take the rows of a batch. A failed row is not fetched."""
+        rows = raw.samples
+        found = [slot for slot, row in enumerate(rows) if type(row) is not Failure]
+        if not found:
+            self.deliver(raw)
+            return
+        batch = self._partial[raw.plan.number] = PartialBatch(raw.plan)
+        batch.began, batch.fetch_seconds = raw.began, raw.fetch_seconds
+        batch.missing = len(found)
+        batch.samples = [row if type(row) is Failure else MISSING for row in rows]
+        fetch = self._hedge(self._fetch, raw.plan.number)
+        self.submit((batch, slot, fetch, rows[slot]) for slot in found)
 
 
 class BatchFetch(SampleFetch):
@@ -380,7 +442,7 @@ class BatchFetch(SampleFetch):
         if self._samples:
             self._of_call = max(1, len(plan.indices))
             self._resize(-(-self._samples // self._of_call))
-        self._submit(((None, 0, self._fetch_waiting, plan),))
+        self.submit(((None, 0, self._fetch_waiting, plan),))
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
         return self._size * len(plan.indices)
@@ -419,7 +481,7 @@ class BatchFetch(SampleFetch):
         except BaseException as error:  # user code, or corrupt data
             if self.context.stopping:
                 raise
-            self._note(error)
+            self.note_failed(error)
             if len(plans) > 1:
                 for plan in plans:
                     await self._fetch([plan])
@@ -439,6 +501,6 @@ class BatchFetch(SampleFetch):
         for plan in plans:
             stop = start + len(plan.indices)
             own = samples[start:stop] if len(plans) > 1 else samples
-            self.context.deliver(RawBatch(plan, own, began=began, fetch_seconds=seconds))
+            self.deliver(RawBatch(plan, own, began=began, fetch_seconds=seconds))
             start = stop
         await asyncio.sleep(0)  # give other tasks a turn

@@ -68,6 +68,12 @@ class HedgedRequests:
         self._total, self._total_weight = 0, 0.0
         self._extra, self._extra_weight = 0, 0.0
 
+    def wrap(
+        self, request: Callable[[Any], Awaitable[T]], batch: int
+    ) -> Callable[[Any], Awaitable[T]]:
+        """Return a function for hedged requests of a batch, with one argument."""
+        return lambda argument: self.first(batch, 0, functools.partial(request, argument))
+
     async def first(self, batch: int, size: int, request: Callable[[], Awaitable[T]]) -> T:
         """Return the first result of `request`, hedged if slow.
 

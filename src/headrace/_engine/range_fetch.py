@@ -121,7 +121,7 @@ class RangeFetch(SampleFetch):
         if not plan.indices:
             self._deliver(batch, ())
             return
-        self._submit(((None, 0, self._plan, plan),))
+        self.submit(((None, 0, self._plan, plan),))
 
     async def _plan(self, plan: BatchPlan) -> None:
         plans = self._take_waiting(self._plan, plan)
@@ -151,7 +151,7 @@ class RangeFetch(SampleFetch):
             batch.read_plan, batch.number = plan, number
             batch.began = began
         spans, complete = plan.plan()
-        self._submit((None, 0, self._read, (plan, span)) for span in spans)
+        self.submit((None, 0, self._read, (plan, span)) for span in spans)
         await self._make_all(complete)
 
     async def _read(self, planned: tuple[ReadPlan, Span]) -> None:

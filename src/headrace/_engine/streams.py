@@ -16,13 +16,20 @@ from functools import partial
 from typing import Any
 
 from headrace._engine.assemble import Catch
-from headrace._engine.fetch import FetchContext, FetchStage
-from headrace._records.batches import BatchPlan, HostBatch, RawBatch, SessionStart
+from headrace._engine.fetch import Fetch, FetchContext, Fetchers, FetchStage
+from headrace._engine.hedging import HedgedRequests
+from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
+from headrace._eventloop.per_loop import end_all
+from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
 from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage
 from headrace._streams.epochs import keys_within
+from headrace._streams.fetch_functions import fetching
 from headrace._streams.resumable import ResumableIterator, State, start_stream
 from headrace.errors import StateError
+
+# Rows of a stream that count as a batch for hedging.
+ROWS_OF_A_BATCH = 32
 
 
 @dataclass(slots=True)
@@ -159,6 +166,64 @@ def _ended_a_generator(error: BaseException) -> bool:
     return False
 
 
+class RowFetching:
+    """The coroutine functions of a stream: a `Fetching`.
+
+    Args:
+        fetchers: The pool that calls the functions.
+        nbytes: Maximum bytes held by an operation of the stream; None for no limit.
+        hedged: The hedging of slow rows; None for no hedging.
+    """
+
+    def __init__(
+        self, fetchers: Fetchers, nbytes: int | None, hedged: HedgedRequests | None
+    ) -> None:
+        self.fetchers = fetchers
+        self._hedged = hedged
+        self._begun = 0  # number of rows
+        self._nbytes = nbytes
+        self._sizes: deque[int] = deque(maxlen=RECENT)  # bytes of the last samples
+
+    def fetch(self, function: Fetch, row: Any) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._begun += 1
+        if self._hedged is not None:
+            function = self._hedged.wrap(function, self._begun // ROWS_OF_A_BATCH)
+        self.fetchers.submit(((None, 0, partial(self._call, function, row), answer),))
+        return answer
+
+    async def _call(self, function: Fetch, row: Any, answer: asyncio.Future[Any]) -> None:
+        if answer.cancelled():
+            return
+        task = asyncio.ensure_future(function(row))
+        answer.add_done_callback(lambda _: task.cancel())
+        try:
+            await asyncio.wait((task,))
+        finally:  # the session may end
+            await end_all((task,))
+        if answer.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self._sizes.append(bytes_in(task.result()))
+            answer.set_result(task.result())
+        else:
+            self.fetchers.note_failed(error)
+            answer.set_exception(error)
+            answer.exception()  # the error may never be given: no warning of the event loop
+
+    def most_held(self) -> int:
+        """Return the number of rows or samples that an operation may hold.
+
+        Twice the running fetches: a slow fetch does not hold up the following fetches.
+        """
+        most = 2 * self.fetchers.size
+        if self._nbytes is None:
+            return most
+        if not self._sizes:
+            return min(most, FIRST_SAMPLES)
+        return max(1, min(most, self._nbytes // max(1, *self._sizes)))
+
+
 class StreamFetch(FetchStage):
     """Reads an async iterable by a single coroutine."""
 
@@ -169,9 +234,11 @@ class StreamFetch(FetchStage):
         dataset: Any,
         drop_last: bool,
         tolerance: Tolerance,
+        rows: RowFetching | None,
     ) -> None:
         super().__init__(context)
         self._dataset, self._drop_last, self._tolerance = dataset, drop_last, tolerance
+        self._rows = rows
         self._plans: deque[BatchPlan] = deque()
         self._admitted = asyncio.Event()
         self._stream: ResumableIterator[Any] | None = None
@@ -187,8 +254,12 @@ class StreamFetch(FetchStage):
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         return (self._progress.position,)
 
+    def load(self) -> FetchLoad:
+        return super().load() if self._rows is None else self._rows.fetchers.load()
+
     async def _read(self) -> None:
         task: Any = asyncio.current_task()
+        fetching.set(self._rows)
         try:
             # User code may have swallowed the cancellation, so check for it here. `stopping` is set
             # earlier: a check of `stopping` would end this loop before the cancellation arrives and
@@ -200,7 +271,7 @@ class StreamFetch(FetchStage):
                 plan = self._plans.popleft()
                 progress = self._progress
                 if progress.ended:
-                    self.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
+                    self.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
                 batch = StreamBatch(plan, progress, self._tolerance)
                 stream = self._stream = self._stream or self._start(batch)
@@ -208,7 +279,7 @@ class StreamFetch(FetchStage):
                     await self._read_batch(stream, batch)
                 state = None if stream is None else stream.state_dict
                 raw = batch.raw(state, drop_last=self._drop_last)
-                self.context.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
+                self.deliver(raw._replace(origin=partial(_origin, stream, self._first)))
                 del batch, raw  # otherwise kept while waiting for the next plan
                 if self._progress.ended:
                     await self._close()
@@ -299,14 +370,14 @@ class DispatchToWorkers(FetchStage):
     def admit(self, plan: BatchPlan) -> None:
         """Send the plan to a worker whose stream has not ended."""
         if not self._active:
-            self.context.deliver(RawBatch(plan._replace(indices=()), (), end=True))
+            self.deliver(RawBatch(plan._replace(indices=()), (), end=True))
             return
         worker = self._active[0]
         if not self._in_order:
             worker = min(self._active, key=self._loads.__getitem__)
         self._active.rotate(-self._active.index(worker) - 1)
         self._loads[worker] += 1
-        self.context.deliver(RawBatch(plan, None, worker=worker))
+        self.deliver(RawBatch(plan, None, worker=worker))
 
     def on_assembled(self, raw: RawBatch, host: HostBatch) -> HostBatch:
         """Note that a worker has answered.

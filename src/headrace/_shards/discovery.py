@@ -293,7 +293,12 @@ def expand_braces(pattern: str) -> list[str]:
     Example:
         >>> expand_braces("{train,val}-{08..10}.tar")[1:4]
         ['train-09.tar', 'train-10.tar', 'val-08.tar']
+
+    Raises:
+        ValueError: braces of a range are not balanced, or braces stand for more names.
     """
+    if ".." in pattern and pattern.count("{") != pattern.count("}"):
+        raise ValueError(f"the braces in {short_repr(pattern)} are not balanced")
     pieces = _BRACES.split(pattern)
     choices = [_choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
     if (count := math.prod(map(len, choices))) > MOST_NAMES:

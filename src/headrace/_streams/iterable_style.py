@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, get_args, overload
 
 import torch
 from torch.utils.data import IterableDataset
 
-from headrace._base.text import check_function, dataset_repr, function_name, whole_number
+from headrace._base.text import (
+    check_function,
+    dataset_repr,
+    function_name,
+    is_async,
+    whole_number,
+)
 from headrace._ranks.distributed import RankChoice, undivided
 from headrace._ranks.rankinfo import bound
 from headrace._streams.blocking import SyncStream
 from headrace._streams.composition import ConcatComposition, MapComposition, plan
 from headrace._streams.epochs import FollowsEpoch, checked_seed
+from headrace._streams.fetch_functions import FetchFunctions
 from headrace._streams.kinds import T_co, children
 from headrace._streams.mixing import Mix
 from headrace._streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
@@ -44,14 +51,35 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             f"{type(self).__name__} must define `async def __aiter__(self)` with `yield`"
         )
 
-    def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]:
-        """Apply `fn` to each sample, in the loader's CPU workers.
+    @overload
+    def map(self, fn: Callable[[T_co], Awaitable[U]]) -> AsyncIterableDataset[U]: ...
+    @overload
+    def map(self, fn: Callable[[T_co], U]) -> AsyncIterableDataset[U]: ...
 
-        The result is the same as with the loader's `transform`. As the last operation, `fn` runs
-        together with `transform`, a batch at a time. If other operations follow (`filter`,
-        `shuffle`, `pack`, …), small groups of samples go to a worker and return in order, before
-        batching.
+    def map(self, fn: Callable[[T_co], Any]) -> AsyncIterableDataset[Any]:
+        """Apply `fn` to each sample.
+
+        A function runs in the loader's CPU workers. The result is the same as with the loader's
+        `transform`. As the last operation, `fn` runs together with `transform`, a batch at a time.
+        If other operations follow (`filter`, `shuffle`, `pack`, …), small groups of samples go to a
+        worker and return in order, before batching.
+
+        A coroutine function runs on the loader's event loop: for example, `fn` fetches the images
+        that a row names. The loader's `concurrency` is the number of rows fetched at the same time,
+        and `memory_budget` limits their bytes. Samples stay in order. The state is the position of
+        a row. Rows dropped by an earlier `filter` are not fetched.
+
+        Example:
+            >>> from headrace import from_async_iterable
+            >>> async def rows():
+            ...     for name in "abc": yield name
+            >>> async def fetch(name): return name + ".png"
+            >>> list(from_async_iterable(rows).filter(lambda name: name != "b").map(fetch))
+            ['a.png', 'c.png']
         """
+        if is_async(fn):
+            shown = f"{{}}.map({function_name(fn)})"
+            return OperatedStream(self, shown, FetchFunctions, functions=(fn,))
         return MappedStream(self, fn)
 
     def filter(self, fn: Callable[[T_co], object]) -> AsyncIterableDataset[T_co]:
@@ -240,6 +268,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             names=tuple(fields),
             labels=labels,
         )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(f"{dataset_repr(self)} is a stream, without indices: iterate over it")
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

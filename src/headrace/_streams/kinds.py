@@ -207,6 +207,11 @@ def kind_of(dataset: object) -> DatasetKind:
         raise DatasetTypeError(
             f"{dataset.__name__} is a class: give an object of it, {dataset.__name__}(...)"
         )
+    if isinstance(dataset, str) and "://" in dataset:
+        raise DatasetTypeError(
+            f"{short_repr(dataset)} is a URL, and not a dataset: give the dataset for its files, "
+            f"for example headrace.ObjectDataset({short_repr(dataset)})"
+        )
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP

@@ -6,15 +6,22 @@ import asyncio
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from headrace._base.array_types import IntArray, index_array
-from headrace._base.text import check_function, dataset_repr, function_name, short_repr
+from headrace._base.text import (
+    add_note,
+    check_function,
+    dataset_repr,
+    function_name,
+    is_async,
+    short_repr,
+)
 from headrace._store.ranges import Ranges, read_ranges
 from headrace._streams.blocking import background_loop
 from headrace._streams.composition import (
@@ -71,14 +78,33 @@ class AsyncDataset(Dataset[T_co]):
             f"{type(self).__name__} must define `async def aget(self, index)`"
         )
 
-    def map(self, fn: Callable[[T_co], U]) -> MappedDataset[U]:
-        """Apply `fn` to each sample, in the loader's CPU workers.
+    @overload
+    def map(self, fn: Callable[[T_co], Awaitable[U]]) -> AsyncDataset[U]: ...
+    @overload
+    def map(self, fn: Callable[[T_co], U]) -> AsyncDataset[U]: ...
 
-        The result is the same as with the loader's `transform`. `fn` also runs in the workers below
-        `headrace.concat` and torch's compositions. If your own code calls `aget` of the mapped
-        dataset, `fn` runs in place.
+    def map(self, fn: Callable[[T_co], Any]) -> AsyncDataset[Any]:
+        """Apply `fn` to each sample.
+
+        A function runs in the loader's CPU workers. The result is the same as with the loader's
+        `transform`. The function also runs in the workers below `headrace.concat` and torch's
+        compositions. If your own code calls `aget` of the mapped dataset, the function runs in
+        place.
+
+        A coroutine function runs on the loader's event loop, as a part of fetching a sample: for
+        example, `fn` fetches the images that a row names. The loader's `concurrency`,
+        `memory_budget` and `on_error` apply. Functions of earlier `map` calls then run on the event
+        loop too: keep such functions cheap.
+
+        Example:
+            >>> class Rows(AsyncDataset[str]):
+            ...     def __len__(self): return 2
+            ...     async def aget(self, index): return "ab"[index]
+            >>> async def fetch(row): return row + ".png"
+            >>> Rows().map(fetch).map(str.upper)[1]
+            'B.PNG'
         """
-        return MappedDataset(self, fn)
+        return FetchedDataset(self, fn) if is_async(fn) else MappedDataset(self, fn)
 
     def __getitem__(self, index: Any) -> T_co:
         source, functions = plan(self)  # functions of `map` run on this thread
@@ -238,6 +264,56 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
 
     def sample_key(self, index: object) -> str | None:
         return sample_key(self.dataset, index)
+
+
+class FetchedDataset(AsyncDataset[T_co]):
+    """A dataset with a coroutine function applied to each row; made by `map`."""
+
+    def __init__(self, dataset: object, fn: Callable[[Any], Awaitable[T_co]]) -> None:
+        self.dataset = dataset
+        self._fn = fn
+        # `rows` has no functions left. A loader reads the rows of many batches together.
+        rows, functions = plan(dataset)
+        self._functions: tuple[tuple[bool, Callable[[Any], Any]], ...] = ()
+        if isinstance(rows, FetchedDataset):
+            rows, self._functions = rows.rows, rows._functions
+        self.rows: Any = rows
+        self._functions += (*((False, function) for function in functions), (True, fn))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"{dataset_repr(self.dataset)}.map({function_name(self._fn)})"
+
+    @property
+    def blocks(self) -> Blocks | None:
+        return blocks_of(self.rows)
+
+    def _capabilities(self) -> Capabilities:
+        can = capabilities(self.rows)
+        return Capabilities(aget=True, agets=can.agets or can.ranges)
+
+    async def fetch(self, row: Any) -> T_co:
+        """Apply the functions to a row."""
+        sample, function = row, self._fn
+        try:
+            for awaited, function in self._functions:
+                sample = await function(sample) if awaited else function(sample)
+        except Exception as error:
+            add_note(error, f"headrace: in map({function_name(function)})")
+            raise
+        fetched: T_co = sample
+        return fetched
+
+    async def aget(self, index: object) -> T_co:
+        return await self.fetch(await self.rows.aget(index))
+
+    async def agets(self, indices: Sequence[object]) -> list[T_co]:
+        return await asyncio.gather(*map(self.fetch, await fetch_all(self.rows, indices)))
+
+    def sample_key(self, index: object) -> str | None:
+        return sample_key(self.rows, index)
 
 
 class _OfPart(NamedTuple):

@@ -213,6 +213,17 @@ class Reread:
         self._errors = errors
         self._failed: StateError | None = None
 
+    async def read(self, iterator: AsyncIterator[Any], stream: str) -> None:
+        """Read the samples and errors again."""
+        self.check()
+        while self.left:
+            try:
+                await anext(iterator)
+            except Exception as error:  # of user code, or the end
+                self.error(error, stream)
+            else:
+                self.left -= 1
+
     def error(self, error: Exception, stream: str) -> None:
         """Count an error that was read again.
 
@@ -260,7 +271,7 @@ class _UserIterator(ResumableIterator[T]):
         if stream_seeds.get() is not self._seeds:
             stream_seeds.set(self._seeds)
         if self._reread.left:
-            await self._read_again()
+            await self._reread.read(self._iterator, name_of(self._dataset))
         try:
             sample = await anext(self._iterator)
         except StopAsyncIteration:
@@ -271,17 +282,6 @@ class _UserIterator(ResumableIterator[T]):
             raise
         self._read += 1
         return sample
-
-    async def _read_again(self) -> None:
-        again = self._reread
-        again.check()
-        while again.left:
-            try:
-                await anext(self._iterator)
-            except Exception as error:  # of user code, or the end
-                again.error(error, name_of(self._dataset))
-            else:
-                again.left -= 1
 
     def state_dict(self) -> State:
         return {**user_state(self._dataset, self._iterator, self._read), "errors": self._errors}
@@ -363,6 +363,7 @@ class StreamOperation(ResumableIterator[T]):
     operation: ClassVar[str]  # name in states
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of both, `Order`s
+    reads_ahead: ClassVar[bool] = False
     ranks_differ: ClassVar[bool] = False  # equal numbers of samples on ranks may become unequal
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
@@ -393,7 +394,7 @@ class StreamOperation(ResumableIterator[T]):
             state[name] = value.copy() if type(value) is list else value
         return {**state, "inner": self._inner_state()}
 
-    def _inner_state(self) -> object:
+    def _inner_state(self) -> Any:
         return None if self._inner is None else self._inner.state_dict()
 
     def load_state_dict(self, state: State) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from headrace._base.text import add_note, function_name
 from headrace._eventloop.per_loop import end_all
 from headrace._records.failure import as_exception, key_in
+from headrace._streams.fetch_functions import fetches, fetching
 from headrace._streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
 
 # Most samples in a request to a worker. A request takes some 150 µs besides the functions, and a
@@ -109,6 +110,7 @@ class SampleFunctions(ReplayOperation[Any]):
     """
 
     operation = "map, filter"
+    reads_ahead = True
     fields = ("read",)
     ranks_differ = True  # because of filters
 
@@ -124,6 +126,8 @@ class SampleFunctions(ReplayOperation[Any]):
         # `_parallel` returns the number of chunks that keep the workers busy.
         self._run, self._parallel = (None, int) if prepare is None else prepare(functions)
         self._held = 0  # samples read, without a received outcome
+        # Fetched samples are large: the memory budget limits the number of samples read ahead.
+        self._fetching = fetching.get() if fetches(source) else None
         self._unsent: _Chunk | None = None
         self._sent: deque[_Chunk] = deque()  # in order
         self._in_flight: set[asyncio.Task[list[object]]] = set()
@@ -179,7 +183,7 @@ class SampleFunctions(ReplayOperation[Any]):
     async def _read_ahead(self) -> None:
         try:
             while True:
-                while self._held >= CHUNK * (self._parallel() + 1) or self._is_full(self._unsent):
+                while self._held >= self._most_held() or self._is_full(self._unsent):
                     await self._change()
                 position: State | None = None
                 sample: object
@@ -201,6 +205,10 @@ class SampleFunctions(ReplayOperation[Any]):
             self._read_all = True
             self._changed.set()
             await close_all(self._inner)
+
+    def _most_held(self) -> int:
+        most = CHUNK * (self._parallel() + 1)
+        return most if self._fetching is None else min(most, self._fetching.most_held())
 
     def _is_full(self, chunk: _Chunk | None) -> bool:
         """Return whether the next sample must start a new chunk.

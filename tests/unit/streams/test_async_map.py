@@ -1,0 +1,393 @@
+"""`map` with coroutine functions: rows fetched as tasks of the loader's event loop."""
+
+import asyncio
+import functools
+import gc
+import random
+import weakref
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+
+import headrace as hr
+from headrace.errors import TooManySkippedError
+
+
+class Rows(hr.AsyncDataset):
+    """The rows 0, 1, 2, …; counts the reads."""
+
+    def __init__(self, size=60):
+        self.size = size
+        self.read = []
+
+    def __len__(self):
+        return self.size
+
+    async def aget(self, index):
+        self.read.append(index)
+        return index
+
+    def sample_key(self, index):
+        return f"row-{index}"
+
+
+class BatchedRows(Rows):
+    """The same, read by one call for each batch."""
+
+    async def agets(self, indices):
+        self.calls = getattr(self, "calls", 0) + 1
+        return [await self.aget(index) for index in indices]
+
+
+class RowStream(hr.AsyncIterableDataset):
+    """The same rows as a stream with a state."""
+
+    def __init__(self, size=60, failing=()):
+        self.size, self.failing = size, failing
+
+    def __aiter__(self):
+        return RowReader(self.size, self.failing)
+
+
+class RowReader:
+    def __init__(self, size, failing):
+        self.size, self.failing, self.next = size, failing, 0
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self.next >= self.size:
+            raise StopAsyncIteration
+        self.next += 1
+        if self.next - 1 in self.failing:
+            raise ValueError(f"row {self.next - 1} is broken")
+        return self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Images:
+    """A store that is entered by `fetch`; knows what was fetched, and how many at once."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
+        self.fetched, self.cancelled = [], []
+        self.running = self.most = 0
+
+    async def fetch(self, row):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            for _ in range(random.randrange(1, 12)):  # ends in another order than it began
+                await asyncio.sleep(0)
+            if row in self.failing:
+                raise FileNotFoundError(f"no image of row {row}")
+            self.fetched.append(row)
+            return row * 10
+        except asyncio.CancelledError:
+            self.cancelled.append(row)
+            raise
+        finally:
+            self.running -= 1
+
+
+def add_one(sample):
+    return sample + 1
+
+
+def divisible_by_four(sample):
+    return sample % 4 == 0
+
+
+def loader_of(dataset, **options):
+    return hr.DataLoader(dataset, options.pop("batch_size", 4), collate_fn=list, **options)
+
+
+def samples_of(loader):
+    return [sample for batch in loader for sample in batch]
+
+
+DATASETS = {"map-style": Rows, "by batches": BatchedRows, "stream": RowStream}
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+@pytest.mark.parametrize("concurrency", [1, 7, "auto"])
+def test_samples_come_in_the_order_of_the_rows(make, concurrency):
+    images = Images()
+    with loader_of(make().map(images.fetch), concurrency=concurrency) as loader:
+        assert samples_of(loader) == [10 * row for row in range(60)]
+    assert sorted(images.fetched) == [*range(60)]
+    if concurrency != "auto":
+        assert images.most <= concurrency
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_concurrency_is_the_number_of_rows_in_flight(make):
+    running, full = set(), asyncio.Event()
+
+    async def fetch(row):
+        running.add(row)
+        if len(running) == 7:
+            full.set()
+        await full.wait()  # for the seventh row
+        assert len(running) <= 7
+        await asyncio.sleep(0)
+        running.remove(row)
+        return row
+
+    with loader_of(make().map(fetch), concurrency=7, memory_budget=None) as loader:
+        assert samples_of(loader) == [*range(60)]
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_functions_before_and_after_are_applied_in_turn(make):
+    images = Images()
+    mapped = make().map(add_one).map(images.fetch).map(images.fetch).map(add_one)
+    with loader_of(mapped) as loader:
+        assert samples_of(loader) == [100 * (row + 1) + 1 for row in range(60)]
+
+
+def test_rows_of_blocks_are_read_together_and_fetched_singly():
+    rows, images = BatchedRows(), Images()
+    with loader_of(rows.map(images.fetch), concurrency=6, batch_size=12) as loader:
+        samples_of(loader)
+    assert rows.calls == 5
+    assert images.most <= 6
+
+
+def test_other_loaders_and_plain_loops_read_the_same_samples():
+    images = Images()
+    expected = [10 * row for row in range(60)]
+    for make in DATASETS.values():
+        plain = torch.utils.data.DataLoader(make().map(images.fetch), 4, collate_fn=list)
+        assert samples_of(plain) == expected
+    assert list(RowStream().map(images.fetch)) == expected
+    assert BatchedRows().map(images.fetch).__getitems__([3, 1]) == [30, 10]
+
+
+def test_rows_dropped_by_a_filter_are_not_fetched():
+    images = Images()
+    with loader_of(RowStream().filter(divisible_by_four).map(images.fetch)) as loader:
+        assert samples_of(loader) == [10 * row for row in range(0, 60, 4)]
+    assert sorted(images.fetched) == [*range(0, 60, 4)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_operations_after_the_fetch_get_the_samples(workers):
+    async def fetch(row):
+        return [row] * 3
+
+    stream = RowStream().map(fetch)
+    with loader_of(stream.filter(starts_even), num_workers=workers) as loader:
+        assert samples_of(loader) == [[row] * 3 for row in range(0, 60, 2)]
+    with hr.DataLoader(stream.pack(30), batch_size=None, num_workers=workers) as loader:
+        packed = torch.cat([sequence["tokens"] for sequence in loader])
+    assert packed.tolist() == [row for row in range(60) for _ in range(3)]
+    batches = hr.batch_by_tokens(stream, 12)
+    with hr.DataLoader(batches, batch_size=None, collate_fn=list, num_workers=workers) as loader:
+        assert [len(batch) for batch in loader] == [4] * 15
+
+
+def starts_even(sample):
+    return sample[0] % 2 == 0
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_an_error_names_row_key_stage_and_function(make):
+    images = Images(failing={7})
+    missing = pytest.raises(FileNotFoundError, match="no image of row 7")
+    with loader_of(make().map(images.fetch)) as loader, missing as caught:
+        samples_of(loader)
+    notes = "\n".join(caught.value.__notes__)
+    assert "map(Images.fetch)" in notes
+    assert "fetch" in notes
+    assert "7" in notes
+    assert make is RowStream or "row-7" in notes
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_skipped_errors_leave_out_the_row_only(make):
+    images = Images(failing={7, 8, 30})
+    with loader_of(make().map(images.fetch), on_error="skip") as loader:
+        assert samples_of(loader) == [10 * row for row in range(60) if row not in images.failing]
+        assert loader.stats().skipped_samples == 3
+
+
+def test_a_broken_row_is_not_fetched():
+    images = Images()
+    with loader_of(RowStream(failing={5}).map(images.fetch), on_error="skip") as loader:
+        assert samples_of(loader) == [10 * row for row in range(60) if row != 5]
+    assert 5 not in images.fetched
+
+
+def test_too_many_errors_end_the_epoch():
+    images = Images(failing=range(60))
+    loader = loader_of(RowStream().map(images.fetch), on_error="skip")
+    with loader, pytest.raises(TooManySkippedError):
+        samples_of(loader)
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+@pytest.mark.parametrize("steps", [0, 1, 5, 14])
+def test_a_restored_loader_fetches_only_the_rest(make, steps):
+    images = Images()
+    with loader_of(make().map(images.fetch), seed=0) as loader:
+        batches = iter(loader)
+        first = [sample for _ in range(steps) for sample in next(batches)]
+        state = loader.state_dict()
+        rest = [sample for batch in batches for sample in batch]
+    assert first + rest == [10 * row for row in range(60)]
+    images.fetched.clear()
+    with loader_of(make().map(images.fetch), seed=0) as loader:
+        loader.load_state_dict(state)
+        assert samples_of(loader) == rest
+    assert sorted(images.fetched) == [*range(4 * steps, 60)]
+
+
+def test_a_state_holds_a_position_and_no_sample():
+    async def fetch(row):
+        return f"bytes of {row}" * 100
+
+    with loader_of(RowStream().map(fetch)) as loader:
+        next(iter(loader))
+        assert "bytes of" not in str(loader.state_dict())
+        assert len(str(loader.state_dict())) < 1000
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_leaving_an_epoch_cancels_the_fetches(make):
+    started, ended = [], []
+
+    async def fetch(row):
+        if row < 4:
+            return row
+        started.append(row)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(row)
+
+    loader = loader_of(make().map(fetch), concurrency=8)
+    assert next(iter(loader)) == [0, 1, 2, 3]
+    loader.close()
+    assert sorted(started) == sorted(ended)
+
+
+def test_an_operation_that_ends_early_cancels_the_fetches():
+    ended = []
+
+    async def fetch(row):
+        if row < 6:
+            return row
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(row)
+
+    stream = RowStream().map(fetch).take(6)
+    with loader_of(hr.concat([stream, stream]), concurrency=8, batch_size=3) as loader:
+        assert samples_of(loader) == [*range(6)] * 2
+        assert ended
+
+
+class Image:
+    """A sample of one MiB; knows how many of them are alive."""
+
+    alive: ClassVar[set[int]] = set()
+    most: ClassVar[int] = 0
+
+    def __init__(self):
+        self.pixels = bytearray(1 << 20)
+        Image.alive.add(id(self))
+        Image.most = max(Image.most, len(Image.alive))
+        weakref.finalize(self, Image.alive.discard, id(self))
+
+
+async def fetch_image(row):
+    await asyncio.sleep(0)
+    return Image()
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Rows(200).map(fetch_image),
+        BatchedRows(200).map(fetch_image),
+        RowStream(200).map(fetch_image),
+        RowStream(200).map(fetch_image).filter(lambda image: True),
+    ],
+    ids=["map-style", "by batches", "stream", "stream with a filter"],
+)
+def test_the_memory_budget_bounds_the_fetched_bytes(dataset):
+    gc.collect()
+    Image.most = 0
+    with loader_of(dataset, memory_budget=24 << 20, concurrency=50) as loader:
+        for batch in loader:
+            assert len(batch) == 4
+            del batch
+    # a batch more: the consumer holds the batch
+    assert Image.most <= 24 + 4
+
+
+def test_a_partial_function_and_an_object_may_be_coroutine_functions():
+    async def add(number, row):
+        return row + number
+
+    class Adds:
+        async def __call__(self, row):
+            return row + 2
+
+    with loader_of(Rows().map(functools.partial(add, 1)).map(Adds())) as loader:
+        assert samples_of(loader) == [row + 3 for row in range(60)]
+
+
+async def fetch_nothing(row):
+    return row
+
+
+def test_an_async_transform_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"transform must not be async.*map\(\)"):
+        hr.DataLoader(Rows(), transform=fetch_nothing)
+    with pytest.raises(TypeError, match="filter must not be async"):
+        RowStream().filter(fetch_nothing)
+
+
+def test_the_fetches_run_in_the_loaders_process_too():
+    with loader_of(RowStream().map(fetch_nothing), num_workers=1, placement="process") as loader:
+        assert samples_of(loader) == [*range(60)]
+    with loader_of(BatchedRows().map(fetch_nothing), num_workers=1) as loader:
+        assert samples_of(loader) == [*range(60)]
+
+
+def test_mixes_and_concatenations_of_fetched_rows():
+    images = Images()
+    both = hr.concat([BatchedRows(10).map(images.fetch), Rows(5).map(add_one)])
+    with loader_of(both) as loader:
+        assert samples_of(loader) == [10 * row for row in range(10)] + [1, 2, 3, 4, 5]
+    streams = [RowStream(20).map(images.fetch), RowStream(20).map(fetch_nothing)]
+    with loader_of(hr.mix(streams, [1, 1], seed=0)) as loader:
+        mixed = samples_of(loader)
+    assert {sample % 10 for sample in mixed} > {0, 1}
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_slow_rows_are_hedged(make):
+    calls = Counter()
+
+    async def fetch(row):
+        calls[row] += 1
+        # the first call for a row never ends
+        await (asyncio.Event().wait() if row == 150 and calls[row] == 1 else asyncio.sleep(0.001))
+        return row
+
+    with loader_of(make(200).map(fetch), hedge="auto") as loader:
+        assert samples_of(loader) == [*range(200)]
+        assert loader.stats().requests.hedges_won
+    assert calls[150] == 2

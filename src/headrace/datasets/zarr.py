@@ -32,8 +32,9 @@ __all__ = ["ZarrDataset"]
 class ZarrDataset(RangedDataset[Any]):
     """Slices of Zarr arrays along an axis, map-style.
 
-    zarr-python reads the arrays: format 2 or 3, sharded or not. A sample is a tensor, or a NumPy
-    array if torch lacks the type (strings, dates). With several `arrays` a sample is a dict.
+    zarr-python reads the arrays: format 2 or 3, sharded or not. A sample is a tensor, a `str` or
+    nested lists of `str` for strings of any length (`bytes` for types of bytes), or a NumPy array
+    for other types that torch lacks (dates). With several `arrays` a sample is a dict.
     ``scale_factor`` and other conventions of attributes are not applied.
 
     Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`. So each
@@ -53,7 +54,8 @@ class ZarrDataset(RangedDataset[Any]):
             gives the array's fill value: most writers leave out chunks with only the fill value.
             Chunks that a writer left out of a shard always have the fill value. A store of zarr
             decides itself. Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way.
+        cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way. Of
+            strings of variable length only the references are counted, not the text.
             Decoding for a single sample may take `cache_bytes` or 1 GiB, whichever is more.
         store: store of the arrays, a `headrace.Store` or its URL. `url` is then a key in the store,
             or a URL under the store's URL.
@@ -182,7 +184,7 @@ class ZarrDataset(RangedDataset[Any]):
 
 
 def _tensor(row: Any) -> Any:
-    """Return a copy as a tensor, or as NumPy's type.
+    """Return a copy as a tensor, as Python's strings, or as NumPy's type.
 
     A view would keep the whole chunk in memory, and torch would pickle the whole chunk.
     """
@@ -191,4 +193,4 @@ def _tensor(row: Any) -> Any:
     try:
         return torch.from_numpy(row)
     except TypeError:
-        return row if row.ndim else row[()]
+        return row.tolist() if row.dtype.kind in "OSTU" else row[()]

@@ -1,5 +1,6 @@
 """`ZarrDataset` gives slices of the arrays that zarr-python writes; each chunk is fetched once for its neighbours."""
 
+import contextlib
 import json
 import warnings
 
@@ -212,6 +213,7 @@ def test_types_that_torch_lacks_stay_numpys(tmp_path):
         group.create_array("texts", data=texts)
     dataset = hr.ZarrDataset(tmp_path, arrays=["dates", "texts"])
     assert same(dataset[1], {"dates": dates[1], "texts": "bb"})
+    assert type(dataset[1]["texts"]) is str
     with (
         zarr.storage.ZipStore(tmp_path / "s.zip", mode="w") as store,
         warnings.catch_warnings(action="ignore"),
@@ -219,6 +221,46 @@ def test_types_that_torch_lacks_stay_numpys(tmp_path):
         zarr.create_array(store, shape=(4,), chunks=(2,), dtype=str)[:] = ["a", "é", "", "long"]
     dataset = hr.ZarrDataset(zarr.storage.ZipStore(tmp_path / "s.zip", mode="r"))
     assert [*dataset] == ["a", "é", "", "long"]
+
+
+TEXTS = np.array([["a", ""], ["é", "longer than the reference to a string"], ["y", "z"]])
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", [str, "U8", "S8", "bytes"])
+def test_strings_are_pythons(tmp_path, zarr_format, dtype):
+    of_bytes = dtype in ("S8", "bytes")
+    texts = np.char.encode(TEXTS, "utf-8").astype(object) if of_bytes else TEXTS
+    with warnings.catch_warnings(action="ignore"):
+        group = zarr.open_group(tmp_path, mode="w", zarr_format=zarr_format)
+        type = zarr.dtype.VariableLengthBytes() if dtype == "bytes" else dtype
+        for name, data in {"rows": texts, "single": texts[:, 1]}.items():
+            chunks = (2, 1)[: data.ndim]
+            group.create_array(name, shape=data.shape, chunks=chunks, dtype=type)[:] = data
+        dataset = hr.ZarrDataset(tmp_path, arrays=["rows", "single"])
+        wanted = zip(group["rows"][:].tolist(), group["single"][:].tolist(), strict=True)
+    assert [*dataset] == [{"rows": row, "single": single} for row, single in wanted]
+    with hr.DataLoader(dataset, 3, num_workers=1) as loader:
+        (batch,) = loader
+    assert batch["single"] == [each["single"] for each in dataset]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_damaged_strings_are_errors_or_strings(tmp_path, zarr_format):
+    options = {"zarr_format": zarr_format, "compressors": None}
+    zarr.create_array(tmp_path / "x", shape=(3, 2), chunks=(3, 2), dtype=str, **options)[:] = TEXTS
+    chunk = tmp_path / "x" / ("0.0" if zarr_format == 2 else "c/0/0")
+    data = chunk.read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        damaged = bytearray(data[: random.integers(4, 2 * len(data))])
+        # The first four bytes are the number of strings, for which numcodecs allocates memory.
+        place = random.integers(4, max(5, len(damaged)))
+        damaged[place : place + 1] = random.bytes(1)
+        chunk.write_bytes(damaged)
+        with contextlib.suppress(ShardError):
+            rows = [*hr.ZarrDataset(tmp_path / "x")]
+            assert all(type(text) is str for row in rows for text in row)
 
 
 def test_attributes_that_change_the_values_cause_a_warning(tmp_path):

@@ -161,7 +161,7 @@ async def _open(shard: Shard) -> _ArrowFile:
         [],
         list[tuple[int, int]](),
     )
-    if first[:4] == b"FEA1":
+    if bytes(first[:4]) == b"FEA1":
         raise shard.error("Feather 1: read it with pyarrow.feather, and write it again")
     while True:
         start = at

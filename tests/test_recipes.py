@@ -56,7 +56,7 @@ def write_data(folder):
         (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
     shutil.copytree(Path(__file__).parent / "fixtures/tfrecord", folder / "records")
     fields = zarr.open_group(folder / "fields.zarr", mode="w")
-    fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 32, 64), dtype="f4")[:] = 1.5
+    fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 8, 16), dtype="f4")[:] = 1.5
     fields.create_array("time", data=np.arange(365), chunks=(100,))
     with open(folder / "labels.csv", newline="") as labels:
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from headrace._streams.iterable_style import AsyncIterableDataset as AsyncIterableDataset
     from headrace._streams.map_style import AsyncDataset as AsyncDataset
     from headrace._streams.map_style import RangedDataset as RangedDataset
+    from headrace.collate import collate_table as collate_table
     from headrace.collate import default_collate as default_collate
     from headrace.collate import default_convert as default_convert
     from headrace.datasets.arrays import ArrayDataset as ArrayDataset
@@ -86,7 +87,7 @@ _NAMES = {
     "headrace._store.store": ("Store",),
     "headrace._streams.iterable_style": ("AsyncIterableDataset",),
     "headrace._streams.map_style": ("AsyncDataset", "RangedDataset"),
-    "headrace.collate": ("default_collate", "default_convert"),
+    "headrace.collate": ("collate_table", "default_collate", "default_convert"),
     "headrace.datasets.arrow": ("ArrowDataset",),
     "headrace.datasets.arrays": ("ArrayDataset",),
     "headrace.datasets.batching": ("batch_by_tokens",),

@@ -50,6 +50,44 @@ def default_collate(batch: Sequence[object]) -> Any:
     return collate(batch, collate_fn_map={**default_collate_fn_map, **_OURS})
 
 
+def collate_table(table: Any) -> dict[str, Any]:
+    """Make tensors of the columns of a table.
+
+    For the ``collate_fn`` of a loader, with ``format="arrow"`` of `ParquetDataset` and
+    `ArrowDataset`. No value becomes a Python object, except values that tensors cannot hold.
+
+    Args:
+        table: a `pyarrow.Table`.
+
+    Returns:
+        A dict of the columns. Numbers and booleans are a tensor. A column of lists is ``{"values":
+        tensor, "lengths": tensor}``, with the values of all lists in one tensor. The values of
+        lists of lists are again such a dict. Other types, for example strings, are a list of Python
+        objects.
+
+    Raises:
+        ValueError: a column has nulls, or a list of the column has nulls.
+
+    Example:
+        >>> import pyarrow
+        >>> collate_table(pyarrow.table({"x": [0.5, 1.5], "tokens": [[1, 2, 3], [4]]}))["tokens"]
+        {'values': tensor([1, 2, 3, 4]), 'lengths': tensor([3, 1])}
+    """
+    return {name: _of_array(name, table[name].combine_chunks()) for name in table.column_names}
+
+
+def _of_array(name: str, array: Any) -> Any:
+    from pyarrow.compute import list_value_length
+
+    if array.null_count:
+        raise ValueError(f"column {name!r} has nulls, and tensors have none: fill or filter them")
+    if hasattr(array.type, "value_field"):
+        lengths = torch.tensor(list_value_length(array).to_numpy(), dtype=torch.int64)
+        return {"values": _of_array(name, array.flatten()), "lengths": lengths}
+    values = array.to_numpy(zero_copy_only=False)
+    return torch.tensor(values) if values.dtype.kind in "biuf" else array.to_pylist()
+
+
 def is_default(collate_fn: CollateFn) -> bool:
     """Whether `collate_fn` is a default collate function.
 

@@ -1,5 +1,8 @@
 """Batches are put together by torch's rules; what a store gives undecoded is kept."""
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -105,3 +108,68 @@ def test_large_rows_of_a_tensor_dataset_are_those_of_torch(rows, num_workers):
     )
     assert torch.equal(ours, theirs)
     assert numbers.tolist() == same.tolist()
+
+
+NUMBERS = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64")
+
+
+@pytest.mark.parametrize("of", ["list", "large_list", "list_view", "fixed"])
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_column_of_lists_is_values_and_lengths(of, dtype):
+    kind = pa.bool_() if dtype == "bool" else pa.from_numpy_dtype(dtype)
+    lists = {"list": pa.list_, "large_list": pa.large_list, "list_view": pa.list_view}
+    kind = pa.list_(kind, 2) if of == "fixed" else lists[of](kind)
+    rows = [[0, 1], [1, 1], [1, 0]] if of == "fixed" else [[0, 1, 1], [], [1]]
+    rows = [np.array(row, dtype).tolist() for row in rows]
+    table = pa.table({"lists": pa.array([[*rows[0]], *rows], kind)}).slice(1)
+    (column,) = hr.collate_table(table).values()
+    assert column["values"].dtype == getattr(torch, dtype)
+    assert column["values"].tolist() == table["lists"].combine_chunks().flatten().to_pylist()
+    assert column["lengths"].dtype == torch.int64
+    assert column["lengths"].tolist() == [len(row) for row in rows]
+
+
+def test_columns_of_other_types_are_tensors_or_lists():
+    table = pa.table(
+        {
+            "number": [1.5, 2.5],
+            "text": ["a", "b"],
+            "category": pa.array(["a", "a"]).dictionary_encode(),
+            "nested": [[[1], []], [[2, 3]]],
+            "texts": [["x", "y"], []],
+            "struct": [{"x": 1}, {"x": 2}],
+            "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
+        }
+    )
+    batch = hr.collate_table(pa.concat_tables([table, table]))
+    assert batch.pop("number").tolist() == [1.5, 2.5] * 2
+    nested, texts = batch.pop("nested"), batch.pop("texts")
+    assert nested["lengths"].tolist() == [2, 1] * 2
+    assert nested["values"]["lengths"].tolist() == [1, 0, 2] * 2
+    assert nested["values"]["values"].tolist() == [1, 2, 3] * 2
+    assert texts["values"] == ["x", "y"] * 2
+    assert texts["lengths"].tolist() == [2, 0] * 2
+    assert batch == {name: table[name].to_pylist() * 2 for name in batch}
+    assert hr.collate_table(table.slice(0, 0))["nested"]["values"]["values"].tolist() == []
+
+
+@pytest.mark.parametrize("rows", [[[1], None], [[1, None], [2]]])
+def test_nulls_in_a_table_are_an_error(rows):
+    with pytest.raises(ValueError, match="column 'x' has nulls"):
+        hr.collate_table(pa.table({"x": rows}))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"shuffle": True, "seed": 0}], ids=str)
+def test_batches_of_lists_are_those_of_the_rows(tmp_path, options):
+    rows = [{"id": n, "tokens": [*range(n, n + n % 5)]} for n in range(100)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "0.parquet", row_group_size=30)
+    tables = hr.ParquetDataset(tmp_path, format="arrow")
+    found = []
+    with hr.DataLoader(tables, 16, collate_fn=hr.collate_table, **options) as loader:
+        for batch in loader:
+            tokens = batch["tokens"]
+            lists = tokens["values"].split(tokens["lengths"].tolist())
+            pairs = zip(batch["id"].tolist(), lists, strict=True)
+            found += [{"id": number, "tokens": each.tolist()} for number, each in pairs]
+    assert sorted(found, key=lambda row: row["id"]) == rows
+    assert (found == rows) is ("shuffle" not in options)

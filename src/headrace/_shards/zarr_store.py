@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +105,18 @@ class ReadStore(ObjectStore[Any]):
 
 
 async def open_array(
-    store: Any, prefix: str, folder: str, axis: int, cache_bytes: int, name: str
+    store: Any,
+    prefix: str,
+    folder: str,
+    axis: int,
+    windows: Mapping[int, int],
+    cache_bytes: int,
+    name: str,
 ) -> AsyncArray[Any]:
     """Open an array, and check the size of a decoded slice.
 
-    The slice is a slice along `axis`. `prefix` is the URL of a `ReadStore`.
+    The slice is a slice along `axis`, or a window in the slice. `windows` has the size of a window
+    by axis. `prefix` is the URL of a `ReadStore`.
     """
     path = "/".join(filter(None, (folder, name.strip("/"))))
     where = prefix + path
@@ -140,6 +147,18 @@ async def open_array(
     if isinstance(store, ReadStore) and "Blosc" in type(codecs[0]).__name__:
         store.blosc.add(f"{path}/".lstrip("/"))
     blocks = max(1, across[axis])
+    for number, length in windows.items():
+        if (
+            number < 0
+            or number == axis % array.ndim
+            or not 0 < length <= array.shape[number]
+            or length % array.chunks[number]
+        ):
+            raise ValueError(
+                f"windows={windows} must be of axes from 0 on, other than {axis}, in multiples of "
+                f"the chunks {array.chunks}, and within the shape {array.shape}, of {where}"
+            )
+        blocks *= array.shape[number] // length
     size, chunks = nbytes // blocks, math.prod(across) // blocks
     if size > max(_LARGEST_BLOCK, cache_bytes) or chunks > _MOST_CHUNKS:
         raise ShardError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrowDataset", "unpacked_size"]
 
 # First bytes of a message, and kinds of messages.
-_MARK, _DICTIONARY, _BATCH = 0xFFFFFFFF, 2, 3
+_MARK, _DICTIONARY, _BATCH = b"\xff" * 4, 2, 3
 _MAGIC, _PIECE = b"ARROW1", 16 << 10  # `_PIECE`: bytes of a request for the header of a message
 _SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # names given by `save_to_disk`
 
@@ -64,8 +64,9 @@ class _RecordBatch(RowGroup):
         for start, stop in self.footer.extents[self.number]:
             stored.seek(start)
             part = memoryview(stored.read_buffer(stop - start))
-            body = 8 + int.from_bytes(part[4:8], "little")
-            check_unpacked(unpacked_size(part[8:body], part[body:]), len(part))
+            prefix = _prefix(part)
+            body = prefix + int.from_bytes(part[prefix - 4 : prefix], "little")
+            check_unpacked(unpacked_size(part[prefix:body], part[body:]), len(part))
             parts.append((size, part))
             size += stop - start
         columns, names = self.selection.columns, self.footer.schema.names
@@ -78,6 +79,14 @@ class _RecordBatch(RowGroup):
         # Without the check, wrong offsets would lead outside the table's memory.
         table.validate(full=True)
         return table if wanted else table.select([])
+
+
+def _prefix(message: memoryview) -> int:
+    """Return the number of bytes before the header: mark and length.
+
+    Arrow wrote no mark before version 0.15.
+    """
+    return 8 if message[:4] == _MARK else 4
 
 
 def _field(data: Buffer, table: int, number: int, form: str) -> int:
@@ -152,13 +161,18 @@ async def _open(shard: Shard) -> _ArrowFile:
         [],
         list[tuple[int, int]](),
     )
+    if bytes(first[:4]) == b"FEA1":
+        raise shard.error("Feather 1: read it with pyarrow.feather, and write it again")
     while True:
-        start, (mark, length) = at, struct.unpack("<Ii", await reader.take(at, at + 8))
-        header, at = bytes(await reader.take(start, at + 8 + length)), at + 8 + length
-        if mark != _MARK or not length:
+        start = at
+        prefix = _prefix(await reader.take(at, at + 4))
+        (length,) = struct.unpack("<i", await reader.take(at + prefix - 4, at + prefix))
+        at += prefix + length
+        if length <= 0:
             break
+        header = bytes(await reader.take(start, at))
         with shard_errors("corrupt message", shard.name, start):
-            kind, count, body = _message(header[8:])
+            kind, count, body = _message(header[prefix:])
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
@@ -171,7 +185,7 @@ async def _open(shard: Shard) -> _ArrowFile:
                 rows.append(count)
                 extents.append((*dictionaries, (start, at)))
     ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
-    if mark != _MARK or schema is None or not ends:
+    if length or schema is None or not ends:
         what = (
             "corrupt, or not Arrow IPC (Feather 2): no message, "
             f"or no end with at most a footer and {_MAGIC!r}"
@@ -213,9 +227,10 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
 class ArrowDataset(TableDataset):
     """The rows of Arrow IPC files, map-style. Needs ``headrace[parquet]``.
 
-    Reads files (Feather 2) and streams, also compressed with lz4 or zstd. Also reads a folder of
-    Hugging Face's `save_to_disk`: one split, without results cached there by `datasets`. Features
-    (Image, Audio, ClassLabel) are given as stored.
+    Reads files (Feather 2) and streams, also compressed with lz4 or zstd, and of old versions of
+    Arrow (before 0.15). Feather 1 is refused. Also reads a folder of Hugging Face's `save_to_disk`:
+    one split, without results cached there by `datasets`. Features (Image, Audio, ClassLabel) are
+    given as stored.
 
     Options and errors are those of `ParquetDataset`, with record batches in place of row groups.
     One request reads a whole record batch, whatever the `columns`. Each dictionary takes one more

@@ -273,8 +273,9 @@ class ParquetDataset(TableDataset):
             would let NaN pass. The numbers of the passing rows are kept, 4 bytes each.
         format: ``"rows"``: dicts. ``"arrow"``: a sample is a `pyarrow.Table` with one row. A batch
             of a loader reaches `collate_fn` as one table. Without a `collate_fn` the batch is this
-            table. In the order of the dataset, the table is a slice of a row group. The row group
-            stays in memory as long as the batch.
+            table. `headrace.collate_table` makes tensors of the columns. In the order of the
+            dataset, the table is a slice of a row group. The row group stays in memory as long as
+            the batch.
         unpacked_bytes: bytes of decoded row groups kept by each process.
         on_error: how the constructor treats a broken or missing file. ``"raise"`` raises the error.
             ``"skip"`` leaves out the file, with one warning for all. Failed requests, and columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,8 +32,9 @@ __all__ = ["ZarrDataset"]
 class ZarrDataset(RangedDataset[Any]):
     """Slices of Zarr arrays along an axis, map-style.
 
-    zarr-python reads the arrays: format 2 or 3, sharded or not. A sample is a tensor, or a NumPy
-    array if torch lacks the type (strings, dates). With several `arrays` a sample is a dict.
+    zarr-python reads the arrays: format 2 or 3, sharded or not. A sample is a tensor, a `str` or
+    nested lists of `str` for strings of any length (`bytes` for types of bytes), or a NumPy array
+    for other types that torch lacks (dates). With several `arrays` a sample is a dict.
     ``scale_factor`` and other conventions of attributes are not applied.
 
     Neighbours along the axis share chunks. Decoded chunks are kept, up to `cache_bytes`. So each
@@ -49,17 +50,26 @@ class ZarrDataset(RangedDataset[Any]):
             list gives dicts.
         axis: the axis of samples, in all arrays. The arrays must have the same length along the
             axis.
+        windows: sizes of windows by axis, such as ``{1: 256, 2: 256}``. A sample is then a window
+            of a slice, and the dataset has all windows of a regular grid. For ``axis=0`` and
+            windows of axes 1 and 2, a grid of ``n1 * n2`` windows, the sample at an index is window
+            ``numpy.unravel_index(index % (n1 * n2), (n1, n2))`` of slice ``index // (n1 * n2)``.
+            Only the chunks of the window are read. So sizes are multiples of the chunks of each
+            array. A rest at the end of an axis is left out. The windows of a chunk along `axis` are
+            neighbours, and should fit in `cache_bytes`.
         missing: how to treat an object that does not exist. ``"error"`` raises an error. ``"fill"``
             gives the array's fill value: most writers leave out chunks with only the fill value.
             Chunks that a writer left out of a shard always have the fill value. A store of zarr
             decides itself. Icechunk knows its chunks.
-        cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way.
+        cache_bytes: bytes of decoded chunks kept by each process, beside the chunks under way. Of
+            strings of variable length only the references are counted, not the text.
             Decoding for a single sample may take `cache_bytes` or 1 GiB, whichever is more.
         store: store of the arrays, a `headrace.Store` or its URL. `url` is then a key in the store,
             or a URL under the store's URL.
 
     Attributes:
-        block_size: number of samples in a chunk, of the array with the largest samples.
+        block_size: number of samples in a chunk along `axis`, of the array with the largest
+            samples.
 
     Raises:
         IndexError: an array lacks the axis.
@@ -68,7 +78,8 @@ class ZarrDataset(RangedDataset[Any]):
         ShardError: metadata are damaged, or the array needs the pickle codec. While reading: a
             chunk is missing or damaged.
         StoreError: a request failed.
-        ValueError: an invalid argument, or arrays of different lengths.
+        ValueError: an invalid argument, or arrays of different lengths. Or windows that are larger
+            than an array, or no multiples of the chunks.
 
     Example:
         >>> import pathlib, tempfile, zarr
@@ -85,6 +96,7 @@ class ZarrDataset(RangedDataset[Any]):
         *,
         arrays: str | Sequence[str] | None = None,
         axis: int = 0,
+        windows: Mapping[int, int] = {},
         missing: Literal["error", "fill"] = "error",
         cache_bytes: int = 256 << 20,
         store: StoreLike | None = None,
@@ -96,38 +108,44 @@ class ZarrDataset(RangedDataset[Any]):
 
         self._reads = UnpackedShards(cache_bytes)
         self._cache_bytes = cache_bytes
-        self._store: Any = url
+        source: Any = url
         self._path = self._prefix = ""
         if isinstance(url, Store):
             url, store = "", url
         if isinstance(url, str | os.PathLike):
-            opened = None if store is None else as_store(store)
-            base, self._path = (
-                split_url(os.fspath(url)) if opened is None else ("", opened.key_of(url))
-            )
-            opened = opened or Store(base)
-            self._store, self._prefix = (
-                ReadStore(opened, missing != "fill", self._reads),
-                opened.name(""),
-            )
+            if store is None:
+                store, url = split_url(os.fspath(url))
+            opened = as_store(store)
+            self._path, self._prefix = opened.key_of(url), opened.name("")
+            source = ReadStore(opened, missing != "fill", self._reads)
         self._axis = axis
+        self._windows = {**windows}
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
-        opened_as = partial(
-            open_array, self._store, self._prefix, self._path.strip("/"), axis, cache_bytes
-        )
+        folder = self._path.strip("/")
+        opened_as = partial(open_array, source, self._prefix, folder, axis, windows, cache_bytes)
         opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
         self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
-        lengths = {array.path: array.shape[axis] for array in self._arrays}
+        lengths = {
+            array.path: (
+                array.shape[axis],
+                *(array.shape[number] // size for number, size in windows.items()),
+            )
+            for array in self._arrays
+        }
         if len({*lengths.values()}) != 1:
             raise ValueError(
-                f"arrays must have the same length along axis {axis}, but have {lengths}"
+                f"arrays must have the same length along axis {axis}, and as many windows, but "
+                f"have {lengths}"
             )
-        self._length = self._arrays[0].shape[axis]
-        self.block_size = max(self._arrays, key=lambda array: array.nbytes).chunks[axis]
+        self._length, *self._grid = lengths[self._arrays[0].path]
+        self._count = math.prod(self._grid)
+        self.block_size = (
+            max(self._arrays, key=lambda array: array.nbytes).chunks[axis] * self._count
+        )
         self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
 
     def __len__(self) -> int:
-        return self._length
+        return self._length * self._count
 
     @property
     def blocks(self) -> Blocks:
@@ -136,7 +154,7 @@ class ZarrDataset(RangedDataset[Any]):
         As many chunks are read side by side as are kept.
         """
         stored = sum(array.nbytes for array in self._arrays)
-        return Blocks.within(self._cache_bytes, stored // max(1, self._length), self.block_size)
+        return Blocks.within(self._cache_bytes, stored // max(1, len(self)), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """Return the array or group, and the index."""
@@ -147,14 +165,16 @@ class ZarrDataset(RangedDataset[Any]):
 
         The neighbours in a block share a chunk of each array.
         """
-        blocks, rows = np.divmod(positions(indices, self._length), self._step)
-        return Ranges(blocks, rows, rows + 1)
+        places, windows = np.divmod(positions(indices, len(self)), self._count)
+        blocks, rows = np.divmod(places, self._step)
+        return Ranges(blocks * self._count + windows, rows, rows + 1)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
         """Read neighbours in a block: for each sample, a view of each array."""
+        number, window = divmod(number, self._count)
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]
-        keys = [(each, block) for each, (block, _) in enumerate(places)]
+        keys = [(each, block, window) for each, (block, _) in enumerate(places)]
         chunks = await asyncio.gather(
             *(self._reads.get(key, partial(self._read_block, *key)) for key in keys)
         )
@@ -168,21 +188,26 @@ class ZarrDataset(RangedDataset[Any]):
         sample = [_tensor(row) for row in data[0]]
         return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
 
-    async def _read_block(self, number: int, block: int) -> AnyArray:
-        """Read the samples of a chunk, along the first axis."""
-        array, axis = self._arrays[number], self._axis % self._arrays[number].ndim
-        first = block * array.chunks[axis]
-        what = f"samples from {first:,} on: a chunk, or zarr.json or .zarray, is damaged"
+    async def _read_block(self, number: int, block: int, window: int) -> AnyArray:
+        """Read a window of the samples of a chunk, along the first axis."""
+        array = self._arrays[number]
+        sizes = {self._axis: array.chunks[self._axis], **self._windows}
+        places: Any = (block, *np.unravel_index(window, self._grid))
+        selection = [slice(None)] * array.ndim
+        for (axis, size), place in zip(sizes.items(), places, strict=True):
+            selection[axis] = slice(place * size, (place + 1) * size)
+        what = (
+            f"samples from {selection[self._axis].start:,} on: a chunk, or zarr.json or .zarray, "
+            "is damaged"
+        )
         # zarr, the codecs and icechunk raise errors of their own.
         with shard_errors(what, self._prefix + array.path):
-            values = await array.getitem(
-                (slice(None),) * axis + (slice(first, first + array.chunks[axis]),)
-            )
-        return np.moveaxis(np.asarray(values), axis, 0)
+            values = await array.getitem(tuple(selection))
+        return np.moveaxis(np.asarray(values), self._axis, 0)
 
 
 def _tensor(row: Any) -> Any:
-    """Return a copy as a tensor, or as NumPy's type.
+    """Return a copy as a tensor, as Python's strings, or as NumPy's type.
 
     A view would keep the whole chunk in memory, and torch would pickle the whole chunk.
     """
@@ -191,4 +216,4 @@ def _tensor(row: Any) -> Any:
     try:
         return torch.from_numpy(row)
     except TypeError:
-        return row if row.ndim else row[()]
+        return row.tolist() if row.dtype.kind in "OSTU" else row[()]

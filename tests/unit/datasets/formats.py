@@ -116,10 +116,14 @@ def _tar() -> Format:
     return Format(files, hr.TarDataset.index, samples)
 
 
-def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
+def _tables(
+    kind: type[hr.ArrowDataset | hr.ParquetDataset],
+    compressions: Sequence[str | None] = (None, None, "zstd", "lz4"),
+    **written_as: Any,
+) -> Format:
     """Streams and files of Arrow or Parquet, one with a dictionary, compressed ones, and one without rows."""
     files, samples = {}, []
-    for number, (count, compression) in enumerate([(7, None), (0, None), (9, "zstd"), (10, "lz4")]):
+    for number, (count, compression) in enumerate(zip((7, 0, 9, 10), compressions, strict=True)):
         columns = {
             "id": [*range(number * 100, number * 100 + count)],
             "text": [f"{n % 3}" * 40 for n in range(count)],
@@ -128,7 +132,10 @@ def _tables(kind: type[hr.ArrowDataset | hr.ParquetDataset]) -> Format:
         samples += table.to_pylist()
         if number == 3:
             table = table.set_column(1, "text", table["text"].dictionary_encode())
-        stream, options = io.BytesIO(), pa.ipc.IpcWriteOptions(compression=compression)
+        stream, options = (
+            io.BytesIO(),
+            pa.ipc.IpcWriteOptions(compression=compression, **written_as),
+        )
         new = pa.ipc.new_file if number % 2 else pa.ipc.new_stream
         if kind is hr.ArrowDataset:
             with new(stream, table.schema, options=options) as writer:
@@ -268,5 +275,11 @@ FORMATS = {
     "tar index": _tar(),
     "video": _video(),
     "arrow": _tables(hr.ArrowDataset),
+    "arrow before 0.15": _tables(
+        hr.ArrowDataset,
+        [None] * 4,
+        metadata_version=pa.ipc.MetadataVersion.V4,
+        use_legacy_format=True,
+    ),
     "parquet": _tables(hr.ParquetDataset),
 }

@@ -88,6 +88,18 @@ def test_dictionaries_that_grow_and_are_replaced():
         assert [row["t"] for row in arrow(data)] == expected
 
 
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize("use_legacy_format", [False, True])
+def test_old_versions_of_arrow_are_read(new, use_legacy_format):
+    columns = {"x": [1, None], "list": [[1, 2], []], "text": ["a", "b"]}
+    table = pa.table({**columns, "category": pa.array(["p", "q"]).dictionary_encode()})
+    version = pa.ipc.MetadataVersion.V4
+    options = {"metadata_version": version, "use_legacy_format": use_legacy_format}
+    data = written(table, table, new=new, **options)
+    assert list(arrow(data)) == table.to_pylist() * 2
+    assert list(arrow(data, columns=["list"])) == table.select(["list"]).to_pylist() * 2
+
+
 def test_record_batch_is_one_request(serve):
     table = pa.table({"id": range(400), "text": ["a" * 3000] * 400})
     server = serve({"0.feather": written(*(table.slice(at, 100) for at in range(0, 400, 100)))})
@@ -105,7 +117,7 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
         (stream[:-8], TruncatedShardError, "truncated"),  # at the border of two messages
         (stream + stream, ShardError, "no end with at most a footer"),
         (file[:-6], ShardError, "no end with at most a footer and b'ARROW1'"),
-        (b"FEA1" + bytes(100), ShardError, r"not Arrow IPC \(Feather 2\)"),
+        (b"FEA1" + bytes(100), ShardError, r"Feather 1: read it with pyarrow.feather, and write"),
         # In a column's name.
         (
             stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1),

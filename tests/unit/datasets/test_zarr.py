@@ -1,5 +1,6 @@
 """`ZarrDataset` gives slices of the arrays that zarr-python writes; each chunk is fetched once for its neighbours."""
 
+import contextlib
 import json
 import warnings
 
@@ -80,6 +81,104 @@ def test_each_chunk_is_requested_once_for_neighbours(server, layout, requests, b
     )
     assert sorted(order.tolist()) == [*range(100)]
     assert len(server.seen()) - before == loader.stats().requests.requests == requests
+
+
+MAPS = np.arange(20 * 12 * 10, dtype=np.int32).reshape(20, 12, 10)
+MAP_LAYOUTS = {
+    "v3": {"chunks": (5, 3, 2)},
+    "v2": {"chunks": (5, 3, 2), "zarr_format": 2},
+    "sharded": {"chunks": (5, 3, 2), "shards": (10, 6, 6)},
+}
+
+
+def windows_of(maps, y, x):
+    """Windows in the order of `ZarrDataset`: of a slice one after the other, then the next slice."""
+    rows, columns = maps.shape[1] // y, maps.shape[2] // x
+    cut = maps[:, : rows * y, : columns * x].reshape(len(maps), rows, y, columns, x)
+    return cut.swapaxes(2, 3).reshape(-1, y, x)
+
+
+@pytest.mark.parametrize("layout", MAP_LAYOUTS)
+@pytest.mark.parametrize(("y", "x"), [(3, 2), (6, 4), (12, 10), (9, 6)])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_windows_are_those_of_the_slices(tmp_path, layout, y, x, axis):
+    options = {**MAP_LAYOUTS[layout], "shape": MAPS.shape, "dtype": MAPS.dtype}
+    for name in ("chunks", "shards"):
+        if name in options:
+            options[name] = tuple(np.roll(options[name], axis).tolist())
+    options["shape"] = tuple(np.roll(MAPS.shape, axis).tolist())
+    # The axes 0, 1, 2 of MAPS are these axes.
+    time, across, along = ((place + axis) % 3 for place in range(3))
+    array = zarr.create_array(tmp_path / "x", **options)
+    array[:] = np.moveaxis(MAPS, (0, 1, 2), (time, across, along))
+    dataset = hr.ZarrDataset(tmp_path / "x", axis=time - 3, windows={across: y, along: x})
+    wanted = windows_of(MAPS, y, x)
+    if across > along:
+        wanted = wanted.swapaxes(1, 2)
+    assert dataset.block_size == 5 * (12 // y) * (10 // x)
+    assert same(torch.stack([*dataset]).numpy(), wanted)
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_chunk_of_windows_is_requested_once(tmp_path, serve, shuffle):
+    group = zarr.open_group(tmp_path, mode="w")
+    for name, chunks in {"wind": (5, 3, 2), "heat": (10, 6, 4)}.items():
+        group.create_array(name, shape=MAPS.shape, chunks=chunks, dtype="i4")[:] = MAPS + 1
+    server = serve(objects(tmp_path))
+    dataset = opened(server, "", arrays=["wind", "heat"], windows={1: 6, 2: 4})
+    assert len(dataset) == 20 * 2 * 2
+    before = len(server.seen())
+    assert same(dataset[3]["wind"].numpy(), MAPS[0, 6:12, 4:8] + 1)
+    assert len(server.seen()) - before == 4 + 1, "only the chunks of the window"
+    dataset = opened(server, "", arrays=["wind", "heat"], windows={1: 6, 2: 4})
+    before = len(server.seen())
+    with hr.DataLoader(dataset, 7, shuffle=shuffle, seed=0) as loader:
+        batches = list(loader)
+    found = torch.cat([batch["wind"] for batch in batches])
+    assert same(found, torch.cat([batch["heat"] for batch in batches]))
+    wanted = windows_of(MAPS, 6, 4) + 1
+    assert same(found[found[:, 0, 0].argsort()].numpy(), wanted[wanted[:, 0, 0].argsort()])
+    assert same(found.numpy(), wanted) is not shuffle
+    # The rest of the last axis is not read.
+    assert len(server.seen()) - before == 4 * 4 * 4 + 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("windows", "what"),
+    [
+        ({0: 5}, "of axes from 0 on, other than 0"),
+        ({-1: 2}, "of axes from 0 on"),
+        ({1: 4}, r"multiples of the chunks \(5, 3, 2\)"),
+        ({1: 15}, r"within the shape \(20, 12, 10\)"),
+        ({1: 0}, "must be"),
+        ({1: -3}, "must be"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(tmp_path, windows, what):
+    zarr.create_array(tmp_path, shape=MAPS.shape, chunks=(5, 3, 2), dtype="i4")
+    with pytest.raises(ValueError, match=what):
+        hr.ZarrDataset(tmp_path, windows=windows)
+    with pytest.raises(IndexError):
+        hr.ZarrDataset(tmp_path, windows={3: 2})
+
+
+def test_arrays_with_other_windows_are_refused(tmp_path):
+    group = zarr.open_group(tmp_path, mode="w")
+    for name, width in {"a": 8, "b": 16}.items():
+        group.create_array(name, shape=(4, width), chunks=(2, 4), dtype="i4")
+    with pytest.raises(ValueError, match=r"as many windows.*\(4, 2\).*\(4, 4\)"):
+        hr.ZarrDataset(tmp_path, arrays=["a", "b"], windows={1: 4})
+
+
+def test_windows_of_maps_that_are_too_large_to_decode(tmp_path):
+    side = 1 << 17
+    zarr.create_array(tmp_path, shape=(2, side, side), chunks=(1, 2048, 2048), dtype="u1")
+    with pytest.raises(ShardError, match="too much"):
+        hr.ZarrDataset(tmp_path, missing="fill")
+    dataset = hr.ZarrDataset(tmp_path, missing="fill", windows={1: 2048, 2: 2048})
+    assert len(dataset) == 2 * 64 * 64
+    assert dataset[-1].shape == (2048, 2048)
 
 
 def test_kept_chunks_are_bounded(server):
@@ -212,6 +311,7 @@ def test_types_that_torch_lacks_stay_numpys(tmp_path):
         group.create_array("texts", data=texts)
     dataset = hr.ZarrDataset(tmp_path, arrays=["dates", "texts"])
     assert same(dataset[1], {"dates": dates[1], "texts": "bb"})
+    assert type(dataset[1]["texts"]) is str
     with (
         zarr.storage.ZipStore(tmp_path / "s.zip", mode="w") as store,
         warnings.catch_warnings(action="ignore"),
@@ -219,6 +319,46 @@ def test_types_that_torch_lacks_stay_numpys(tmp_path):
         zarr.create_array(store, shape=(4,), chunks=(2,), dtype=str)[:] = ["a", "é", "", "long"]
     dataset = hr.ZarrDataset(zarr.storage.ZipStore(tmp_path / "s.zip", mode="r"))
     assert [*dataset] == ["a", "é", "", "long"]
+
+
+TEXTS = np.array([["a", ""], ["é", "longer than the reference to a string"], ["y", "z"]])
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", [str, "U8", "S8", "bytes"])
+def test_strings_are_pythons(tmp_path, zarr_format, dtype):
+    of_bytes = dtype in ("S8", "bytes")
+    texts = np.char.encode(TEXTS, "utf-8").astype(object) if of_bytes else TEXTS
+    with warnings.catch_warnings(action="ignore"):
+        group = zarr.open_group(tmp_path, mode="w", zarr_format=zarr_format)
+        type = zarr.dtype.VariableLengthBytes() if dtype == "bytes" else dtype
+        for name, data in {"rows": texts, "single": texts[:, 1]}.items():
+            chunks = (2, 1)[: data.ndim]
+            group.create_array(name, shape=data.shape, chunks=chunks, dtype=type)[:] = data
+        dataset = hr.ZarrDataset(tmp_path, arrays=["rows", "single"])
+        wanted = zip(group["rows"][:].tolist(), group["single"][:].tolist(), strict=True)
+    assert [*dataset] == [{"rows": row, "single": single} for row, single in wanted]
+    with hr.DataLoader(dataset, 3, num_workers=1) as loader:
+        (batch,) = loader
+    assert batch["single"] == [each["single"] for each in dataset]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_damaged_strings_are_errors_or_strings(tmp_path, zarr_format):
+    options = {"zarr_format": zarr_format, "compressors": None}
+    zarr.create_array(tmp_path / "x", shape=(3, 2), chunks=(3, 2), dtype=str, **options)[:] = TEXTS
+    chunk = tmp_path / "x" / ("0.0" if zarr_format == 2 else "c/0/0")
+    data = chunk.read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        damaged = bytearray(data[: random.integers(4, 2 * len(data))])
+        # The first four bytes are the number of strings, for which numcodecs allocates memory.
+        place = random.integers(4, max(5, len(damaged)))
+        damaged[place : place + 1] = random.bytes(1)
+        chunk.write_bytes(damaged)
+        with contextlib.suppress(ShardError):
+            rows = [*hr.ZarrDataset(tmp_path / "x")]
+            assert all(type(text) is str for row in rows for text in row)
 
 
 def test_attributes_that_change_the_values_cause_a_warning(tmp_path):

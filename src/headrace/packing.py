@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
@@ -46,15 +46,15 @@ from headrace._shards.tar import TarSamples
 from headrace._store.listing import list_heads, require_pyarrow
 from headrace._store.store import Store, StoreLike, as_store
 from headrace._streams.blocking import background_loop
-from headrace._streams.composition import gives_tables, plan
+from headrace._streams.composition import plan
 from headrace._streams.kinds import kind_of
 from headrace.datasets.cached import IndexedShards
 from headrace.datasets.parquet import TableDataset
-from headrace.errors import ShardError
+from headrace.errors import ObjectNotFoundError, ShardError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 
-__all__ = ["Packed", "ResultWriter", "pack", "pack_results"]
+__all__ = ["Packed", "pack", "pack_results"]
 
 _INDEXING = Indexing(lambda shard: TarSamples(shard.name, uniform=True))
 
@@ -62,12 +62,11 @@ Format = Literal["tar", "parquet", "tokens"]
 # Readers of directories ignore directories with an underscore in front.
 RECORDS = "_pack/"
 HEADER = RECORDS + "header.json"  # the first record
-BATCH = 64  # number of samples in a batch; the first batch decides on types
+BATCH = 16  # number of samples in a batch
+ROWS = 64  # number of rows in a batch; the first batch decides on the types of columns
 UPLOADS = 4  # number of concurrent shard uploads, each in several parts
-PIECE = 1 << 20  # bytes per read of a finished shard
 ROW_GROUP = 16 << 20  # bytes of a Parquet row group, counted in Arrow format
 ANY_SIZE = 1 << 62  # bytes of a member of a tar
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _Json = dict[str, Any]
 
 
@@ -90,7 +89,7 @@ def pack(
     store: StoreLike,
     *,
     format: Format = "tar",
-    shard_size: int | str = "256MB",
+    shard_size: int = 256_000_000,
     samples_per_shard: int | None = None,
     schema: Any = None,
     allow_changed: bool = False,
@@ -127,9 +126,9 @@ def pack(
             - ``"parquet"``: a sample is a dict of columns, or a `pyarrow.Table`.
             - ``"tokens"``: a sample is a sequence of integers, a document of Megatron's ``.bin``
               and ``.idx``. Tokens are uint16 if the first sample of a shard is uint16, else int32.
-        shard_size: approximate size of a shard in bytes, or text such as ``"256MB"``. The first
-            call reads samples up to this size, in batches of 64, to find the number of samples in a
-            shard. About five shards are on the local disk at a time.
+        shard_size: approximate size of a shard in bytes. The first call reads samples up to this
+            size, to find the number of samples in a shard. About five shards are on the local disk
+            at a time.
         samples_per_shard: number of samples in a shard, in place of `shard_size`.
         schema: `pyarrow.Schema` of Parquet shards. By default, a `ParquetDataset` or an
             `ArrowDataset` without `transform` keeps its schema, and is packed table by table. The
@@ -159,41 +158,39 @@ def pack(
         >>> len(hr.TarDataset.index(folder / "shards"))
         100
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
+    if format not in _WRITERS:
+        raise ValueError(f"format={format!r} must be one of {', '.join(_WRITERS)}")
     place, rank = as_store(store), rank_among(options.pop("data_parallel", None))
     options.setdefault("seed", 0)
     source, functions = plan(dataset)
     transform = options.get("transform")
-    if format == "parquet" and transform is None and isinstance(dataset, TableDataset):
-        if len(dataset._schemas) == 1:
-            dataset = source = copy.copy(dataset)
-            dataset.gives_tables = True
-        else:
-            schema = schema or dataset.schema
+    tables = format == "parquet" and transform is None and isinstance(dataset, TableDataset)
+    if tables and len(dataset._schemas) == 1:
+        dataset = source = copy.copy(dataset)
+        dataset.gives_tables = True
     code = describe_functions(transform, *functions, getattr(type(source), "aget", None))
     arguments = {
         **_identity(source, dataset),
         "format": format,
-        "shard_size": _bytes(shard_size),
+        "shard_size": shard_size,
         "samples_per_shard": samples_per_shard,
         "seed": options["seed"],
         "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
     }
     all_numbers, inferred = range(len(dataset)), schema is None
-    batches: list[range] = []
+    batches: list[Any] = []
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        collate_fn=_unchanged if gives_tables(source) else list,
+        collate_fn=None if tables and dataset.gives_tables else list,
         **options,
     )
 
     def write(numbers: range, most: float = math.inf) -> _ShardWriter:
         """Write samples, up to about `most` bytes, into a temporary file."""
-        batches[:] = _batches(numbers, BATCH)
+        batches[:] = _batches(numbers, ROWS if format == "parquet" else BATCH)
         loader.set_epoch(numbers.start)  # random numbers follow from the seed and the shard
         writer = _WRITERS[format](Path(folder, str(numbers.start)), schema, inferred)
         with contextlib.closing(writer):
@@ -214,7 +211,7 @@ def pack(
             place,
             rank,
             arguments,
-            lambda: samples_per_shard or write(all_numbers, arguments["shard_size"]).samples,
+            lambda: samples_per_shard or write(all_numbers, shard_size).samples,
             allow_changed,
         )
         for numbers in tqdm(left, "pack", unit="shard", disable=None):
@@ -224,17 +221,6 @@ def pack(
         _index(place, all_numbers[::size])
     totals = (sum(record[name] for record in records) for name in ("samples", "bytes"))
     return Packed(len(records), *totals)
-
-
-def _bytes(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)B?", str(size).upper())
-    if match is None or not (found := int(float(match[1]) * _UNITS[match[2]])):
-        raise ValueError(f"shard_size={size!r} must be a positive number of bytes, or as '256MB'")
-    return found
-
-
-def _unchanged(samples: Any) -> Any:
-    return samples
 
 
 def _identity(source: Any, dataset: Any) -> _Json:
@@ -248,7 +234,7 @@ def _identity(source: Any, dataset: Any) -> _Json:
     return {"length": len(dataset), "source": digest}
 
 
-def _batches(numbers: range, size: int) -> list[range]:
+def _batches(numbers: range, size: Any) -> list[range]:
     return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
@@ -261,7 +247,7 @@ def _begin(
 ) -> tuple[int, list[range]]:
     """Return the number of samples in a shard, and the shards of a rank without a record.
 
-    Whoever comes first writes the first record.
+    The rank that comes first writes the first record.
 
     Args:
         store: the directory of the shards.
@@ -274,12 +260,16 @@ def _begin(
     if store.local_root is not None:
         os.makedirs(store.local_root, exist_ok=True)
     keys = _keys(store)
-    if HEADER not in keys:
+    try:
+        found = loop.run(store.read_all(HEADER))
+    except ObjectNotFoundError:
         if keys:
-            raise ValueError(f"{store.url} is not empty: it has {min(keys)}, and no {HEADER}")
+            text = f"{store.url} is not empty: it has {min(keys)}, and no {HEADER}"
+            raise ValueError(text) from None
         content = {"arguments": arguments, "samples_per_shard": max(1, samples())}
         loop.run(store.put(HEADER, json.dumps(content).encode(), create=True))
-    header = json.loads(bytes(loop.run(store.read_all(HEADER))))
+        found = loop.run(store.read_all(HEADER))
+    header = json.loads(bytes(found))
     for name, value in arguments.items():
         began = header["arguments"].get(name)
         if began != value and not (allow_changed and name == "transform"):
@@ -326,21 +316,19 @@ def _upload(store: Store, writer: _ShardWriter, numbers: range) -> _Json:
     """
     loop, path, name = background_loop(), writer.path, f"{numbers.start:012d}"
     record: _Json = {"first": numbers.start, "stop": numbers.stop, "samples": writer.samples}
-    record["bytes"] = path.stat().st_size * bool(writer.samples)
     if writer.samples:
         key = name + writer.suffix
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        record |= {"name": key, "sha256": digest}
+        record |= {"name": key, "bytes": path.stat().st_size, "sha256": digest}
         if isinstance(writer, _TokenWriter):  # first: the shard cannot be read without an index
             loop.run(store.put(name + ".idx", writer.index()))
         loop.run(store.put(key, path))
         if isinstance(writer, _TarWriter):
             shard = Shard(store, key, loop.run(store.head(key)))
             decoder = IndexingDecoder(shard, _INDEXING)
-            with path.open("rb") as file:
-                for piece in iter(lambda: file.read(PIECE), b""):
-                    decoder.feed(piece)
+            data: Any = np.memmap(path, np.uint8, "r")
+            decoder.feed(data)
             decoder.finish()
             loop.run(store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index()))
     path.unlink()
@@ -357,26 +345,19 @@ def _index(store: Store, firsts: range) -> None:
         loop.run(build_index(found, _INDEXING, Shard(store, NAME)))
 
 
-@contextlib.contextmanager
-def pack_results(
-    loader: DataLoader[Any],
-    store: StoreLike,
-    *,
-    schema: Any = None,
-    samples_per_shard: int = 16_384,
-) -> Iterator[ResultWriter]:
+class pack_results:
     """Write the outputs of a model for each batch of a loader into Parquet shards.
 
     The results of each sample are written exactly once, after any interruption, also by SIGKILL,
-    and on any number of ranks. Shard n has the results of samples n * samples_per_shard to
-    (n + 1) * samples_per_shard of the dataset. Rank r of W makes the shards r, r + W, ...: first the
-    shard, and last a record in the directory ``_pack`` beside the shards.
+    and on any number of ranks. Each shard has the results of `samples_per_shard` consecutive
+    samples of the dataset. Rank r of W makes the shards r, r + W, ...: first the shard, and last a
+    record in the directory ``_pack`` beside the shards.
 
     Within the ``with`` block, the loader gives the samples of the shards of this rank without a
-    record, in the order of the dataset and in batches of at most `batch_size`. The loader's sampler
-    and `shuffle` have no effect. Batches of an incomplete shard are computed again by the next call.
-    The number of ranks may differ then. Ranks do not communicate, and may get different numbers of
-    batches.
+    record, in the order of the dataset and in batches of at most `batch_size`. The sampler and
+    `shuffle` have no effect. The next call computes the batches of an incomplete shard again. The
+    number of ranks may differ then. Ranks do not communicate, and may get different numbers of
+    batches. The column ``index`` is the index of the sample in the dataset.
 
     Args:
         loader: a loader of a map-style dataset, with `batch_size`.
@@ -385,9 +366,6 @@ def pack_results(
         schema: `pyarrow.Schema` of the results; by default the types of the first batch of
             each shard.
         samples_per_shard: number of samples in a shard.
-
-    Yields:
-        A `ResultWriter`.
 
     Raises:
         TypeError: the dataset is a stream.
@@ -405,48 +383,54 @@ def pack_results(
         >>> list(hr.ParquetDataset(folder))
         [{'index': 0, 'square': 1.0}, {'index': 1, 'square': 4.0}, {'index': 2, 'square': 9.0}]
     """
-    if loader.batch_size is None or not loader.in_order:
-        raise ValueError("pack_results needs a loader with batch_size= and in_order=True")
-    spec = loader._control.spec
-    arguments = {
-        **_identity(spec.source, loader.dataset),
-        "samples_per_shard": samples_per_shard,
-        "schema": schema and str(schema),
-    }
-    place, rank = as_store(store), rank_among(spec.options["data_parallel"])
-    _, left = _begin(place, rank, arguments, lambda: samples_per_shard)
-    batches = [batch for numbers in left for batch in _batches(numbers, loader.batch_size)]
-    given = loader.batch_sampler
-    temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
-    with temporary as folder, _Uploads(place) as uploads:
-        writer = ResultWriter(loader, Path(folder), uploads, left, schema)
-        loader.__dict__["batch_sampler"] = batches  # torch forbids to set the attribute
-        try:
-            yield writer
-            writer._end()
-        finally:
-            loader.__dict__["batch_sampler"] = given
-            writer._writer.close()
-    for upload in uploads.all:
-        upload.result()
-
-
-class ResultWriter:
-    """Writer of the results of a loader's batches, made by `pack_results`."""
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        folder: Path,
-        uploads: _Uploads,
-        left: list[range],
-        schema: Any,
+        store: StoreLike,
+        *,
+        schema: Any = None,
+        samples_per_shard: int = 16_384,
     ) -> None:
-        self._position = loader._control.position
-        self._folder, self._uploads, self._schema = folder, uploads, schema
-        self._left = deque(left)  # samples of the present shard and of later shards
+        if loader.batch_size is None or not loader.in_order:
+            raise ValueError("pack_results needs a loader with batch_size= and in_order=True")
+        self._loader, self._store, self._schema = loader, as_store(store), schema
+        self._size = samples_per_shard
         self._steps = 0  # number of batches with results
+
+    def __enter__(self) -> Self:
+        loader, store, size = self._loader, self._store, self._size
+        spec, self._sampler = loader._control.spec, loader.batch_sampler
+        arguments = {
+            **_identity(spec.source, loader.dataset),
+            "samples_per_shard": size,
+            "schema": self._schema and str(self._schema),
+        }
+        rank = rank_among(spec.options["data_parallel"])
+        _, left = _begin(store, rank, arguments, lambda: size)
+        batches = [batch for numbers in left for batch in _batches(numbers, loader.batch_size)]
+        loader.__dict__["batch_sampler"] = batches  # torch forbids to set the attribute
+        self._left = deque(left)  # samples of the present shard and of later shards
+        self._temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
+        self._uploads = _Uploads(store)
         self._open()
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self._loader.__dict__["batch_sampler"] = self._sampler
+        progress = self._progress
+        with self._temporary, self._uploads:
+            try:
+                # A loop that has ended early leaves the present shard to the next call.
+                if kind is None and progress is not None and progress.over:
+                    self._check(self._steps)
+                    while self._left:
+                        self._complete()
+            finally:
+                self._writer.close()
+        if kind is None:
+            for upload in self._uploads.all:
+                upload.result()
 
     def put(self, results: Any) -> None:
         """Write the results of the batch that the loader has returned last.
@@ -466,8 +450,8 @@ class ResultWriter:
         """
         import pyarrow
 
-        progress = self._check(self._steps + 1)
-        indices = progress.given_indices()
+        self._check(self._steps + 1)
+        indices = self._progress.given_indices()
         columns = results if isinstance(results, Mapping) else {"result": results}
         arrays = {name: _column(values) for name, values in columns.items()}
         table = pyarrow.table({"index": indices, **arrays})
@@ -476,19 +460,21 @@ class ResultWriter:
         self._writer.add(table, indices)
         self._steps += 1
 
-    def _check(self, steps: int) -> Any:
-        """Return the progress of the epoch; raise `ValueError` after another number of steps."""
-        progress = self._position.progress
-        made = 0 if progress is None else progress.state(int(progress.over)).steps
+    @property
+    def _progress(self) -> Any:
+        return self._loader._control.position.progress
+
+    def _check(self, steps: int) -> None:
+        """Raise `ValueError` if the loader has given another number of batches."""
+        made = self._progress.state(int(self._progress.over)).steps
         if made != steps:
             raise ValueError(
                 f"put() is called once for each batch, before the next batch: the loader has given "
                 f"{made} batches, and the results are those of batch {steps}"
             )
-        return progress
 
     def _open(self) -> None:
-        path = self._folder / str(self._left[0].start if self._left else None)
+        path = Path(self._temporary.name, str(len(self._left)))
         self._writer = _ParquetWriter(path, self._schema)
 
     def _complete(self) -> None:
@@ -496,14 +482,6 @@ class ResultWriter:
         self._writer.close()
         self._uploads.add(self._writer, self._left.popleft())
         self._open()
-
-    def _end(self) -> None:
-        """Complete the last shards, unless the loop has ended early."""
-        progress = self._position.progress
-        if progress is not None and progress.over:
-            self._check(self._steps)
-            while self._left:
-                self._complete()
 
 
 def _column(values: Any) -> Any:
@@ -513,15 +491,6 @@ def _column(values: Any) -> Any:
 
 
 _UNFIT = (TypeError, ValueError, OverflowError, AttributeError, NotImplementedError)
-
-
-@contextlib.contextmanager
-def _fitting(number: Any) -> Iterator[None]:
-    """Name the sample in errors."""
-    try:
-        yield
-    except _UNFIT as error:
-        raise TypeError(f"sample {number} does not fit this format: {error}") from error
 
 
 class _ShardWriter(ABC):
@@ -547,8 +516,10 @@ class _ShardWriter(ABC):
     def add(self, batch: Any, numbers: Sequence[Any]) -> None:
         """Write a batch of samples. `numbers` are the numbers of the samples."""
         for number, sample in zip(numbers, batch, strict=False):
-            with _fitting(number):
+            try:
                 self._add(sample, number)
+            except _UNFIT as error:
+                raise TypeError(f"sample {number} does not fit this format: {error}") from error
             self.samples += 1
 
     @abstractmethod
@@ -582,9 +553,10 @@ class _TarWriter(_ShardWriter):
             archive.addfile(info, io.BytesIO(data))
         with contextlib.suppress(ShardError):
             found = self._decoder.whole_sample(packed.getbuffer(), 0)
-        # Readers give fields in lower case.
-        lower = {name.lower(): data for name, data in files.items()}
-        if found != {"__key__": key, "__url__": "", **lower} or key in self._keys:
+        # Readers give the names of fields in lower case.
+        expected: _Json = {name.lower(): data for name, data in files.items()}
+        expected |= {"__key__": key, "__url__": ""}
+        if found != expected or key in self._keys:
             raise ValueError(
                 f"key {key!r} with fields {[*files]} could not be read. A key is used once, is no "
                 "absolute path, and its last part is not empty and has no dot. There is at least "

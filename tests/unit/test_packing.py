@@ -108,7 +108,7 @@ def test_fields_are_read_in_lower_case(tmp_path):
 
 def test_shard_size_decides_on_the_number_of_samples_in_all_shards(tmp_path):
     rows = [{"n": index, "text": "x" * 100} for index in range(500)]
-    packed = hr.pack(dataset(*rows), tmp_path, format="parquet", shard_size="20KB")
+    packed = hr.pack(dataset(*rows), tmp_path, format="parquet", shard_size=20_000)
     assert packed.samples == 500
     assert [len(pq.read_table(path)) for path in sorted(tmp_path.glob("*.parquet"))] == [
         192,
@@ -235,7 +235,7 @@ def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
     data = dataset(*({"cls": index} for index in range(640)))
     for transform in (first, first):
         with pytest.raises(RuntimeError, match="stop"):
-            hr.pack(data, tmp_path, shard_size="30KB", transform=transform)
+            hr.pack(data, tmp_path, shard_size=30_000, transform=transform)
     for options, name in (
         ({"transform": second}, "transform"),
         ({"transform": first, "seed": 1}, "seed"),
@@ -243,7 +243,7 @@ def test_shards_of_another_transform_are_not_continued(first, second, tmp_path):
         with pytest.raises(
             ValueError, match=rf"was packed with {name}=.* and not .*: continue with"
         ):
-            hr.pack(data, tmp_path, shard_size="30KB", **options)
+            hr.pack(data, tmp_path, shard_size=30_000, **options)
 
 
 def test_changed_transform_continues_if_allowed(tmp_path):
@@ -381,8 +381,8 @@ def test_directory_with_other_content_is_refused(tmp_path):
             hr.pack(data, tmp_path / "shards", **other)
     with pytest.raises(ValueError, match="length=1, and not 2"):
         hr.pack(dataset({"txt": b"a"}, {"txt": b"b"}), tmp_path / "shards")
-    with pytest.raises(ValueError, match="shard_size='many'"):
-        hr.pack(data, tmp_path / "other", shard_size="many")
+    with pytest.raises(ValueError, match="format='zip' must be one of tar, parquet, tokens"):
+        hr.pack(data, tmp_path / "other", format="zip")
 
 
 def test_another_index_of_the_same_length_is_refused(tmp_path):
@@ -431,8 +431,10 @@ def rows_of(folder):
     return sorted(hr.ParquetDataset(folder), key=lambda row: row["index"])
 
 
-def test_results_have_the_index_of_the_sample(tmp_path):
-    with hr.DataLoader(Numbers(1000), 32, shuffle=True, seed=1) as loader:
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("data", [Numbers(1000), [*range(1000)]])
+def test_results_have_the_index_of_the_sample(data, num_workers, tmp_path):
+    with hr.DataLoader(data, 32, shuffle=True, seed=1, num_workers=num_workers) as loader:
         with hr.pack_results(loader, tmp_path, samples_per_shard=100) as out:
             for batch in loader:
                 vectors = torch.stack([batch, batch + 1], 1).float()
@@ -484,26 +486,22 @@ def test_loop_that_ends_early_is_continued(tmp_path):
     assert counts == [1, 3, 10]
 
 
-@pytest.mark.parametrize("puts", [[0, 0], [1], [0, 2], [0, None]])
-def test_put_is_called_once_for_each_batch(puts, tmp_path):
-    """`puts` are the batches after which `put` is called; None: after no further batch."""
+def put_after(puts, folder):
+    """Put results after batches with some numbers, and end the epoch."""
     loader = hr.DataLoader(Numbers(12), 4)
-    with (
-        pytest.raises(ValueError, match=r"put\(\) is called once for each batch"),
-        hr.pack_results(loader, tmp_path) as out,
-    ):
-        if puts == [0, None]:
-            for number, batch in enumerate(loader):
-                if number == 0:
-                    out.put(batch)
-        else:
-            batches = iter(loader)
-            taken = -1
-            for number in puts:
-                while taken < number and (batch := next(batches, None)) is not None:
-                    taken += 1
+    with hr.pack_results(loader, folder) as out:
+        for number, batch in enumerate(loader):
+            for _ in range(puts.count(number)):
                 out.put(batch)
+
+
+@pytest.mark.parametrize("puts", [[0, 0], [1], [0, 2], [0, 1]])
+def test_put_is_called_once_for_each_batch(puts, tmp_path):
+    with pytest.raises(ValueError, match=r"put\(\) is called once for each batch"):
+        put_after(puts, tmp_path)
     assert [*tmp_path.glob("*.parquet")] == []
+    put_after([0, 1, 2], tmp_path)
+    assert len(rows_of(tmp_path)) == 12
 
 
 def test_results_with_another_number_of_rows_are_refused(tmp_path):

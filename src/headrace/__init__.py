@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from headrace.errors import StoreError as StoreError
     from headrace.loader import DataLoader as DataLoader
     from headrace.packing import pack as pack
+    from headrace.packing import pack_results as pack_results
     from headrace.samplers import BalancedBatchSampler as BalancedBatchSampler
     from headrace.samplers import BlockShuffleSampler as BlockShuffleSampler
     from headrace.samplers import ElasticSampler as ElasticSampler
@@ -108,7 +109,7 @@ _NAMES = {
     "headrace.datasets.zarr": ("ZarrDataset",),
     "headrace.errors": ("HeadraceError", "StateError", "StoreError"),
     "headrace.loader": ("DataLoader",),
-    "headrace.packing": ("pack",),
+    "headrace.packing": ("pack", "pack_results"),
     "headrace.samplers": (
         "BalancedBatchSampler",
         "BlockShuffleSampler",

@@ -1,17 +1,17 @@
-"""Pack a dataset into shards.
+"""Pack a dataset, or the outputs of a model, into shards.
 
-Packing fetches samples, transforms samples in workers, writes shards in parallel, and continues
-after a kill.
+A shard is a range of the dataset's order. Each shard is written first, and the small
+record of the shard last. To continue is to make the shards without a record.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import hashlib
 import io
-import itertools
 import json
+import math
 import os
 import re
 import struct
@@ -19,15 +19,19 @@ import tarfile
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from headrace._ranks.rankinfo import own_rank
+from headrace._ranks.data_parallel import rank_among
+from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._records.batches import is_table
 from headrace._shards.discovery import Shard
 from headrace._shards.indexing import (
     NAME,
@@ -39,39 +43,40 @@ from headrace._shards.indexing import (
     with_heads,
 )
 from headrace._shards.tar import TarSamples
-from headrace._store.listing import require_pyarrow
+from headrace._store.listing import list_heads, require_pyarrow
 from headrace._store.store import Store, StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._streams.composition import plan
+from headrace._streams.kinds import kind_of
+from headrace.datasets.cached import IndexedShards
 from headrace.datasets.parquet import TableDataset
-from headrace.errors import ObjectNotFoundError
+from headrace.errors import ObjectNotFoundError, ShardError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 
-__all__ = ["Packed", "pack"]
+__all__ = ["Packed", "pack", "pack_results"]
 
 _INDEXING = Indexing(lambda shard: TarSamples(shard.name, uniform=True))
 
 Format = Literal["tar", "parquet", "tokens"]
-# Written after each shard. Readers of directories ignore names with an underscore in front.
-RECORD = "_pack.json"
-BATCH = 16  # number of samples in a batch; a shard may end after each batch
-TYPED = 64  # number of Parquet rows to infer column types from
+# Readers of directories ignore directories with an underscore in front.
+RECORDS = "_pack/"
+HEADER = RECORDS + "header.json"  # the first record
+BATCH = 16  # number of samples in a batch
+ROWS = 64  # number of rows in a batch; the first batch decides on the types of columns
 UPLOADS = 4  # number of concurrent shard uploads, each in several parts
-PIECE = 1 << 20  # bytes per read of a finished shard
 ROW_GROUP = 16 << 20  # bytes of a Parquet row group, counted in Arrow format
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+ANY_SIZE = 1 << 62  # bytes of a member of a tar
 _Json = dict[str, Any]
-_MakeWriter = Callable[[Path], "_ShardWriter"]
 
 
 class Packed(NamedTuple):
-    """Result of `pack`.
+    """Result of `pack`: what this call has written on this rank.
 
     Attributes:
         shards: number of shards.
-        samples: number of samples in all shards.
-        nbytes: size of all shards, in bytes.
+        samples: number of samples in the shards.
+        nbytes: size of the shards, in bytes.
     """
 
     shards: int
@@ -84,24 +89,32 @@ def pack(
     store: StoreLike,
     *,
     format: Format = "tar",
-    shard_size: int | str = "256MB",
+    shard_size: int = 256_000_000,
+    samples_per_shard: int | None = None,
+    schema: Any = None,
+    allow_changed: bool = False,
     num_workers: int = 0,
     **options: Unpack[LoaderOptions],
 ) -> Packed:
-    """Write the samples of a dataset into shards, in order.
+    """Write the samples of a map-style dataset into shards, in order, on any number of ranks.
 
-    A `DataLoader` fetches and transforms the samples. A terminal shows a progress bar.
-    `pack` writes each shard into a temporary file, and uploads the file in parts while writing
-    further shards. ``_pack.json`` beside the shards records the name, number of samples, size and
-    SHA-256 of each shard. With tar shards, `pack` also writes the index for `TarDataset.index`.
+    A `DataLoader` fetches and transforms the samples. A terminal shows a progress bar. Each shard
+    holds the same number of consecutive samples. Rank r of W writes the shards r, r + W, ...: into
+    a temporary file, which is uploaded in parts while the next shards are written. The directory
+    ``_pack`` beside the shards has a record of each complete shard: number, samples, size and
+    SHA-256. When all shards of the tar format are complete, `pack` also writes the index for
+    `TarDataset.index`.
 
-    After an interruption, also by SIGKILL, the same call continues after the last recorded shard:
-    no sample is lost or repeated. A call with another `transform` or `seed` is an error. The
-    comparison of a `transform` covers code, closure, arguments and repr, but not the functions that
-    the `transform` calls.
+    After an interruption, also by SIGKILL, the same call writes the shards without a record. The
+    number of ranks may differ. The bytes do not depend on interruptions and ranks. Ranks do not
+    communicate, and a rank does not take shards of other ranks. With other arguments, another
+    `transform`, or another length or index of the dataset, the call is an error. The comparison of
+    a `transform` covers code, closure, arguments and repr, but not the functions that the
+    `transform` calls.
 
     Args:
-        dataset: a map-style dataset or a stream. All samples are packed by a single rank.
+        dataset: a map-style dataset. Of a stream of shards, use the index, as
+            `TarDataset.index`.
         store: the directory for the shards: a URL, a path or a `Store`. The directory is empty, or
             belongs to an interrupted call.
         format: ``"tar"`` for WebDataset and `TarDataset`, ``"parquet"``, or ``"tokens"`` for
@@ -110,192 +123,383 @@ def pack(
             - ``"tar"``: a sample is a dict of fields (bytes, str, numbers, arrays for ``.npy``)
               with ``"__key__"``. An `ObjectSample` or a `FileSample` is a sample too, with the
               label in field ``cls``.
-            - ``"parquet"``: a sample is a dict of columns. The types come from the first 64 rows.
-              Without a `transform`, a `ParquetDataset` or an `ArrowDataset` keeps its types.
+            - ``"parquet"``: a sample is a dict of columns, or a `pyarrow.Table`.
             - ``"tokens"``: a sample is a sequence of integers, a document of Megatron's ``.bin``
-              and ``.idx``. Tokens are uint16 if the first sample is uint16, else int32.
-        shard_size: size of a shard in bytes, or text such as ``"256MB"``. A shard ends after the
-            batch of 16 samples that reaches the size. About five shards are on the local disk at a
-            time.
+              and ``.idx``. Tokens are uint16 if the first sample of a shard is uint16, else int32.
+        shard_size: approximate size of a shard in bytes. The first call reads samples up to this
+            size, to find the number of samples in a shard. About five shards are on the local disk
+            at a time.
+        samples_per_shard: number of samples in a shard, in place of `shard_size`.
+        schema: `pyarrow.Schema` of Parquet shards. By default, a `ParquetDataset` or an
+            `ArrowDataset` without `transform` keeps its schema, and is packed table by table. The
+            types of other samples come from the first 64 samples.
+        allow_changed: whether to continue with a changed `transform`.
         num_workers: number of processes for `transform`.
         options: options of the `DataLoader`, such as `transform` and `on_error`. `seed` is 0 by
-            default; the random numbers of `transform` follow from `seed`.
+            default; the random numbers of `transform` follow from `seed`. A dataset with
+            `set_epoch` gets the number of the shard as the epoch.
 
     Returns:
-        Numbers of shards, samples and bytes, including shards of interrupted calls.
+        Numbers of shards, samples and bytes that this call has written on this rank.
 
     Raises:
         ValueError: an argument is invalid, or the directory has other files, or was begun with
             other arguments.
-        TypeError: a sample does not fit the format. The message names the sample.
+        TypeError: the dataset is a stream, or a sample does not fit the format. The message has the
+            number of the sample. No shard with the sample is written.
         HeadraceError: reading or writing failed.
 
     Example:
         >>> import pathlib, tempfile, headrace as hr
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = [(folder / f"{number}.txt").write_text("x" * number) for number in range(100)]
-        >>> pack(hr.FileDataset(folder), folder / "shards", shard_size="64KB")
+        >>> pack(hr.FileDataset(folder), folder / "shards", samples_per_shard=64)
         Packed(shards=2, samples=100, nbytes=112640)
         >>> len(hr.TarDataset.index(folder / "shards"))
         100
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} must be one of {', '.join(get_args(Format))}")
-    if (rank := own_rank()).world_size > 1:
-        raise ValueError(
-            f"{rank.world_size} ranks would write the same shards: "
-            f"pack in one process ({rank.source})"
-        )
-    size = _bytes(shard_size)
+    if format not in _WRITERS:
+        raise ValueError(f"format={format!r} must be one of {', '.join(_WRITERS)}")
+    place, rank = as_store(store), rank_among(options.pop("data_parallel", None))
     options.setdefault("seed", 0)
-    loader: DataLoader[list[Any]] = DataLoader(
-        dataset, BATCH, num_workers=num_workers, collate_fn=list, **options
-    )
-    writer: _MakeWriter = _WRITERS[format]
-    if (
-        isinstance(dataset, TableDataset)
-        and format == "parquet"
-        and options.get("transform") is None
-    ):
-        writer = functools.partial(_ParquetWriter, schema=dataset.schema)
     source, functions = plan(dataset)
-    own = getattr(type(source), "aget", None)
-    code = describe_functions(options.get("transform"), *functions, own)
+    transform = options.get("transform")
+    tables = format == "parquet" and transform is None and isinstance(dataset, TableDataset)
+    if tables and len(dataset._schemas) == 1:
+        dataset = source = copy.copy(dataset)
+        dataset.gives_tables = True
+    code = describe_functions(transform, *functions, getattr(type(source), "aget", None))
     arguments = {
+        **_identity(source, dataset),
         "format": format,
-        "shard_size": size,
+        "shard_size": shard_size,
+        "samples_per_shard": samples_per_shard,
         "seed": options["seed"],
         "transform": hashlib.sha256(code.encode()).hexdigest()[:16],
     }
-    with loader, tempfile.TemporaryDirectory(prefix="headrace-pack-") as folder:
-        return _run(loader, as_store(store), Path(folder), writer, arguments)
-
-
-def _bytes(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)B?", str(size).upper())
-    if match is None or not (found := int(float(match[1]) * _UNITS[match[2]])):
-        raise ValueError(f"shard_size={size!r} must be a positive number of bytes, or as '256MB'")
-    return found
-
-
-def _run(
-    loader: DataLoader[Any], store: Store, folder: Path, make: _MakeWriter, arguments: _Json
-) -> Packed:
-    """Pack the remaining shards and record each complete shard."""
-    record = _begun(store, arguments)
-    if record["state"] is not None:
-        loader.load_state_dict(record["state"])  # raises StateError for another dataset
-    uploads: deque[tuple[Future[_Json], _Json]] = deque()
-
-    def write() -> None:
-        background_loop().run(store.put(RECORD, json.dumps(record, indent=1).encode()))
-
-    def commit(most: int) -> None:
-        """Record complete shards, in order.
-
-        Wait until at most `most` shards are incomplete.
-        """
-        while uploads and (len(uploads) > most or uploads[0][0].done()):
-            shard, position = uploads.popleft()
-            record["shards"].append(shard.result())
-            record.update(position)
-            write()
-
-    def shards() -> Iterator[tuple[Path, _ShardWriter, _Json]]:
-        """Yield complete shards, each with the loader's state after the shard."""
-        before = record["shards"]
-        number = sum(shard["samples"] for shard in before)
-        bar = tqdm(loader, "pack", initial=number // BATCH, unit="batch", disable=None)
-        batches = iter(bar)
-        for count, first in zip(itertools.count(len(before)), batches):
-            path, position = folder / f"{count:06d}", _Json()
-            with contextlib.closing(make(path)) as writer:
-                for batch in itertools.chain([first], batches):
-                    for sample in batch:
-                        writer.add(sample, number)
-                        number += 1
-                    if writer.nbytes >= arguments["shard_size"]:
-                        break
-                else:
-                    position["complete"] = True
-            yield path, writer, position | {"state": loader.state_dict()}
-
-    if not record["complete"]:
-        write()  # before the first shard, to mark the directory as begun by this call
-        with ThreadPoolExecutor(UPLOADS, "headrace-pack") as threads:
-            for path, writer, position in shards():
-                uploads.append((threads.submit(_upload, store, path, writer), position))
-                commit(UPLOADS)
-            commit(0)
-        record["complete"] = True
-        write()
-    if arguments["format"] == "tar":
-        _index(store, record["shards"])
-    written = record["shards"]
-    return Packed(
-        len(written), *(sum(shard[name] for shard in written) for name in ("samples", "bytes"))
+    all_numbers, inferred = range(len(dataset)), schema is None
+    batches: list[Any] = []
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        collate_fn=None if tables and dataset.gives_tables else list,
+        **options,
     )
 
+    def write(numbers: range, most: float = math.inf) -> _ShardWriter:
+        """Write samples, up to about `most` bytes, into a temporary file."""
+        batches[:] = _batches(numbers, ROWS if format == "parquet" else BATCH)
+        loader.set_epoch(numbers.start)  # random numbers follow from the seed and the shard
+        writer = _WRITERS[format](Path(folder, str(numbers.start)), schema, inferred)
+        with contextlib.closing(writer):
+            for batch in loader:
+                writer.add(batch, numbers[writer.samples :])
+                if writer.nbytes >= most:
+                    break
+        return writer
 
-def _index(store: Store, shards: list[_Json]) -> None:
-    """Join the index parts from `_upload`, and build missing parts."""
-    loop, place = background_loop(), Shard(store, NAME)
-    with contextlib.suppress(ObjectNotFoundError):
-        loop.run(store.head(NAME))
-        return
-    found = loop.run(with_heads([Shard(store, shard["name"]) for shard in shards]))
-    if found:
-        loop.run(build_index(found, _INDEXING, place))
-
-
-def _begun(store: Store, arguments: _Json) -> _Json:
-    """Return the record of an interrupted call, or a new record."""
-    loop = background_loop()
-    if (folder := store.local_root) is not None:
-        os.makedirs(folder, exist_ok=True)
-    try:
-        record: _Json = json.loads(bytes(loop.run(store.read_all(RECORD))))
-    except ObjectNotFoundError:
-        if there := loop.run(store.level(""))["objects"]:
-            raise ValueError(
-                f"{store.url} is not empty: it has {there[0]['path']}, and no {RECORD}"
-            ) from None
-        return {"arguments": arguments, "shards": [], "state": None, "complete": False}
-    if record["arguments"] != arguments:
-        what = f"{record['arguments']}, not {arguments}"
-        raise ValueError(
-            f"{store.url} was packed with {what}: continue with the same, or delete its shards"
+    # The shards are divided among ranks, and not the samples of a shard.
+    alone = provided_rank(RankInfo(0, 1, "headrace.pack"))
+    temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
+    with loader, alone, temporary as folder, _Uploads(place) as uploads:
+        if format == "parquet":
+            schema = schema or write(all_numbers, 0).schema
+            arguments["schema"] = str(schema)
+        size, left = _begin(
+            place,
+            rank,
+            arguments,
+            lambda: samples_per_shard or write(all_numbers, shard_size).samples,
+            allow_changed,
         )
-    return record
+        for numbers in tqdm(left, "pack", unit="shard", disable=None):
+            uploads.add(write(numbers), numbers)
+    records = [upload.result() for upload in uploads.all]
+    if format == "tar":
+        _index(place, all_numbers[::size])
+    totals = (sum(record[name] for record in records) for name in ("samples", "bytes"))
+    return Packed(len(records), *totals)
 
 
-def _upload(store: Store, path: Path, writer: _ShardWriter) -> _Json:
-    """Upload a shard and the files beside the shard.
+def _identity(source: Any, dataset: Any) -> _Json:
+    """Return the length of a dataset, and a hash of the shards of the dataset."""
+    if kind_of(source).is_iterable:
+        raise TypeError(
+            f"{type(source).__name__} is a stream, and shards are ranges of a map-style dataset: "
+            "use an index, as of headrace.TarDataset.index(...)"
+        )
+    digest = source.stream().digest if isinstance(source, IndexedShards) else None
+    return {"length": len(dataset), "source": digest}
+
+
+def _batches(numbers: range, size: Any) -> list[range]:
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
+
+
+def _begin(
+    store: Store,
+    rank: RankInfo,
+    arguments: _Json,
+    samples: Callable[[], int],
+    allow_changed: bool = False,
+) -> tuple[int, list[range]]:
+    """Return the number of samples in a shard, and the shards of a rank without a record.
+
+    The rank that comes first writes the first record.
+
+    Args:
+        store: the directory of the shards.
+        rank: the rank.
+        arguments: what all calls must agree on.
+        samples: function that returns the number of samples in a shard, for the first record.
+        allow_changed: whether `transform` may differ.
+    """
+    loop = background_loop()
+    if store.local_root is not None:
+        os.makedirs(store.local_root, exist_ok=True)
+    keys = _keys(store)
+    try:
+        found = loop.run(store.read_all(HEADER))
+    except ObjectNotFoundError:
+        if keys:
+            text = f"{store.url} is not empty: it has {min(keys)}, and no {HEADER}"
+            raise ValueError(text) from None
+        content = {"arguments": arguments, "samples_per_shard": max(1, samples())}
+        loop.run(store.put(HEADER, json.dumps(content).encode(), create=True))
+        found = loop.run(store.read_all(HEADER))
+    header = json.loads(bytes(found))
+    for name, value in arguments.items():
+        began = header["arguments"].get(name)
+        if began != value and not (allow_changed and name == "transform"):
+            raise ValueError(
+                f"{store.url} was packed with {name}={began!r}, and not {value!r}: "
+                "continue with the same, or delete its shards"
+            )
+    size = header["samples_per_shard"]
+    own = _batches(range(arguments["length"]), size)[rank.rank :: rank.world_size]
+    return size, [numbers for numbers in own if _record(numbers.start) not in keys]
+
+
+def _keys(store: Store) -> set[str]:
+    return {head.key for head in background_loop().run(list_heads(store, ""))}
+
+
+def _record(first: int) -> str:
+    return f"{RECORDS}{first:012d}.json"
+
+
+class _Uploads(ThreadPoolExecutor):
+    """Threads that upload shards and records.
+
+    Attributes:
+        all: uploads so far; the results are the records.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(UPLOADS, "headrace-pack")
+        self._store = store
+        self.all: list[Future[_Json]] = []
+
+    def add(self, writer: _ShardWriter, numbers: range) -> None:
+        """Upload a shard. Wait while too many uploads are incomplete."""
+        self.all.append(self.submit(_upload, self._store, writer, numbers))
+        if len(self.all) > UPLOADS:
+            self.all[-1 - UPLOADS].result()
+
+
+def _upload(store: Store, writer: _ShardWriter, numbers: range) -> _Json:
+    """Upload a shard and the files beside the shard, and then the record.
 
     Runs on an upload thread.
     """
-    loop = background_loop()
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    key = path.name + writer.suffix
-    if isinstance(writer, _TokenWriter):  # first: the shard cannot be read without an index
-        loop.run(store.put(path.name + ".idx", writer.index()))
-    loop.run(store.put(key, path))
-    if isinstance(writer, _TarWriter):
-        shard = Shard(store, key, loop.run(store.head(key)))
-        decoder = IndexingDecoder(shard, _INDEXING)
+    loop, path, name = background_loop(), writer.path, f"{numbers.start:012d}"
+    record: _Json = {"first": numbers.start, "stop": numbers.stop, "samples": writer.samples}
+    if writer.samples:
+        key = name + writer.suffix
         with path.open("rb") as file:
-            for piece in iter(lambda: file.read(PIECE), b""):
-                decoder.feed(piece)
-        decoder.finish()
-        loop.run(store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index()))
-    size = path.stat().st_size
-    os.unlink(path)
-    return {"name": key, "samples": writer.samples, "bytes": size, "sha256": digest}
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        record |= {"name": key, "bytes": path.stat().st_size, "sha256": digest}
+        if isinstance(writer, _TokenWriter):  # first: the shard cannot be read without an index
+            loop.run(store.put(name + ".idx", writer.index()))
+        loop.run(store.put(key, path))
+        if isinstance(writer, _TarWriter):
+            shard = Shard(store, key, loop.run(store.head(key)))
+            decoder = IndexingDecoder(shard, _INDEXING)
+            data: Any = np.memmap(path, np.uint8, "r")
+            decoder.feed(data)
+            decoder.finish()
+            loop.run(store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index()))
+    path.unlink()
+    loop.run(store.put(_record(numbers.start), json.dumps(record).encode()))
+    return record
+
+
+def _index(store: Store, firsts: range) -> None:
+    """Join the index parts, if the shards of all ranks are complete."""
+    loop, keys = background_loop(), _keys(store)
+    names = sorted(key for key in keys if re.fullmatch(r"\d+\.tar", key))
+    if names and NAME not in keys and keys.issuperset(map(_record, firsts)):
+        found = loop.run(with_heads([Shard(store, name) for name in names]))
+        loop.run(build_index(found, _INDEXING, Shard(store, NAME)))
+
+
+class pack_results:
+    """Write the outputs of a model for each batch of a loader into Parquet shards.
+
+    The results of each sample are written exactly once, after any interruption, also by SIGKILL,
+    and on any number of ranks. Each shard has the results of `samples_per_shard` consecutive
+    samples of the dataset. Rank r of W makes the shards r, r + W, ...: first the shard, and last a
+    record in the directory ``_pack`` beside the shards.
+
+    Within the ``with`` block, the loader gives the samples of the shards of this rank without a
+    record, in the order of the dataset and in batches of at most `batch_size`. The sampler and
+    `shuffle` have no effect. The next call computes the batches of an incomplete shard again. The
+    number of ranks may differ then. Ranks do not communicate, and may get different numbers of
+    batches. The column ``index`` is the index of the sample in the dataset.
+
+    Args:
+        loader: a loader of a map-style dataset, with `batch_size`.
+        store: the directory for the shards: a URL, a path or a `Store`. The directory is empty, or
+            belongs to an interrupted call.
+        schema: `pyarrow.Schema` of the results; by default the types of the first batch of
+            each shard.
+        samples_per_shard: number of samples in a shard.
+
+    Raises:
+        TypeError: the dataset is a stream.
+        ValueError: the directory has other files, or belongs to another dataset or other arguments;
+            or `put` was not called once for each batch.
+        HeadraceError: writing failed.
+
+    Example:
+        >>> import tempfile, headrace as hr
+        >>> loader = hr.DataLoader([1.0, 2.0, 3.0], batch_size=2)
+        >>> folder = tempfile.mkdtemp()
+        >>> with pack_results(loader, folder) as out:
+        ...     for batch in loader:
+        ...         out.put({"square": batch * batch})
+        >>> list(hr.ParquetDataset(folder))
+        [{'index': 0, 'square': 1.0}, {'index': 1, 'square': 4.0}, {'index': 2, 'square': 9.0}]
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        store: StoreLike,
+        *,
+        schema: Any = None,
+        samples_per_shard: int = 16_384,
+    ) -> None:
+        if loader.batch_size is None or not loader.in_order:
+            raise ValueError("pack_results needs a loader with batch_size= and in_order=True")
+        self._loader, self._store, self._schema = loader, as_store(store), schema
+        self._size = samples_per_shard
+        self._steps = 0  # number of batches with results
+
+    def __enter__(self) -> Self:
+        loader, store, size = self._loader, self._store, self._size
+        spec, self._sampler = loader._control.spec, loader.batch_sampler
+        arguments = {
+            **_identity(spec.source, loader.dataset),
+            "samples_per_shard": size,
+            "schema": self._schema and str(self._schema),
+        }
+        rank = rank_among(spec.options["data_parallel"])
+        _, left = _begin(store, rank, arguments, lambda: size)
+        batches = [batch for numbers in left for batch in _batches(numbers, loader.batch_size)]
+        loader.__dict__["batch_sampler"] = batches  # torch forbids to set the attribute
+        self._left = deque(left)  # samples of the present shard and of later shards
+        self._temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
+        self._uploads = _Uploads(store)
+        self._open()
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self._loader.__dict__["batch_sampler"] = self._sampler
+        progress = self._progress
+        with self._temporary, self._uploads:
+            try:
+                # A loop that has ended early leaves the present shard to the next call.
+                if kind is None and progress is not None and progress.over:
+                    self._check(self._steps)
+                    while self._left:
+                        self._complete()
+            finally:
+                self._writer.close()
+        if kind is None:
+            for upload in self._uploads.all:
+                upload.result()
+
+    def put(self, results: Any) -> None:
+        """Write the results of the batch that the loader has returned last.
+
+        Call `put` once for each batch, before the next batch.
+
+        Args:
+            results: a tensor, an array or a list with a row for each sample, or a dict of columns
+                of this kind. A row has at most one dimension. A tensor, an array or a list alone is
+                the column ``result``. The column ``index`` is added: the index of the sample in the
+                dataset.
+
+        Raises:
+            ValueError: the number of rows is not the number of samples in the batch, or `put` was
+                not called once for each batch.
+            TypeError: the results do not fit the schema.
+        """
+        import pyarrow
+
+        self._check(self._steps + 1)
+        indices = self._progress.given_indices()
+        columns = results if isinstance(results, Mapping) else {"result": results}
+        arrays = {name: _column(values) for name, values in columns.items()}
+        table = pyarrow.table({"index": indices, **arrays})
+        while indices[0] not in self._left[0]:
+            self._complete()
+        self._writer.add(table, indices)
+        self._steps += 1
+
+    @property
+    def _progress(self) -> Any:
+        return self._loader._control.position.progress
+
+    def _check(self, steps: int) -> None:
+        """Raise `ValueError` if the loader has given another number of batches."""
+        made = self._progress.state(int(self._progress.over)).steps
+        if made != steps:
+            raise ValueError(
+                f"put() is called once for each batch, before the next batch: the loader has given "
+                f"{made} batches, and the results are those of batch {steps}"
+            )
+
+    def _open(self) -> None:
+        path = Path(self._temporary.name, str(len(self._left)))
+        self._writer = _ParquetWriter(path, self._schema)
+
+    def _complete(self) -> None:
+        """Complete the present shard."""
+        self._writer.close()
+        self._uploads.add(self._writer, self._left.popleft())
+        self._open()
+
+
+def _column(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    return list(values) if getattr(values, "ndim", 1) > 1 else values
+
+
+_UNFIT = (TypeError, ValueError, OverflowError, AttributeError, NotImplementedError)
 
 
 class _ShardWriter(ABC):
     """Writer of a single shard file.
+
+    Args:
+        path: path of the file.
+        schema: schema of a Parquet file; None for the types of the first batch.
+        inferred: whether the schema is that of other samples, and not given by the user.
 
     Attributes:
         samples: number of samples in the shard.
@@ -304,26 +508,22 @@ class _ShardWriter(ABC):
 
     suffix: str
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, schema: Any = None, inferred: bool = False) -> None:
+        self.path, self.schema, self._inferred = path, schema, inferred
         self._file: BinaryIO = path.open("wb")
-        self.samples = self.nbytes = self._number = 0
+        self.samples = self.nbytes = 0
 
-    def add(self, sample: Any, number: int) -> None:
-        """Write a sample with its `number` in the dataset."""
-        self._number = number
-        with self._fitting():
-            self._add(sample)
-        self.samples += 1
-
-    @contextlib.contextmanager
-    def _fitting(self) -> Iterator[None]:
-        try:
-            yield
-        except (TypeError, ValueError, OverflowError, AttributeError, NotImplementedError) as error:
-            raise TypeError(f"sample {self._number} does not fit this format: {error}") from error
+    def add(self, batch: Any, numbers: Sequence[Any]) -> None:
+        """Write a batch of samples. `numbers` are the numbers of the samples."""
+        for number, sample in zip(numbers, batch, strict=False):
+            try:
+                self._add(sample, number)
+            except _UNFIT as error:
+                raise TypeError(f"sample {number} does not fit this format: {error}") from error
+            self.samples += 1
 
     @abstractmethod
-    def _add(self, sample: Any) -> None: ...
+    def _add(self, sample: Any, number: int) -> None: ...
 
     def close(self) -> None:
         self._file.close()
@@ -332,34 +532,42 @@ class _ShardWriter(ABC):
 class _TarWriter(_ShardWriter):
     suffix = ".tar"
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._archive = tarfile.TarFile(fileobj=self._file, mode="w")
-        self._last: str | None = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._decoder = TarSamples("", uniform=False, member_limit=ANY_SIZE)
+        self._keys: set[str] = set()
 
-    def _add(self, sample: Any) -> None:
+    def _add(self, sample: Any, number: int) -> None:
         fields = dict(sample) if isinstance(sample, Mapping) else _fields_of(sample)
-        key = str(fields.pop("__key__", f"{self._number:09d}"))
-        name = key.rpartition("/")[2]
-        if key == self._last or key.startswith("/") or not name or "." in name:
-            what = "is that of the sample before, is absolute, or its name is empty or has a dot"
-            raise ValueError(f"key {key!r} {what}, from which readers take a field")
+        key = str(fields.pop("__key__", f"{number:09d}"))
         files = {
             name: _encoded(name, value)
             for name, value in fields.items()
             if not name.startswith("__")
         }
-        if not files:
-            raise ValueError(f"{key!r} has no field, so that it would not be read")
-        self._last = key
+        packed, found = io.BytesIO(), None
+        archive = tarfile.TarFile(fileobj=packed, mode="w")
         for name, data in files.items():
             info = tarfile.TarInfo(f"{key}.{name}")
             info.size = len(data)
-            self._archive.addfile(info, io.BytesIO(data))
-        self.nbytes = self._archive.offset
+            archive.addfile(info, io.BytesIO(data))
+        with contextlib.suppress(ShardError):
+            found = self._decoder.whole_sample(packed.getbuffer(), 0)
+        # Readers give the names of fields in lower case.
+        expected: _Json = {name.lower(): data for name, data in files.items()}
+        expected |= {"__key__": key, "__url__": ""}
+        if found != expected or key in self._keys:
+            raise ValueError(
+                f"key {key!r} with fields {[*files]} could not be read. A key is used once, is no "
+                "absolute path, and its last part is not empty and has no dot. There is at least "
+                "one field, and fields have no slash"
+            )
+        self._keys.add(key)
+        self.nbytes += self._file.write(packed.getbuffer())
 
     def close(self) -> None:
-        self._archive.close()
+        end = self.nbytes + 2 * tarfile.BLOCKSIZE
+        self._file.write(bytes(end + -end % tarfile.RECORDSIZE - self.nbytes))
         super().close()
 
 
@@ -397,81 +605,100 @@ def _encoded(name: str, value: Any) -> bytes:
 class _ParquetWriter(_ShardWriter):
     suffix = ".parquet"
 
-    def __init__(self, path: Path, schema: Any = None) -> None:
-        require_pyarrow("packing Parquet")
-        super().__init__(path)
-        self._schema = schema  # schema of the rows; None to infer from the first rows
-        self._names: list[str] | None = None if schema is None else schema.names
-        self._rows: list[dict[str, Any]] = []
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._parquet = require_pyarrow("packing Parquet")
         self._tables: list[Any] = []  # tables of the next row group
         self._writer: Any = None
 
-    def _add(self, sample: Any) -> None:
-        row = dict(sample)
-        self._names = self._names or list(row)
-        if row.keys() - set(self._names):
-            raise ValueError(f"columns {sorted(row)}, but {self._names} in the samples before")
-        self._rows.append(row)
-        if len(self._rows) == TYPED:
-            self._convert()
-
-    def _convert(self) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows, self._rows = self._rows, []
-        columns = {name: [row.get(name) for row in rows] for name in self._names or ()}
-        table = pyarrow.table(columns, schema=self._schema)
-        for field in table.schema if self._schema is None else ():
-            found = table[field.name].to_pylist() if "[us" in str(field.type) else []
-            pairs = zip(found, columns[field.name], strict=False)
-            if any(one is not None and one != value for one, value in pairs):
-                what = "but its values need more than microseconds, or mix time zones with none"
-                raise ValueError(f"{field.name}: {field.type}, {what}")
-        if self._writer is None:
-            self._writer = pyarrow.parquet.ParquetWriter(
-                self._file, table.schema, write_page_checksum=True
-            )
-        # Given to pyarrow.array, the schema would turn floats into integers.
-        schema = self._writer.schema
-        if pyarrow.unify_schemas([schema, table.schema], promote_options="permissive") != schema:
-            raise ValueError(
-                f"{table.schema}, but {schema} in the samples before".replace("\n", ", ")
-            )
-        table = table.cast(schema)
+    def add(self, batch: Any, numbers: Sequence[Any]) -> None:
+        try:
+            table = self._convert(batch)
+        except _UNFIT:
+            super().add(() if is_table(batch) else batch, numbers)  # names the sample
+            raise
+        self.schema = table.schema
         self._tables.append(table)
+        self.samples += len(table)
         self.nbytes += table.nbytes
         if sum(table.nbytes for table in self._tables) >= ROW_GROUP:
             self._flush()
 
+    def _add(self, sample: Any, number: int) -> None:
+        self._convert([sample])
+
+    def _convert(self, samples: Any) -> Any:
+        """Return samples as a table with the schema."""
+        import pyarrow
+
+        table = samples if is_table(samples) else _table(samples, self.schema)
+        schema = self.schema or table.schema
+        if others := {*table.column_names} - {*schema.names}:
+            raise ValueError(f"columns {sorted(others)}, but {schema.names} in the schema")
+        if self._inferred:
+            # A cast would leave out fields of structs, and turn numbers into strings.
+            unified = pyarrow.unify_schemas([schema, table.schema], promote_options="permissive")
+            if unified != schema:
+                text = f"{table.schema}, but {schema} in other samples: give schema="
+                raise ValueError(text.replace("\n", ", "))
+        return table.select(schema.names).cast(schema)
+
     def _flush(self) -> None:
         import pyarrow
 
-        self._writer.write_table(pyarrow.concat_tables(self._tables))
+        if self._tables:
+            # Names within nested columns stay those of the schema.
+            self._writer = self._writer or self._parquet.ParquetWriter(
+                self._file, self.schema, write_page_checksum=True, use_compliant_nested_type=False
+            )
+            self._writer.write_table(pyarrow.concat_tables(self._tables))
         self._tables = []
 
     def close(self) -> None:
         try:
-            if self._rows:
-                with self._fitting():
-                    self._convert()
-            if self._tables:
-                self._flush()
+            self._flush()
         finally:
             if self._writer is not None:
                 self._writer.close()
             super().close()
 
 
+def _table(rows: Any, schema: Any) -> Any:
+    """Return rows as a table, with the columns of the schema and of the rows."""
+    import pyarrow
+
+    rows = [dict(row) for row in rows]
+    kinds = {} if schema is None else {field.name: field.type for field in schema}
+    names = dict.fromkeys(chain(kinds, *rows))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    arrays = {name: _array(values, kinds.get(name)) for name, values in columns.items()}
+    return pyarrow.table(arrays)
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    """Return values as an array of inferred type, or of type `kind`."""
+    import pyarrow
+
+    try:
+        array = pyarrow.array(values)  # a cast then finds values that another type would lose
+    except (pyarrow.ArrowException, OverflowError):
+        array = pyarrow.array(values, kind)
+    found = array.to_pylist() if "[us" in str(array.type) else values
+    pairs = zip(found, values, strict=True)
+    if found is not values and any(one is not None and one != value for one, value in pairs):
+        raise ValueError("values need more than microseconds, or mix time zones with none")
+    return array
+
+
 class _TokenWriter(_ShardWriter):
     suffix = ".bin"
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._dtype: Any = None  # dtype of the tokens, from the first sample
         self._lengths: list[int] = []
 
-    def _add(self, sample: Any) -> None:
+    def _add(self, sample: Any, number: int) -> None:
         tokens = np.asarray(sample)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(

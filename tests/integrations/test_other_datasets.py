@@ -294,7 +294,7 @@ def test_webdataset_reads_packed_shards(tmp_path):
         for n in range(SAMPLES)
     ]
     samples = [{"__key__": f"a/{number:02}", **each} for number, each in enumerate(fields)]
-    assert hr.pack(samples, tmp_path, shard_size=50_000).shards > 1
+    assert hr.pack(samples, tmp_path, samples_per_shard=20).shards > 1
     names = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     for found, sample in zip(
         webdataset.WebDataset(names, shardshuffle=False).decode(), samples, strict=True

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import obstore
 from obstore import get_range_async
+from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from headrace._base.cgroup import CgroupLimits, available_memory
@@ -666,11 +667,18 @@ class Store:
         meta = await self._attempt(lambda store: obstore.head_async(store, key), tries)
         return Head.of(key, meta)
 
-    async def put(self, key: str, data: bytes | Path) -> None:
-        """Write an object. A file is written in parts. Raises `StoreError`."""
-        await self._attempt(
-            lambda store: obstore.put_async(store, key, data), self._tries(f"writing {key!r}", key)
-        )
+    async def put(self, key: str, data: bytes | Path, *, create: bool = False) -> None:
+        """Write an object. A file is written in parts. Raises `StoreError`.
+
+        With `create`, an object that exists stays unchanged.
+        """
+
+        async def write(store: ObjectStore) -> None:
+            with contextlib.suppress(AlreadyExistsError):
+                mode: Any = "create" if create else "overwrite"
+                await obstore.put_async(store, key, data, mode=mode)
+
+        await self._attempt(write, self._tries(f"writing {key!r}", key))
 
 
 StoreLike = str | os.PathLike[str] | Store

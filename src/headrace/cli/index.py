@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +25,6 @@ from headrace._shards.indexing import (
     with_heads,
 )
 from headrace._streams.blocking import background_loop
-from headrace.cli.pack import function_of
 from headrace.datasets.lines import LinesDataset
 from headrace.datasets.sharded import ShardedStream
 from headrace.datasets.tar import TarDataset
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """
     loop = background_loop()
     shards, decoder_of = _find(arguments.url, arguments.format)
-    length = None if arguments.length is None else function_of(arguments.length, "--length")
+    length = None if arguments.length is None else _function_of(arguments.length, "--length")
     indexing = Indexing(decoder_of, length)
     place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
     if place is None:
@@ -118,3 +120,13 @@ def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes:
 def _build_parts(indexing: Indexing, place: Shard, shards: list[Shard]) -> int:
     background_loop().run(build_parts(shards, indexing, place))
     return len(shards)
+
+
+def _function_of(name: str, option: str) -> Any:
+    """Import the function named by an option, as ``module:function``."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{option} {name}: {error}; write module:function") from error

@@ -51,23 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
-    pack = commands.add_parser(
-        "pack",
-        help="write many small objects, or other shards, into shards",
-        description="Reads SRC, transforms the samples in workers, and writes shards to DST. "
-        "After an interruption the same command continues. In a program: headrace.pack.",
-    )
-    add = pack.add_argument
-    add(
-        "source",
-        metavar="SRC",
-        help="a directory of objects; or, by their endings, shards: s3://bucket/x/*.tar",
-    )
-    add("destination", metavar="DST", help="an empty directory")
-    add("--format", choices=("tar", "parquet", "tokens"), default="tar", help="of the shards (tar)")
-    add("--shard-size", default="256MB", metavar="SIZE", help="bytes, or as 256MB")
-    add("--transform", metavar="MODULE:FUNCTION", help="applied to each sample, in the workers")
-    add("--num-workers", type=int, default=0, metavar="N", help="processes for it (0)")
     index = commands.add_parser(
         "index",
         help="index shards, so that a loader reads them in any order, on any number of GPUs",

@@ -19,7 +19,7 @@ def test_python_m_headrace_is_the_command(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["pack"], ["pack", "a", "b", "--format", "zip"], ["pack", "a", "b", "--num-workers", "x"]],
+    [["index"], ["index", "a", "--format", "zip"], ["index", "a", "--processes", "x"]],
 )
 def test_invalid_arguments_end_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -31,14 +31,14 @@ def test_invalid_arguments_end_with_status_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("url", "status"),
     [
-        ("http://me:hush@127.0.0.1:9/prefix?signature=hush", 1),  # nothing listens there
+        ("http://me:hush@127.0.0.1:9/0.tar", 1),  # nothing listens there
         ("file:///no/such/folder", 1),
         ("nonsense://hush@bucket", 2),
         ("", 2),
     ],
 )
 def test_what_goes_wrong_is_one_line_without_secrets(url, status, capsys, tmp_path):
-    assert main(["pack", url, str(tmp_path / "out")]) == status
+    assert main(["index", url, "--output", str(tmp_path / "out")]) == status
     said = capsys.readouterr()
     assert said.err.startswith("headrace: ")
     assert said.err.count("\n") == 1

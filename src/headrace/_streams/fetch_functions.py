@@ -61,7 +61,7 @@ def is_bounded(kind: DatasetKind, dataset: object) -> bool:
     return kind is DatasetKind.ASYNC_MAP or (kind.is_async and fetches(dataset))
 
 
-class _Row(NamedTuple):
+class _HeldRow(NamedTuple):
     """A row that was read, and not given yet."""
 
     position: State | None  # position of the stream before the row, if saved
@@ -89,7 +89,7 @@ class FetchFunctions(StreamOperation[Any]):
         self._position: State | None = None  # the saved position; None for the current position
         self._given = 0  # rows given since the saved position
         self._reread = Reread()
-        self._rows: deque[_Row] = deque()
+        self._rows: deque[_HeldRow] = deque()
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._read_all = False
@@ -134,10 +134,10 @@ class FetchFunctions(StreamOperation[Any]):
                     if self._closed:
                         raise
                     sample = _failed(error)
-                self._rows.append(_Row(position, sample))
+                self._rows.append(_HeldRow(position, sample))
                 self._changed.set()
         except Exception as error:  # the position could not be restored or saved
-            self._rows.append(_Row(None, _failed(error)))
+            self._rows.append(_HeldRow(None, _failed(error)))
         finally:
             self._read_all = True
             self._changed.set()

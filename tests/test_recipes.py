@@ -50,6 +50,7 @@ def write_data(folder):
         (folder / name).mkdir(parents=True)
     shutil.copytree(FIXTURES / "mds/zstd", folder / "mds")
     shutil.copytree(FIXTURES / "litdata/tokens", folder / "chunks")
+    shutil.copytree(FIXTURES / "lerobot/set", folder / "robot")
     importlib.import_module("05_image_folder").draw_shapes(folder, 1200)
     importlib.import_module("09_padded_audio").record(folder / "clips", 16)
     for name, frames in (("a", 150), ("b", 130)):

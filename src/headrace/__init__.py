@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from headrace.datasets.combine import mix as mix
     from headrace.datasets.files import FileDataset as FileDataset
     from headrace.datasets.hub import hub as hub
+    from headrace.datasets.lerobot import LeRobotDataset as LeRobotDataset
     from headrace.datasets.lines import LinesDataset as LinesDataset
     from headrace.datasets.litdata import LitDataset as LitDataset
     from headrace.datasets.mds import MDSDataset as MDSDataset
@@ -96,6 +97,7 @@ _NAMES = {
     "headrace.datasets.combine": ("concat", "from_async_iterable", "mix"),
     "headrace.datasets.files": ("FileDataset",),
     "headrace.datasets.hub": ("hub",),
+    "headrace.datasets.lerobot": ("LeRobotDataset",),
     "headrace.datasets.lines": ("LinesDataset",),
     "headrace.datasets.litdata": ("LitDataset",),
     "headrace.datasets.mds": ("MDSDataset",),

@@ -120,6 +120,7 @@ async def read_ranges(
     ranges: Ranges,
     read: Callable[[int, int, int], Awaitable[memoryview]],
     *,
+    gap: int = LARGEST_GAP,
     largest: int = LARGEST_SPAN,
 ) -> list[memoryview]:
     """Read ranges with the requests of `plan_spans`, all at once.
@@ -127,6 +128,7 @@ async def read_ranges(
     Args:
         ranges: the ranges to read.
         read: reads bytes of an object. Called with the object's number, the start and the stop.
+        gap: see `plan_spans`.
         largest: see `plan_spans`.
 
     Returns:
@@ -141,7 +143,7 @@ async def read_ranges(
                 ranges.starts[position] - span.start : ranges.stops[position] - span.start
             ]
 
-    await map_all(fill, plan_spans(ranges, largest=largest))
+    await map_all(fill, plan_spans(ranges, gap=gap, largest=largest))
     return views
 
 

@@ -263,6 +263,7 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
         return sample
 
     def sample_key(self, index: object) -> str | None:
+        """Return the name of the sample at `index`."""
         return sample_key(self.dataset, index)
 
 

@@ -38,9 +38,6 @@ __all__ = ["ParquetDataset", "TableDataset"]
 
 _FEW = 16  # rows to convert on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file with filter columns read at the same time
-# Divides the row groups side by side, for the row groups with rows that are planned ahead. Rows are
-# Python objects and take five times the memory of tables. All row groups of tables are planned.
-_ROWS_AHEAD = 8
 
 
 class TableDataset(IndexedShards[Any]):
@@ -53,6 +50,10 @@ class TableDataset(IndexedShards[Any]):
     """
 
     _parts_name: ClassVar[str] = "row groups"
+    # Divides the row groups side by side, for the row groups with rows that are planned ahead. Rows
+    # are Python objects and take five times the memory of tables. All row groups of tables are
+    # planned.
+    _rows_ahead: ClassVar[int] = 8
     _suffixes: ClassVar[tuple[str, ...]]
     _open_files: Callable[[Sequence[Shard], OnOpeningError], Sequence[TableFile]]
 
@@ -137,7 +138,7 @@ class TableDataset(IndexedShards[Any]):
     def blocks(self) -> Blocks:
         """Row groups, as blocks of a random order."""
         nbytes = sum(group.nbytes for group in self._groups)
-        ahead = 1 if self.gives_tables else _ROWS_AHEAD
+        ahead = 1 if self.gives_tables else self._rows_ahead
         return Blocks.whole(
             self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead
         )

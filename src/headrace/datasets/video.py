@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ __all__ = ["VideoClip", "VideoDataset"]
 
 # Limit of clips of a file, plus 1,000 for each frame: the index may state wrong times.
 _MOST_CLIPS = 1 << 20
-_CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<f8")
-# `first` and `last` are frames, `begin` and `end` shown ticks, `start` and `stop` bytes.
-_CLIP.names = ("first", "last", "begin", "end", "start", "stop", "seconds")
+_CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<i8,<f8")
+# `video` is the number of the file, `first` and `last` are frames, `begin` and `end` shown ticks,
+# `start` and `stop` bytes.
+_CLIP.names = ("video", "first", "last", "begin", "end", "start", "stop", "seconds")
 
 
 class VideoClip(NamedTuple):
@@ -101,7 +102,8 @@ class VideoDataset(RangedShards[VideoClip]):
 
         shards, self._tracks, clips = zip(*opened(found, read, on_error=on_error), strict=True)
         super().__init__(shards, [*map(len, clips)])
-        self._clips = np.concatenate(clips)
+        self.clips = np.concatenate(clips)
+        self.clips["video"] = np.repeat(np.arange(len(clips)), self.counts)
         if not len(self):
             raise ValueError(f"none of {len(found)} videos is long enough for a clip")
 
@@ -112,16 +114,20 @@ class VideoDataset(RangedShards[VideoClip]):
             IndexError: an index is out of range.
         """
         shards, _, places = self._rows(indices)
-        clips = self._clips[places]
+        clips = self.clips[places]
         return Ranges(shards, clips["start"], clips["stop"])
 
     def sample_key(self, index: int) -> str:
         """Return the file and the start of the clip at `index`."""
-        return f"{self._shards[self.range(index)[0]].key}[{self._clips[index]['seconds']:.3f} s]"
+        return f"{self._shards[self.range(index)[0]].key}[{self.clips[index]['seconds']:.3f} s]"
 
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
         """Make the clip at `index` from the clip's bytes."""
-        clip, number = self._clips[index], self.range(index)[0]
+        return self.clip_of(self.clips[index], data)
+
+    def clip_of(self, clip: Any, data: memoryview) -> VideoClip:
+        """Make a clip, described as in `clips`, from the clip's bytes."""
+        number = clip["video"]
         track = self._tracks[number]
         frames = track.frames[clip["first"] : clip["last"]]
         begin, end = int(clip["begin"]), int(clip["end"])

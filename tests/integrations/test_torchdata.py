@@ -185,6 +185,34 @@ def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, na
         assert batches(loader) == expected
 
 
+class Draws(torch.utils.data.Dataset):
+    """Random numbers of the worker's generator, which is the state."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return int(torch.randint(1000, (1,)))
+
+    def state_dict(self):
+        return {"rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["rng"])
+
+
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_worker_without_a_delivered_batch_draws_the_same_numbers_after_a_restore(loader_class):
+    loader = loader_class(Draws(), num_workers=3)
+    iterator = iter(loader)
+    next(iterator)  # of the first of three workers
+    state = loader.state_dict()
+    expected = batches(iterator)
+    restored = loader_class(Draws(), num_workers=3)
+    restored.load_state_dict(state)
+    assert batches(restored) == expected
+
+
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
     with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):

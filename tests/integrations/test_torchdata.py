@@ -213,6 +213,21 @@ def test_worker_without_a_delivered_batch_draws_the_same_numbers_after_a_restore
     assert batches(restored) == expected
 
 
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_later_epochs_are_seeded_from_the_restored_generator(loader_class):
+    def make():
+        generator = torch.Generator().manual_seed(4)
+        return loader_class(Draws(), num_workers=2, generator=generator)
+
+    loader = make()
+    batches(loader)
+    state = loader.state_dict()
+    expected = batches(loader)
+    restored = make()
+    restored.load_state_dict(state)
+    assert batches(restored) == expected
+
+
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
     with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):

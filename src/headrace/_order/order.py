@@ -141,7 +141,7 @@ class EpochOrder:
         self.first_sample = 0 if resumed is None or self.shared else resumed.cursor
         # State of the generator before the first draw. None if no generator is used.
         self.generator: torch.Tensor | None = None
-        if resumed is None and self.is_walked and self._generator is not None:
+        if resumed is None and self._generator is not None:
             self.generator = self._generator.get_state()
 
     @property
@@ -253,15 +253,15 @@ class EpochOrder:
     def draws(self) -> Iterator[object]:
         """Return the loader's draws, from the resume point if there is one."""
         resumed = self.resumed
+        if self._between is not None:
+            between, self._between = self._between, None
+            self.restore_generator(between)
+            self.restore_sampler(between.sampler)
         if self.is_by_arithmetic:
             if resumed is not None and resumed.over:
                 return iter(())
             return self._computed_from(0 if resumed is None else resumed.cursor)
         if resumed is None:
-            if self._between is not None:
-                between, self._between = self._between, None
-                self.restore_generator(between)
-                self.restore_sampler(between.sampler)
             self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked and self._generator is None:

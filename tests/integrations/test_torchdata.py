@@ -228,6 +228,48 @@ def test_later_epochs_are_seeded_from_the_restored_generator(loader_class):
     assert batches(restored) == expected
 
 
+class Reversed(torch.utils.data.Sampler):
+    """Indices that the training loop reverses from the present one on, as a curriculum does."""
+
+    def __init__(self):
+        self.order, self.given = list(range(20)), 0
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        while self.given < len(self.order):
+            self.given += 1
+            yield self.order[self.given - 1]
+        self.given = 0
+
+    def reverse(self):
+        self.order[self.given :] = self.order[self.given :][::-1]
+
+    def state_dict(self):
+        return {"order": list(self.order), "given": self.given}
+
+    def load_state_dict(self, state):
+        self.order, self.given = list(state["order"]), state["given"]
+
+
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(loader_class):
+    def train(loader, given):
+        for batch in loader:
+            given.append(plain(batch))
+            loader.sampler.reverse()
+            yield loader.state_dict()
+
+    given, resumed = [], []
+    states = list(train(loader_class(list(range(20)), 4, sampler=Reversed()), given))
+    assert given[:2] == [[0, 1, 2, 3], [19, 18, 17, 16]]
+    restored = loader_class(list(range(20)), 4, sampler=Reversed())
+    restored.load_state_dict(through_torch_save(states[1]))
+    list(train(restored, resumed))
+    assert resumed == given[2:]
+
+
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
     with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):

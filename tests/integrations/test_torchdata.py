@@ -270,6 +270,32 @@ def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(loa
     assert resumed == given[2:]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("point", ["last batch", "end"])
+def test_distributed_sampler_that_was_restored_at_its_end_gives_a_whole_next_epoch(point, workers):
+    # torchdata's own loader gives an empty epoch after the end, without workers.
+    def make():
+        sampler = StatefulDistributedSampler(range(37), 2, 1, seed=3)
+        return hr.DataLoader(range(37), 4, sampler=sampler, num_workers=workers, drop_last=True)
+
+    loader, states, epochs = make(), {}, []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([])
+        for batch in loader:
+            epochs[epoch].append(plain(batch))
+            if epoch == 0:
+                states["last batch"] = loader.state_dict()
+        states.setdefault("end", loader.state_dict())
+    restored = make()
+    restored.load_state_dict(through_torch_save(states[point]))
+    if point == "last batch":
+        assert batches(restored) == []
+    for epoch in (1, 2):
+        restored.sampler.set_epoch(epoch)
+        assert batches(restored) == epochs[epoch]
+
+
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
     with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):

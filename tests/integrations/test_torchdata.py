@@ -185,6 +185,117 @@ def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, na
         assert batches(loader) == expected
 
 
+class Draws(torch.utils.data.Dataset):
+    """Random numbers of the worker's generator, which is the state."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return int(torch.randint(1000, (1,)))
+
+    def state_dict(self):
+        return {"rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state["rng"])
+
+
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_worker_without_a_delivered_batch_draws_the_same_numbers_after_a_restore(loader_class):
+    loader = loader_class(Draws(), num_workers=3)
+    iterator = iter(loader)
+    next(iterator)  # of the first of three workers
+    state = loader.state_dict()
+    expected = batches(iterator)
+    restored = loader_class(Draws(), num_workers=3)
+    restored.load_state_dict(state)
+    assert batches(restored) == expected
+
+
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_later_epochs_are_seeded_from_the_restored_generator(loader_class):
+    def make():
+        generator = torch.Generator().manual_seed(4)
+        return loader_class(Draws(), num_workers=2, generator=generator)
+
+    loader = make()
+    batches(loader)
+    state = loader.state_dict()
+    expected = batches(loader)
+    restored = make()
+    restored.load_state_dict(state)
+    assert batches(restored) == expected
+
+
+class Reversed(torch.utils.data.Sampler):
+    """Indices that the training loop reverses from the present one on, as a curriculum does."""
+
+    def __init__(self):
+        self.order, self.given = list(range(20)), 0
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        while self.given < len(self.order):
+            self.given += 1
+            yield self.order[self.given - 1]
+        self.given = 0
+
+    def reverse(self):
+        self.order[self.given :] = self.order[self.given :][::-1]
+
+    def state_dict(self):
+        return {"order": list(self.order), "given": self.given}
+
+    def load_state_dict(self, state):
+        self.order, self.given = list(state["order"]), state["given"]
+
+
+@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
+def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(loader_class):
+    def train(loader, given):
+        for batch in loader:
+            given.append(plain(batch))
+            loader.sampler.reverse()
+            yield loader.state_dict()
+
+    given, resumed = [], []
+    states = list(train(loader_class(list(range(20)), 4, sampler=Reversed()), given))
+    assert given[:2] == [[0, 1, 2, 3], [19, 18, 17, 16]]
+    restored = loader_class(list(range(20)), 4, sampler=Reversed())
+    restored.load_state_dict(through_torch_save(states[1]))
+    list(train(restored, resumed))
+    assert resumed == given[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("point", ["last batch", "end"])
+def test_distributed_sampler_that_was_restored_at_its_end_gives_a_whole_next_epoch(point, workers):
+    # torchdata's own loader gives an empty epoch after the end, without workers.
+    def make():
+        sampler = StatefulDistributedSampler(range(37), 2, 1, seed=3)
+        return hr.DataLoader(range(37), 4, sampler=sampler, num_workers=workers, drop_last=True)
+
+    loader, states, epochs = make(), {}, []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([])
+        for batch in loader:
+            epochs[epoch].append(plain(batch))
+            if epoch == 0:
+                states["last batch"] = loader.state_dict()
+        states.setdefault("end", loader.state_dict())
+    restored = make()
+    restored.load_state_dict(through_torch_save(states[point]))
+    if point == "last batch":
+        assert batches(restored) == []
+    for epoch in (1, 2):
+        restored.sampler.set_epoch(epoch)
+        assert batches(restored) == epochs[epoch]
+
+
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
     with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):

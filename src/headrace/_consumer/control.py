@@ -301,15 +301,18 @@ class LoaderControl:
         )
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
         resumed = bool(self.position.resumed)
-        if spec.kind.is_async:
-            pass
-        elif options["seed"] is not None:
+        workers = range(loader.num_workers)
+        if options["seed"] is not None:
             # Workers seed random generators by torch's rule. With this seed, workers draw
             # different numbers in each epoch and rank.
             base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        elif resumed and (start.batch or (loader.persistent_workers and start.epoch)):
-            # New workers must not repeat the draws of earlier workers.
-            base_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
+        base_seeds: dict[int | None, int] = dict.fromkeys(workers, base_seed)
+        later = start.batch or (loader.persistent_workers and start.epoch)
+        if resumed and later and options["seed"] is None:
+            # New workers must not repeat the draws of earlier workers. If the dataset has a state,
+            # a worker without a state has given no batch, and has to repeat its draws.
+            new_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
+            base_seeds |= dict.fromkeys(start.streams.keys() or workers, new_seed)
         config = EngineConfig(
             dataset=spec.source,
             kind=spec.kind,
@@ -320,7 +323,7 @@ class LoaderControl:
             look_ahead=spec.look_ahead(loader).least,
             drop_last=loader.drop_last,
             in_order=loader.in_order or spec.kind is DatasetKind.ASYNC_ITERABLE,
-            base_seed=base_seed,
+            base_seeds=base_seeds,
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +26,7 @@ class EngineConfig(NamedTuple):
     look_ahead: int  # maximum number of batches planned and not yet taken
     drop_last: bool
     in_order: bool
-    base_seed: int  # the seed for workers of torch datasets
+    base_seeds: Mapping[int | None, int]  # by worker, for workers of torch datasets
     worker_init_fn: Callable[[int], Any] | None
     context: Any  # the user's `multiprocessing` context, or None
     # The rank of the consumer's process. Another rank needs another engine, because worker
@@ -82,7 +82,7 @@ class EngineConfig(NamedTuple):
             dataset=self.dataset,
             iterable=self.kind.is_iterable,
             drop_last=self.drop_last,
-            base_seed=self.base_seed,
+            base_seeds=self.base_seeds,
         )
 
     @property
@@ -124,7 +124,7 @@ class EngineConfig(NamedTuple):
         """
         mine, theirs = (
             (config.without_functions() if config.functions_of_epoch else config)._replace(
-                dataset=None, base_seed=0
+                dataset=None, base_seeds={}
             )
             for config in (self, other)
         )

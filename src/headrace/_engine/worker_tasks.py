@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -103,7 +103,7 @@ class ReadTask(AssembleTask):
     dataset: Any
     iterable: bool
     drop_last: bool
-    base_seed: int
+    base_seeds: Mapping[int | None, int]  # by worker
     _readers: dict[int, Callable[[BatchPlan], HostBatch]] = field(default_factory=dict)
 
     def start(self, worker: int, workers: int) -> None:
@@ -112,8 +112,9 @@ class ReadTask(AssembleTask):
         Set the rank, seed as torch does, set `get_worker_info()`, and call `worker_init_fn`.
         """
         self._worker = worker
-        seed = self.base_seed + worker
-        self._seed(self.base_seed)
+        self._base_seed = self.base_seeds[worker]
+        self._seed(self._base_seed)
+        seed = self._base_seed + worker
         become_worker(worker, workers, seed=seed, dataset=self.dataset)
         super().start(worker, workers)
 
@@ -137,7 +138,7 @@ class ReadTask(AssembleTask):
         if epoch not in self._readers:  # the worker was replaced during the epoch
             self._readers[epoch] = self._reader(epoch, None, set_epoch=False)
             # A new seed: otherwise the worker would repeat the draws of the dead worker.
-            self._seed(batch_seed(self.base_seed, epoch, plan.number) >> 1)
+            self._seed(batch_seed(self._base_seed, epoch, plan.number) >> 1)
         session_epoch.set(epoch)
         return dump_batch(self._readers[epoch](plan), plan)
 

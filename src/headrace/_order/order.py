@@ -34,6 +34,7 @@ from headrace._order.samplers import (
 )
 from headrace._order.spec import TorchLoader, deciding_sampler
 from headrace._order.state import LoaderState, decoded, drawn_last
+from headrace._random.seeding import isolated_generators
 from headrace._ranks.rankinfo import RankInfo
 from headrace._streams.resumable import Stateful, load_copy
 from headrace.errors import StateError
@@ -141,7 +142,7 @@ class EpochOrder:
         self.first_sample = 0 if resumed is None or self.shared else resumed.cursor
         # State of the generator before the first draw. None if no generator is used.
         self.generator: torch.Tensor | None = None
-        if resumed is None and self.is_walked and self._generator is not None:
+        if resumed is None and self._generator is not None:
             self.generator = self._generator.get_state()
 
     @property
@@ -193,6 +194,20 @@ class EpochOrder:
         """
         if self.stateful is not None and state is not None:
             load_copy(self.stateful, state, self.sampler_name)
+
+    def _restore_ended(self, state: object) -> None:
+        """Restore the user's sampler to a state between two epochs.
+
+        A sampler may skip the samples of the ended epoch in the next pass, as torchdata's
+        `StatefulDistributedSampler` does. That pass is made here, so that the next epoch is whole.
+        """
+        self.restore_sampler(state)
+        if self.stateful is None or state is None:
+            return
+        with isolated_generators():
+            draws = list(itertools.islice(self._decides, 1))
+        if draws:
+            self.restore_sampler(state)
 
     def sampler_state(self) -> object:
         """Return the state of the user's sampler, or None."""
@@ -253,15 +268,15 @@ class EpochOrder:
     def draws(self) -> Iterator[object]:
         """Return the loader's draws, from the resume point if there is one."""
         resumed = self.resumed
+        if self._between is not None:
+            between, self._between = self._between, None
+            self._restore_ended(between.sampler)
+            self.restore_generator(between)
         if self.is_by_arithmetic:
             if resumed is not None and resumed.over:
                 return iter(())
             return self._computed_from(0 if resumed is None else resumed.cursor)
         if resumed is None:
-            if self._between is not None:
-                between, self._between = self._between, None
-                self.restore_generator(between)
-                self.restore_sampler(between.sampler)
             self.sampler_at_start = self.sampler_state()
             drawn: Iterator[object] = iter(self._index_sampler)
             if self.is_walked and self._generator is None:
@@ -272,7 +287,7 @@ class EpochOrder:
         if not resumed.over:
             return self._resumed_draws(resumed)
         if self.stateful is not None and resumed.sampler is not None:
-            self.restore_sampler(resumed.sampler)
+            self._restore_ended(resumed.sampler)
         elif self._generator is not None:  # for the order of later epochs
             next(self._resumed_draws(resumed), None)
         return iter(())

@@ -280,6 +280,10 @@ class EpochProgress(Iterator[BatchPlan]):
         size = self.begun.fingerprint.length
         plan, samples = point.drawn.plan, point.drawn.samples
         cursor = self._origin + samples * self._ranks
+        sampler = point.drawn.sampler
+        # The program may have changed the sampler since the batch was drawn.
+        if plan is not None and not (back or self._drawn):
+            sampler = order.sampler_state()
         checked = None
         if plan is not None and order.is_walked and order.stateful is None:
             checked = drawn_last(plan.indices, self._part.rank)
@@ -308,7 +312,7 @@ class EpochProgress(Iterator[BatchPlan]):
             rank=self._part.rank if of_rank else None,
             ranks=self._part.world_size,
             generator=encoded(order.generator),
-            sampler=self._sampler_at_end if over and not self.begun.over else point.drawn.sampler,
+            sampler=self._sampler_at_end if over and not self.begun.over else sampler,
             last_draw=self.begun.last_draw if checked is None else checked,
             streams=streams,
             next_worker=(point.last_worker + 1) % self._readers,

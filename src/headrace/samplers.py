@@ -156,7 +156,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         ...     return BalancedBatchSampler(lengths, 7, seed=2, rank=rank, world_size=2)
         >>> for batches in zip(of_rank(0), of_rank(1)):
         ...     print(batches, [int(lengths[batch].sum()) for batch in batches])
-        ([6, 1], [0, 7]) [7, 7]
+        ([0, 7], [6, 1]) [7, 7]
         ([4, 3], [5, 2]) [6, 6]
     """
 
@@ -189,7 +189,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
                     f"lengths must be whole numbers, at least one, and limits= as many, but "
                     f"{limit.name} are an array of type {kind} and shape {shape}"
                 )
-            limit.check(limit.amounts)
+            limit.checked(limit.amounts)
         some = self._lengths[Permutation(len(self._lengths), self.seed)[:1024]]
         self.batch_size = max(1, int(self.max_tokens / max(1, some.mean())))
         self._ranks = RankChoice(rank, world_size)
@@ -327,14 +327,13 @@ def fit_cost(loader: Any) -> quadratic:
     numbered = zip(range(begun.batches, max(seconds) + 1), steps, strict=False)
     # A step of no tokens and 0 s, for batches with equal numbers of tokens: then the constant is 0.
     # If other steps contradict, this step is left out.
-    measured = [(0.0, np.zeros((ranks, 2)))]
+    measured = [(0.0, np.array([[0.0, 0.0, 1.0]] * ranks))]
     for number, step in numbered:
         if number in seconds:
             lengths = [sampler._lengths[batch].astype(np.float64) for batch in step]
-            sums = [(each.sum(), (each**2).sum()) for each in lengths]
+            sums = [(each.sum(), (each**2).sum(), 1.0) for each in lengths]
             measured.append((seconds[number], np.array(sums)))
     values, rows = map(np.array, zip(*measured, strict=True))
-    rows = np.insert(rows, 2, 1.0, axis=2)
     found, kept = np.ones(3), values >= 0
     for _ in range(10):
         slowest = rows[np.arange(len(rows)), (rows @ found).argmax(axis=1)]

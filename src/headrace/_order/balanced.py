@@ -35,8 +35,8 @@ class Limit(NamedTuple):
     amounts: AnyArray  # of each sample
     most: int
 
-    def check(self, amounts: AnyArray) -> None:
-        """Check the amounts of some samples."""
+    def checked(self, amounts: AnyArray) -> AnyArray:
+        """Return the amounts of some samples, after a check."""
         for extreme in amounts.min(), amounts.max():
             if not 0 <= extreme <= self.most:
                 sample = np.argmax(self.amounts == extreme)
@@ -44,6 +44,7 @@ class Limit(NamedTuple):
                     f"sample {sample} has {extreme} {self.name}, which must be 0 to {self.most}: "
                     f"leave the sample out, or divide it"
                 )
+        return amounts
 
 
 class Cursor(NamedTuple):
@@ -83,9 +84,9 @@ def balanced_batches(
     # The plan of a saved window may be another one, or may not exist.
     for number in range(min(cursor.window, windows - 1), windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
-        loads = np.stack([limit.amounts[samples].astype(np.int64) for limit in limits])
-        for limit, amounts in zip(limits, loads, strict=True):
-            limit.check(amounts)  # the lengths may have changed
+        # Checked again, since the lengths may have changed.
+        amounts = [limit.checked(limit.amounts[samples]) for limit in limits]
+        loads = np.stack(amounts).astype(np.int64)
         # At least one token, so that a batch has at most `max_tokens` samples.
         tokens = loads[0] = np.maximum(loads[0], 1)
         costs = tokens if cost is None else cost(tokens.astype(np.float64))
@@ -102,12 +103,11 @@ def balanced_batches(
         dealt = _deal(weights[by_weight], loads[:, by_weight], most)
         ends = np.cumsum(np.bincount(dealt))
         batches = np.split(samples[by_weight[np.argsort(dealt, kind="stable")]], ends[:-1])
-        shuffled = np.array([*Permutation(len(batches), batch_seed(seed, epoch, number), epoch)])
         # Neighbours are of a step, and cost about as much. The costliest come at a random place.
+        shuffled = Permutation(len(batches), batch_seed(seed, epoch, number), epoch)[:]
         totals = np.bincount(dealt, weights[by_weight])
         alike = np.rint(totals / totals.mean() / ALIKE)
-        ordered = shuffled[np.argsort(alike[shuffled], kind="stable")]
-        ordered = np.roll(ordered, shuffled[0])
+        ordered = np.roll(np.lexsort((shuffled, alike)), shuffled[0])
         for at in range(cursor.batches if number == cursor.window else 0, len(batches)):
             yield Planned(batches[ordered[at]], Cursor(number, at + 1, checksum))
 

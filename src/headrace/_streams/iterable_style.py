@@ -191,7 +191,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
         A document is a list, array or tensor of integers, or a dict of several. A document longer
         than a sequence is cut, and each piece counts as a document. No token is left out, unless
-        `too_long` says so. Packing runs on the loader's event loop.
+        `too_long` says so. A document without tokens gives nothing. Packing runs on the loader's
+        event loop.
 
         A sequence is a dict of tensors of shape (seq_len,): ``"tokens"`` (int64);
         ``"segment_ids"``, 1 for the first document in the sequence, 2 for the next, …, and 0 for
@@ -220,7 +221,8 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             carry: keys of the values to list, such as an image grid or a source: entry i - 1 is of
                 the document of segment i. Each piece of a document that is cut has the entry.
             limits: for keys of a document, the most in a sequence, such as ``{"images": 32}``. The
-                values are ints. Each piece of a document counts in full.
+                values are ints, and are listed only if `carry` has the key. Each piece of a
+                document counts in full. A sequence that reached a limit is padded.
             align: each document begins at a multiple of `align` tokens, after padding.
             pad_to: the length of a sequence is padded to a multiple of `pad_to`; by default to
                 `seq_len`. Sequences then differ in length, unless `pad_to` is at least `seq_len`.

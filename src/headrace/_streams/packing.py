@@ -198,7 +198,7 @@ class Pack(MarkingOperation[dict[str, Any]]):
         for number, name in enumerate(names):
             # Unsigned labels are widened.
             padding, least = (_IGNORED, np.int64) if name == "labels" else (0, np.bool)
-            kind = np.int64
+            kind: np.dtype[Any] = np.dtype(np.int64)
             if number:
                 kinds = {piece.document.columns[number].dtype for piece in pieces}
                 kind = np.result_type(least, *kinds)

@@ -6,6 +6,10 @@ fullest rank of a step, of the mean: the worst step, without the last. Torch's `
 the largest batch size with which no batch has more tokens than the budget. Each sample comes once,
 or the run does not count; so too with 50 changes of the number of ranks.
 
+A trainer on 8 simulated ranks then sleeps in each step for the cost of its costliest batch, a token
+and a pair of tokens of a document taking some time. Balance is here of the costs, before and after
+`hr.fit_cost`.
+
     python benchmarks/balanced_batches.py
 """
 
@@ -95,13 +99,36 @@ def restarted(lengths: np.ndarray[Any, Any], max_tokens: int) -> bool:
     return sorted(given) == list(range(len(lengths)))
 
 
+def train(
+    lengths: np.ndarray[Any, Any], true: hr.quadratic, cost: hr.quadratic | None, steps: int
+) -> tuple[list[float], float, hr.quadratic]:
+    """Return the balance of each step, the seconds of a token, and the fitted cost."""
+    ranks, max_tokens = 8, MAX_TOKENS["log-normal"]
+    samplers = [
+        hr.BalancedBatchSampler(lengths, max_tokens, cost=cost, rank=rank, world_size=ranks)
+        for rank in range(ranks)
+    ]
+    planned = [*itertools.islice(zip(*samplers, strict=True), steps)]
+    costs = np.array([[true(lengths[batch]).sum() for batch in step] for step in planned])
+    samplers[0].set_epoch(0)
+    loader = hr.DataLoader(range(len(lengths)), batch_sampler=samplers[0], collate_fn=list)  # type: ignore[arg-type]
+    for seconds, step, batch in zip(costs.max(axis=1), planned, loader, strict=False):
+        if batch != step[0]:
+            raise RuntimeError("another batch than was planned: this run does not count")
+        time.sleep(seconds)
+    tokens = sum(int(lengths[batch].sum()) for step in planned for batch in step)
+    balances = costs.max(axis=1) / costs.mean(axis=1)
+    return balances.tolist(), float(costs.max(axis=1).sum()) / tokens, hr.fit_cost(loader)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=5_000)
-    arguments = parse_arguments(parser, samples=50_000, files=200)
+    parser.add_argument("--steps", type=int, default=200, help="of the trainer, before and after")
+    arguments = parse_arguments(parser, samples=50_000, files=200, steps=20)
     print(describe_machine())
     worst, fills, costs = [], [], []
     for name, lengths in distributions(arguments.samples, arguments.files):
@@ -135,6 +162,23 @@ def main() -> None:
         Figure("of the mean of ranks, the worst step", worst, at_most=1.02, stated=max(worst)),
         Figure("of the budget filled", fills, at_least=0.97, stated=min(fills)),
         Figure("µs a sample", costs, at_most=5, stated=max(costs)),
+    )
+    name, lengths = next(distributions(arguments.samples, 0))
+    true = hr.quadratic(2e-6, 2e-6 / 2048)  # seconds
+    before, of_token_before, fitted = train(lengths, true, None, arguments.steps)
+    after, of_token, _ = train(lengths, true, fitted, arguments.steps)
+    off = [abs(found / stated - 1) for found, stated in zip(fitted, true, strict=True)]
+    print(f"\n{name}, 8 ranks: fitted {fitted}, {off[0]:.1%} and {off[1]:.1%} off")
+    for when, balances in (("before", before), ("after", after)):
+        print(
+            f"  {when}: balance {np.mean(balances):.3f}, of 95 % of the steps at most "
+            f"{np.quantile(balances, 0.95):.3f}, of all {max(balances):.3f}"
+        )
+    claim(
+        "batches by cost, 8 ranks",
+        Figure("of the mean of ranks", after, at_most=1.03, stated=float(np.mean(after))),
+        Figure("off, a and b of the fit", off, at_most=0.05, stated=max(off)),
+        Figure("of the time of a token", [of_token / of_token_before], at_most=0.9),
     )
 
 

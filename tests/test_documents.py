@@ -35,7 +35,7 @@ _, SAVING = python_blocks("README.md")
 PHOTOS, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
-RANKS, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
+RANKS, BY_COST, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 (ON_DEVICE,) = python_blocks("docs/devices.md")
 FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks(
     "docs/coming-from.md"
@@ -341,6 +341,8 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
     ours, theirs = of_each_rank(located(TENSOR_PARALLEL, '"cuda", (4, 2)', '"cpu", (1, 2)'))
     assert ours == theirs
     assert sorted(ours) == list(range(50))
+    with forks.start_source(BY_COST) as process:
+        assert numbers_in(process.communicate()[0]) == [2000]
 
 
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])

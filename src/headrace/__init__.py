@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from headrace.samplers import BlockShuffleSampler as BlockShuffleSampler
     from headrace.samplers import ElasticSampler as ElasticSampler
     from headrace.samplers import Permutation as Permutation
+    from headrace.samplers import fit_cost as fit_cost
+    from headrace.samplers import quadratic as quadratic
     from headrace.state import gather_state as gather_state
     from headrace.state import merge_states as merge_states
     from headrace.telemetry.trace import trace as trace
@@ -117,6 +119,8 @@ _NAMES = {
         "BlockShuffleSampler",
         "ElasticSampler",
         "Permutation",
+        "fit_cost",
+        "quadratic",
     ),
     "headrace.state": ("gather_state", "merge_states"),
     "headrace.telemetry.trace": ("trace",),

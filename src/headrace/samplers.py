@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, Sampler
 
+from headrace._base.array_types import AnyArray
 from headrace._base.text import whole_number
-from headrace._order.balanced import Cursor, balanced_batches, of_rank
+from headrace._order.balanced import Cursor, Limit, balanced_batches, of_rank
 from headrace._order.samplers import BlockSampler, RankSampler
 from headrace._random.permutation import Permutation
 from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace.errors import StateError
 
-__all__ = ["BalancedBatchSampler", "BlockShuffleSampler", "ElasticSampler", "Permutation"]
+__all__ = [
+    "BalancedBatchSampler",
+    "BlockShuffleSampler",
+    "ElasticSampler",
+    "Permutation",
+    "fit_cost",
+    "quadratic",
+]
 
 
 class ElasticSampler(RankSampler):
@@ -102,7 +112,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     concatenated samples (such as `headrace.TokenDataset` by document). The sampler divides each
     window of a random order into as few batches as `max_tokens` allows, with nearly equal numbers
     of tokens. Every rank computes the plan of all ranks, in about 1 µs per sample, and takes its
-    own batch of each step. No rank communicates, and all ranks make the same number of steps.
+    own batch of each step. No rank communicates, and all ranks make the same number of steps. If
+    samples are so long that batches differ, batches of similar cost come in the same steps.
     Lightning needs ``use_distributed_sampler=False``.
 
     Each sample comes once in an epoch, except in the last step. There, several ranks may share a
@@ -117,6 +128,11 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         lengths: number of tokens in each sample of the dataset, an integer array [N]. The array may
             be memory-mapped: the sampler copies only windows. An empty sample counts as 1 token.
         max_tokens: largest number of tokens in a batch, without padding.
+        cost: function of an array with the numbers of tokens of samples, such as
+            `headrace.quadratic`. Returns a positive number for each sample. Batches then have
+            nearly equal costs instead of numbers of tokens. Equal on all ranks.
+        limits: for any names, the amount in each sample, an integer array [N], and the largest
+            amount in a batch, such as ``{"images": (images, 32)}``.
         seed: seed of the order, together with the epoch; equal on all ranks.
         window: number of samples to plan together. Balance suffers if a window has fewer than 100
             batches.
@@ -130,16 +146,18 @@ class BalancedBatchSampler(DistributedSampler[Any]):
     Raises:
         StateError: at the first `next()`, if the lengths or arguments differ from the lengths or
             arguments of the saved state.
-        ValueError: a sample has more than `max_tokens` tokens, `lengths` is empty or has other
-            values than whole numbers from 0, or another number is out of range.
+        ValueError: a sample has more than `max_tokens` tokens or exceeds a limit, an array is empty
+            or has other values than whole numbers from 0, or another number is out of range. At
+            `next()`: a cost is not positive.
 
     Example:
         >>> lengths = np.array([5, 1, 3, 2, 4, 3, 6, 2])
-        >>> ranks = [BalancedBatchSampler(lengths, 7, rank=rank, world_size=2) for rank in range(2)]
-        >>> for batches in zip(*ranks):
+        >>> def of_rank(rank):
+        ...     return BalancedBatchSampler(lengths, 7, seed=2, rank=rank, world_size=2)
+        >>> for batches in zip(of_rank(0), of_rank(1)):
         ...     print(batches, [int(lengths[batch].sum()) for batch in batches])
-        ([2, 5], [4, 3]) [6, 6]
-        ([6, 1], [0, 7]) [7, 7]
+        ([0, 7], [6, 1]) [7, 7]
+        ([4, 3], [5, 2]) [6, 6]
     """
 
     def __init__(
@@ -147,6 +165,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         lengths: NDArray[np.integer] | Sequence[int],
         max_tokens: int,
         *,
+        cost: Callable[[AnyArray], AnyArray] | None = None,
+        limits: Mapping[str, tuple[NDArray[np.integer] | Sequence[int], int]] | None = None,
         seed: int = 0,
         window: int = 32_768,
         rank: int | None = None,
@@ -157,23 +177,19 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         self.seed = whole_number("seed", seed, 0, 2**64 - 1)
         self.window = whole_number("window", window, 1)
         self.epoch = 0
+        self._cost = cost
         self._lengths = np.asarray(lengths)
-        if (
-            self._lengths.ndim != 1
-            or self._lengths.dtype.kind not in "iu"
-            or not self._lengths.size
-        ):
-            raise ValueError(
-                "lengths must be whole numbers, at least one, but got an array of type "
-                f"{self._lengths.dtype} and shape {self._lengths.shape}"
-            )
-        least = self._lengths.min()
-        extreme = least if least < 0 else self._lengths.max()
-        if not 0 <= extreme <= self.max_tokens:
-            raise ValueError(
-                f"sample {np.argmax(self._lengths == extreme)} has {extreme} tokens, which must be "
-                f"0 to max_tokens={max_tokens}: leave it out, or divide it"
-            )
+        self._limits = [Limit("tokens", self._lengths, self.max_tokens)]
+        for name, (amounts, most) in (limits or {}).items():
+            self._limits.append(Limit(name, np.asarray(amounts), whole_number(name, most, 1)))
+        for limit in self._limits:
+            shape, kind = limit.amounts.shape, limit.amounts.dtype
+            if shape != (self._lengths.size or 1,) or kind.kind not in "iu":
+                raise ValueError(
+                    f"lengths must be whole numbers, at least one, and limits= as many, but "
+                    f"{limit.name} are an array of type {kind} and shape {shape}"
+                )
+            limit.checked(limit.amounts)
         some = self._lengths[Permutation(len(self._lengths), self.seed)[:1024]]
         self.batch_size = max(1, int(self.max_tokens / max(1, some.mean())))
         self._ranks = RankChoice(rank, world_size)
@@ -219,9 +235,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         # The epoch begins at the first `next()`. Torch's loader calls iter() twice for an epoch,
         # and draws from a single iterator.
         epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
-        batches = balanced_batches(
-            self._lengths, self.max_tokens, self.window, self.seed, epoch, cursor
-        )
+        batches = balanced_batches(self._limits, self._cost, self.window, self.seed, epoch, cursor)
         for batch, after in of_rank(batches, shard):
             self._position = epoch, after
             yield batch
@@ -256,3 +270,84 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         self._position = None
         checksum = state.get("checksum")
         self._restored = None if checksum is None else Cursor(window, batches, checksum)
+
+
+class quadratic(NamedTuple):
+    """Cost of a sample of `L` tokens: ``a * L + b * L**2``.
+
+    For ``BalancedBatchSampler(cost=…)``. Only the ratio of `b` to `a` matters. In a transformer,
+    `b` is of the attention within documents.
+
+    Attributes:
+        a: cost of a token.
+        b: cost of a pair of tokens.
+
+    Example:
+        >>> quadratic(a=1, b=0.5)(np.array([1, 2, 4]))
+        array([ 1.5,  4. , 12. ])
+    """
+
+    a: float
+    b: float
+
+    def __call__(self, lengths: AnyArray) -> AnyArray:
+        """Return the costs of samples."""
+        return self.a * lengths + self.b * lengths**2
+
+
+def fit_cost(loader: Any) -> quadratic:
+    """Fit the cost of samples to the measured steps of a loader.
+
+    A step lasts from the return of `next()` to the following call, so the training loop must wait
+    for the device in each step. A step of several ranks lasts as long as the slowest rank: the
+    fit considers the batches of all ranks. The steps are the last 512 of the last iteration.
+    Steps that took unusually long, such as steps with a checkpoint, are left out. A constant time
+    of all steps is subtracted, if it can be distinguished from the time of the tokens.
+
+    Args:
+        loader: a `headrace.DataLoader` with a `BalancedBatchSampler`.
+
+    Returns:
+        The seconds of a token and of a pair of tokens. Give all ranks the same result, from the
+        beginning of an epoch on.
+
+    Raises:
+        ValueError: the loader has another batch sampler, or returned fewer than 10 batches.
+    """
+    sampler, records = loader.batch_sampler, loader._control.counters.records(512)
+    if not isinstance(sampler, BalancedBatchSampler) or len(records) < 10:
+        raise ValueError("fit_cost() needs 10 steps of a loader with a BalancedBatchSampler")
+    begun = loader._control.position.progress.begun
+    ranks = begun.run.ranks
+    seconds = {now.number: then.called - now.returned for now, then in itertools.pairwise(records)}
+    whole = copy.copy(sampler)
+    whole._ranks = RankChoice(0, 1)  # the batches of all ranks, in turn
+    whole.load_state_dict(begun.sampler)
+    steps = zip(*[iter(whole)] * ranks, strict=False)
+    numbered = zip(range(begun.batches, max(seconds) + 1), steps, strict=False)
+    # A step of no tokens and 0 s, for batches with equal numbers of tokens: then the constant is 0.
+    # If other steps contradict, this step is left out.
+    measured = [(0.0, np.array([[0.0, 0.0, 1.0]] * ranks))]
+    for number, step in numbered:
+        if number in seconds:
+            lengths = [sampler._lengths[batch].astype(np.float64) for batch in step]
+            sums = [(each.sum(), (each**2).sum(), 1.0) for each in lengths]
+            measured.append((seconds[number], np.array(sums)))
+    values, rows = map(np.array, zip(*measured, strict=True))
+    found, kept = np.ones(3), values >= 0
+    for _ in range(10):
+        slowest = rows[np.arange(len(rows)), (rows @ found).argmax(axis=1)]
+        found = _least_squares(slowest[kept], values[kept])
+        residuals = abs(slowest @ found - values)
+        kept = residuals <= 4 * np.median(residuals)
+    return quadratic(*found[:2].tolist())
+
+
+def _least_squares(rows: AnyArray, values: AnyArray) -> AnyArray:
+    """Return the coefficients of least squares, without negative coefficients."""
+    found, free = np.full(3, -1.0), np.ones(3, bool)
+    while (found < 0).any():
+        found = np.zeros(3)
+        found[free] = np.linalg.lstsq(rows[:, free], values)[0]
+        free &= found > 0
+    return found

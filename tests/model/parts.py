@@ -268,9 +268,17 @@ def whole(samples):
     return samples
 
 
+def described(number):
+    """A document of 0 to 7 tokens, with values to carry or to count."""
+    return {"tokens": [number] * (number % 8), "source": f"source {number}", "images": number % 3}
+
+
 def plain(packed):
     """A packed sequence, as lists."""
-    return {name: values.tolist() for name, values in packed.items()}
+    return {
+        name: values.tolist() if hasattr(values, "tolist") else values
+        for name, values in packed.items()
+    }
 
 
 # Transforms.

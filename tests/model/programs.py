@@ -88,11 +88,37 @@ OPERATIONS = {
     "pack": "{}.map(document).pack(6).map(plain)",
     "first fit": '{}.map(document).pack(6, "first_fit", window=2).map(plain)',
     "best fit": '{}.map(document).pack(5, "best_fit", window=3).map(plain)',
+    "pack, limits": (
+        '{}.map(described).pack(6, carry=("source",), limits={{"images": 3}}).map(plain)'
+    ),
+    "pack, aligned": (
+        '{}.map(described).pack(9, align=2, pad_to=4, carry=("source", "images"), '
+        'limits={{"images": 2}}, too_long="drop").map(plain)'
+    ),
+    "first fit, aligned": (
+        '{}.map(document).pack(7, "first_fit", window=2, align=3, pad_to=2).map(plain)'
+    ),
+    "best fit, limits": (
+        '{}.map(described).pack(8, "best_fit", window=3, align=2, carry=("source",), '
+        'limits={{"images": 4}}).map(plain)'
+    ),
+    "best fit, truncated": (
+        '{}.map(described).pack(5, "best_fit", window=2, carry=("images", "source"), '
+        'too_long="truncate").map(plain)'
+    ),
+    "first fit, dropped": (
+        '{}.map(document).pack(3, "first_fit", window=2, too_long="drop").map(plain)'
+    ),
     "tokens": "batch_by_tokens({}, 6, length=tokens)",
     "buckets": "batch_by_tokens({}, 7, length=tokens, boundaries=[1, 2], padded=False)",
 }
 CHANGING = [(0, [1, 2, 0]), (10, [3, 2, 2]), (40, [0, 2, 1])]  # weights of a mix
-LAST = ("split", "pack", "first fit", "best fit", "tokens", "buckets")
+LAST = (
+    "split",
+    *(name for name, text in OPERATIONS.items() if ".pack(" in text),
+    "tokens",
+    "buckets",
+)
 # at most one of them in a program
 SHUFFLING = ("shuffle", "shuffle, seed", "mix", "mix all", "repeat", "for ever")
 
@@ -226,9 +252,11 @@ def order_of(case, life):
     }
     if case.order in samplers:
         return f"sampler={samplers[case.order]}"
+    images = [index % 3 for index in range(n)]
+    options = f", cost=quadratic(1, 0.5), limits={{'images': ({images}, 4)}}" if seed == 2 else ""
     batches = {
         "batches": f"BatchSampler(RandomSampler(data, {generator}), 3, {case.drop_last})",
-        "balanced": f"BalancedBatchSampler([index % 4 for index in range({n})], 7, seed={seed}, window=8)",
+        "balanced": f"BalancedBatchSampler([index % 4 for index in range({n})], 7, seed={seed}, window=8{options})",
         "drawn batches": f'DrawnBatches({n}, 6, "numpy")',
     }
     if case.order in batches:
@@ -382,6 +410,7 @@ _TORCHS = {
     "SubsetRandomSampler": SubsetRandomSampler,
     "WeightedRandomSampler": WeightedRandomSampler,
     "BalancedBatchSampler": hr.BalancedBatchSampler,
+    "quadratic": hr.quadratic,
 }
 _HERE = {"marker": marker, "set_drawn_ahead": set_drawn_ahead, "close": close}
 _LOADERS = {

@@ -153,8 +153,10 @@ class Stream:
 
         return Stream(items)
 
-    def pack(self, seq_len, strategy="concat", *, window=32):
-        return Stream(lambda place: iter(packed(self.items(place), seq_len, strategy, window)))
+    def pack(self, seq_len, strategy="concat", *, window=32, **options):
+        return Stream(
+            lambda place: iter(packed(self.items(place), seq_len, strategy, window, **options))
+        )
 
 
 def Count(size, failing=(), slowest=0.0, start=0):
@@ -243,24 +245,48 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
     return Stream(items)
 
 
-def packed(documents, seq_len, strategy, window):
+def packed(
+    documents, seq_len, strategy, window, *, carry=(), limits=None, align=1, pad_to=None, too_long="cut"
+):  # fmt: skip
     """Sequences of documents. The longest wait of an open sequence is 4 × `window` others."""
-    window = 1 if strategy == "concat" else window
+    window, limits, left_out = 1 if strategy == "concat" else window, limits or {}, 0
     # an open one: its pieces, and how many sequences were closed before it
     open_ones, closed = ([], [])
 
     def used(one):
-        return sum(map(len, one[0]))
+        """Tokens with their padding, and the amount for each limit."""
+        tokens = sum(-(-len(piece) // align) * align for piece, _ in one[0])
+        return [tokens, *(sum(values[key] for _, values in one[0]) for key in limits)]
+
+    def within_limits(one, values):
+        amounts = used(one)[1:]
+        return all(
+            amount + values[key] <= limits[key] for amount, key in zip(amounts, limits, strict=True)
+        )
 
     def close(one):
         open_ones.remove(one)
-        closed.append(one[0])
+        closed.append(sequence(one[0], align, pad_to or seq_len, carry))
+        if too_long != "cut":
+            closed[-1]["too_long"] = left_out
 
-    for document in documents:
+    for values in documents:
+        values = values if isinstance(values, dict) else {"tokens": values}
+        document = values["tokens"]
+        if len(document) > seq_len and too_long != "cut":
+            left_out += 1
+            document = document[:seq_len] if too_long == "truncate" else []
         while document:
-            room = seq_len - used(open_ones[0]) if strategy == "concat" and open_ones else seq_len
+            if strategy == "concat" and open_ones and not within_limits(open_ones[0], values):
+                close(open_ones[0])
+            into_open = strategy == "concat" and open_ones
+            room = seq_len - used(open_ones[0])[0] if into_open else seq_len
             piece, document = document[:room], document[room:]
-            fitting = [one for one in open_ones if used(one) + len(piece) <= seq_len]
+            fitting = [
+                one
+                for one in open_ones
+                if used(one)[0] + len(piece) <= seq_len and within_limits(one, values)
+            ]
             if fitting:
                 place = max(fitting, key=used) if strategy == "best_fit" else fitting[0]
             else:
@@ -268,22 +294,33 @@ def packed(documents, seq_len, strategy, window):
                     close(max(open_ones, key=used))
                 place = ([], len(closed))
                 open_ones.append(place)
-            place[0].append(piece)
-            if used(place) == seq_len:
+            place[0].append((piece, values))
+            if used(place)[0] >= seq_len:
                 close(place)
         while open_ones and len(closed) - open_ones[0][1] >= 4 * window:
             close(open_ones[0])
-    return [sequence(pieces, seq_len) for pieces in [*closed, *(one[0] for one in open_ones)]]
+    for one in [*open_ones]:
+        close(one)
+    return closed
 
 
-def sequence(pieces, seq_len):
-    padding = seq_len - sum(map(len, pieces))
-    return {
-        "tokens": [token for piece in pieces for token in piece] + [0] * padding,
-        "segment_ids": [number for number, piece in enumerate(pieces, 1) for _ in piece]
-        + [0] * padding,
-        "positions": [place for piece in [*pieces, range(padding)] for place in range(len(piece))],
-    }
+def sequence(pieces, align, pad_to, carry):
+    tokens, segments, positions = [], [], []
+
+    def pad(multiple):
+        padding = range(-len(tokens) % multiple)
+        tokens.extend(0 for _ in padding)
+        segments.extend(0 for _ in padding)
+        positions.extend(padding)
+
+    for number, (piece, _) in enumerate(pieces, 1):
+        pad(align)
+        tokens += piece
+        segments += [number] * len(piece)
+        positions += range(len(piece))
+    pad(pad_to)
+    rows = {"tokens": tokens, "segment_ids": segments, "positions": positions}
+    return rows | {key: [values[key] for _, values in pieces] for key in carry}
 
 
 # Samplers. A computed order is one of all ranks, dealt to them sample by sample.

@@ -74,6 +74,127 @@ def test_ranks_have_nearly_equal_and_full_batches(name, ranks):
     assert steps.mean() / max_tokens >= 0.97
 
 
+def imbalances(lengths, max_tokens, true_cost, ranks, **options):
+    """The largest of the mean cost, of each step of all ranks."""
+    batches = hr.BalancedBatchSampler(lengths, max_tokens, **options)
+    costs = [true_cost(lengths[batch].astype(float)).sum() for batch in batches]
+    steps = np.array(costs[: len(costs) // ranks * ranks]).reshape(-1, ranks)
+    return steps.max(axis=1) / steps.mean(axis=1)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(
+    "cost", [hr.quadratic(1, 1 / 8192), lambda lengths: lengths**1.2], ids=["quadratic", "own"]
+)
+def test_ranks_have_nearly_equal_costs(cost, ranks):
+    lengths, max_tokens = LENGTHS["log-normal"], MAX_TOKENS["log-normal"]
+    assert imbalances(lengths, max_tokens, cost, ranks).max() > 1.05
+    assert imbalances(lengths, max_tokens, cost, ranks, cost=cost).max() <= 1.03
+
+
+def test_batches_of_samples_that_cost_more_than_others_are_of_the_same_steps():
+    lengths, cost = LENGTHS["log-normal"], hr.quadratic(1, 1 / 2048)
+    before, after = (
+        imbalances(lengths, 16_384, cost, 8, **options) for options in ({}, {"cost": cost})
+    )
+    assert before.mean() > 1.3
+    assert after.mean() <= 1.03
+    assert (after <= 1.03).mean() >= 0.95
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=100),
+    st.integers(20, 90),
+    st.integers(5, 9),
+    st.integers(1, 60),
+)
+def test_limits_hold_in_each_batch_and_each_sample_comes_once(samples, max_tokens, most, window):
+    lengths, images = map(np.array, zip(*samples, strict=True))
+    limits = {"images": (images, most), "samples": (np.ones_like(images), 4)}
+    sampler = hr.BalancedBatchSampler(
+        lengths, max_tokens, cost=hr.quadratic(1, 0.5), limits=limits, window=window
+    )
+    batches = [*sampler]
+    assert sorted(itertools.chain(*batches)) == [*range(len(samples))]
+    for batch in batches:
+        assert lengths[batch].sum() <= max_tokens
+        assert images[batch].sum() <= most
+        assert len(batch) <= 4
+
+
+def test_batches_by_cost_continue_on_another_number_of_ranks():
+    lengths, cost = LENGTHS["log-normal"], hr.quadratic(1, 1 / 8192)
+    first = samplers(lengths, 16_384, 3, cost=cost)
+    given_before = [*itertools.islice(zip(*first, strict=True), 5)]
+    second = samplers(lengths, 16_384, 2, cost=cost)
+    for part in second:
+        part.load_state_dict(first[0].state_dict())
+    rest = [*zip(*second, strict=True)]
+    indices, more = repeated(itertools.chain(*given_before, *rest))
+    assert (len(indices), more) == (len(lengths), 0)
+
+
+def timed(loader, seconds_of_step):
+    """Replace the times of the loader's steps: from the return of `next()` to the next call."""
+    kept, now, records = loader._control.counters._kept, 100.0, []
+    for record in kept:
+        records.append(record._replace(called=now, returned=now + 0.5))
+        now += 0.5 + seconds_of_step(record.number)
+    kept.clear()
+    kept.extend(records)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("a", "b"), [(3e-6, 2e-9), (1e-6, 0), (0, 1e-9)])
+def test_cost_is_fitted_to_the_times_of_the_slowest_rank(a, b, resumed):
+    lengths, true = LENGTHS["log-normal"], hr.quadratic(a, b)
+
+    def make():
+        sampler = hr.BalancedBatchSampler(lengths, 16_384, rank=1, world_size=4)
+        return hr.DataLoader(Numbers(len(lengths)), batch_sampler=sampler, seed=4)
+
+    whole = [*hr.BalancedBatchSampler(lengths, 16_384)]
+    loader = make()
+    if resumed:
+        list(itertools.islice(loader, 7))
+        state = loader.state_dict()
+        loader = make()
+        loader.load_state_dict(state)
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 90))) == 90
+
+    def seconds_of_step(number):
+        step = whole[number * 4 : number * 4 + 4]
+        checkpoint = 9.0 * (number % 30 == 11)
+        return max(true(lengths[batch].astype(float)).sum() for batch in step) + checkpoint
+
+    timed(loader, seconds_of_step)
+    fitted = hr.fit_cost(loader)
+    assert fitted.a == pytest.approx(a, rel=1e-6, abs=1e-12)
+    assert fitted.b == pytest.approx(b, rel=1e-6, abs=1e-15)
+    assert hr.BalancedBatchSampler(lengths, 16_384, cost=fitted).state_dict()["epoch"] == 0
+
+
+def test_constant_time_of_a_step_is_no_cost_if_batches_differ():
+    lengths, true = np.tile([1, 5, 30], 400), hr.quadratic(1e-3, 1e-4)
+    sampler = hr.BalancedBatchSampler(lengths, 90, limits={"samples": (np.ones_like(lengths), 5)})
+    loader = hr.DataLoader(Numbers(len(lengths)), batch_sampler=sampler)
+    batches = [lengths[batch.long()] for batch in loader]
+    timed(loader, lambda number: 0.02 + true(batches[number].astype(float)).sum())
+    assert hr.fit_cost(loader) == pytest.approx(true, rel=0.02)
+
+
+def test_cost_is_fitted_only_to_steps_of_a_balanced_batch_sampler():
+    loader = hr.DataLoader(Numbers(40), batch_size=2)
+    assert len(list(loader)) == 20
+    few = hr.DataLoader(Numbers(8), batch_sampler=hr.BalancedBatchSampler([1] * 8, 1))
+    next(iter(few))
+    for each in (loader, few):
+        with pytest.raises(ValueError, match="10 steps of a loader with a BalancedBatchSampler"):
+            hr.fit_cost(each)
+
+
 def test_samples_longer_than_half_of_the_budget_have_batches_of_their_own():
     assert sorted(hr.BalancedBatchSampler([6] * 10, 10)) == [[index] for index in range(10)]
     assert {len(batch) for batch in hr.BalancedBatchSampler([34] * 300, 100)} == {1, 2}
@@ -151,6 +272,8 @@ def test_a_hundred_million_lengths_in_a_file_take_the_memory_of_a_window(tmp_pat
         {"lengths": MIXED[:400]},
         {"window": 600},
         {"seed": 8},
+        {"cost": hr.quadratic(1, 1e-3)},
+        {"limits": {"samples": (np.ones_like(MIXED), 100)}},
     ],
 )
 def test_state_with_other_lengths_or_arguments_is_an_error(change):
@@ -160,7 +283,9 @@ def test_state_with_other_lengths_or_arguments_is_an_error(change):
         **{"lengths": MIXED, "max_tokens": 5000, "window": 500} | change
     )
     other.load_state_dict(sampler.state_dict())
-    with pytest.raises(StateError, match="other lengths, max_tokens=, window= or seed="):
+    with pytest.raises(
+        StateError, match="other lengths, max_tokens=, cost=, limits=, window= or seed="
+    ):
         next(iter(other))
 
 
@@ -169,9 +294,7 @@ def test_lengths_that_change_after_the_sampler_was_made_are_an_error():
     sampler = hr.BalancedBatchSampler(lengths, 4)
     assert len(list(sampler)) == 3
     lengths[1] = 9
-    with pytest.raises(
-        ValueError, match="sample 1 has 9 tokens, more than max_tokens=4: the lengths have changed"
-    ):
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, which must be 0 to 4"):
         list(sampler)
 
 
@@ -187,15 +310,27 @@ def test_damaged_state_is_an_error(change):
 
 def test_wrong_arguments_are_errors():
     for lengths, max_tokens, what in (
-        ([3, 9, 4], 8, "sample 1 has 9 tokens, which must be 0 to max_tokens=8"),
+        ([3, 9, 4], 8, "sample 1 has 9 tokens, which must be 0 to 8"),
         ([3, -1, 4], 8, "sample 1 has -1 tokens"),
         ([0, 0], 0, "max_tokens=0 must be at least 1"),
         ([], 8, "lengths must be whole numbers"),
         ([0.5], 8, "lengths must be whole numbers"),
         ([[1]], 8, "lengths must be whole numbers"),
+        (8, 8, "lengths must be whole numbers"),
     ):
         with pytest.raises(ValueError, match=what):
             hr.BalancedBatchSampler(lengths, max_tokens)
+    for images, what in (
+        ([1, 9], "sample 1 has 9 images, which must be 0 to 8"),
+        ([1, -1], "sample 1 has -1 images"),
+        ([1], "limits= as many"),
+        ([1, 0.5], "limits= as many"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            hr.BalancedBatchSampler([1, 1], 8, limits={"images": (images, 8)})
+    for cost in (lambda lengths: lengths * np.nan, lambda lengths: lengths - 2, hr.quadratic(0, 0)):
+        with pytest.raises(ValueError, match="cost= must return positive numbers"):
+            list(hr.BalancedBatchSampler([1, 2, 3], 8, cost=cost))
     with pytest.raises(TypeError, match="give the trainer a number of steps"):
         len(hr.BalancedBatchSampler([1], 8))
     with pytest.raises(StateError):

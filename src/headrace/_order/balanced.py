@@ -1,4 +1,4 @@
-"""Batches of samples with about as many tokens each.
+"""Batches of samples with about as many tokens each, or of about the same cost.
 
 The order of an epoch is divided into windows. The batches of a window are planned together.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,27 @@ FILL = 0.99
 
 With a larger share, the longest batch of a window does not always fit.
 """
+ALIKE = 0.02  # batches whose costs differ by less, of the mean, come in random order
+_COSTS = 1 << 24  # the largest cost in a window, as an integer
+
+
+class Limit(NamedTuple):
+    """The most of something in a batch."""
+
+    name: str
+    amounts: AnyArray  # of each sample
+    most: int
+
+    def checked(self, amounts: AnyArray) -> AnyArray:
+        """Return the amounts of some samples, after a check."""
+        for extreme in amounts.min(), amounts.max():
+            if not 0 <= extreme <= self.most:
+                sample = np.argmax(self.amounts == extreme)
+                raise ValueError(
+                    f"sample {sample} has {extreme} {self.name}, which must be 0 to {self.most}: "
+                    f"leave the sample out, or divide it"
+                )
+        return amounts
 
 
 class Cursor(NamedTuple):
@@ -43,41 +64,52 @@ class Planned(NamedTuple):
 
 
 def balanced_batches(
-    lengths: AnyArray, max_tokens: int, window: int, seed: int, epoch: int, cursor: Cursor
+    limits: Sequence[Limit],
+    cost: Callable[[AnyArray], AnyArray] | None,
+    window: int,
+    seed: int,
+    epoch: int,
+    cursor: Cursor,
 ) -> Iterator[Planned]:
     """Yield the batches of all ranks from `cursor` on.
 
-    At least `window` samples are planned
-    together, or all samples if there are fewer.
+    At least `window` samples are planned together, or all samples if there are fewer. The first
+    limit is of the tokens.
     """
-    n, order = len(lengths), Permutation(len(lengths), seed, epoch)
+    n = len(limits[0].amounts)
+    order = Permutation(n, seed, epoch)
     windows = max(1, n // window)
-    arguments = zlib.crc32(repr((n, max_tokens, windows, seed)).encode())
+    most = np.array([limit.most for limit in limits])
+    arguments = zlib.crc32(repr((n, most.tolist(), windows, seed)).encode())
     # The plan of a saved window may be another one, or may not exist.
     for number in range(min(cursor.window, windows - 1), windows):
         samples = order[number * n // windows : (number + 1) * n // windows]
+        # Checked again, since the lengths may have changed.
+        amounts = [limit.checked(limit.amounts[samples]) for limit in limits]
+        loads = np.stack(amounts).astype(np.int64)
         # At least one token, so that a batch has at most `max_tokens` samples.
-        tokens = np.maximum(lengths[samples].astype(np.int64), 1)
-        if tokens.max() > max_tokens:
-            longest = int(samples[tokens.argmax()])
-            raise ValueError(
-                f"sample {longest} has {tokens.max()} tokens, more than max_tokens={max_tokens}: "
-                f"the lengths have changed since the BalancedBatchSampler was made. "
-                f"Make another one"
-            )
-        checksum = zlib.crc32(tokens.tobytes(), arguments)
+        tokens = loads[0] = np.maximum(loads[0], 1)
+        costs = tokens if cost is None else cost(tokens.astype(np.float64))
+        if not 0 < costs.min() <= costs.max() < np.inf:
+            raise ValueError("cost= must return positive numbers")
+        weights = np.ceil(costs * (_COSTS / costs.max())).astype(np.int64)
+        checksum = zlib.crc32(np.vstack([weights, loads]).tobytes(), arguments)
         if number <= cursor.window and cursor.checksum not in (None, checksum):
             raise StateError(
                 "the state was saved by a BalancedBatchSampler with other lengths, max_tokens=, "
-                "window= or seed=: what is left of the epoch would be other samples"
+                "cost=, limits=, window= or seed=: what is left of the epoch would be other samples"
             )
-        by_length = np.argsort(-tokens, kind="stable")
-        dealt = _deal(tokens[by_length], max_tokens)
+        by_weight = np.argsort(-weights, kind="stable")
+        dealt = _deal(weights[by_weight], loads[:, by_weight], most)
         ends = np.cumsum(np.bincount(dealt))
-        batches = np.split(samples[by_length[np.argsort(dealt, kind="stable")]], ends[:-1])
-        shuffled = [*Permutation(len(batches), batch_seed(seed, epoch, number), epoch)]
+        batches = np.split(samples[by_weight[np.argsort(dealt, kind="stable")]], ends[:-1])
+        # Neighbours are of a step, and cost about as much. The costliest come at a random place.
+        shuffled = Permutation(len(batches), batch_seed(seed, epoch, number), epoch)[:]
+        totals = np.bincount(dealt, weights[by_weight])
+        alike = np.rint(totals / totals.mean() / ALIKE)
+        ordered = np.roll(np.lexsort((shuffled, alike)), shuffled[0])
         for at in range(cursor.batches if number == cursor.window else 0, len(batches)):
-            yield Planned(batches[shuffled[at]], Cursor(number, at + 1, checksum))
+            yield Planned(batches[ordered[at]], Cursor(number, at + 1, checksum))
 
 
 def of_rank(batches: Iterator[Planned], shard: ReaderShare) -> Iterator[tuple[list[int], Cursor]]:
@@ -97,31 +129,32 @@ def of_rank(batches: Iterator[Planned], shard: ReaderShare) -> Iterator[tuple[li
         yield own.tolist(), step[-1].after
 
 
-def _deal(tokens: IntArray, max_tokens: int) -> IntArray:
+def _deal(weights: IntArray, loads: IntArray, most: IntArray) -> IntArray:
     """Return the number of the batch of each sample.
 
-    Each batch has at most `max_tokens` tokens, and the batches are few. `tokens` are in descending
-    order. Each sample goes into the batch with the fewest tokens so far. If there are some short
-    samples, batches differ by less than a short sample (Graham, "Bounds on Multiprocessing Timing
-    Anomalies", 1969). If a batch exceeds `max_tokens`, the next attempt has more batches.
+    Each batch has at most `most` of each load, and the batches are few. `weights` are in descending
+    order. Each sample goes into the batch with the least weight so far. If there are some light
+    samples, batches differ by less than a light sample (Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). If a batch exceeds `most`, the next attempt has more batches.
     """
-    count, more = (
-        max(int(tokens.sum() / (max_tokens * FILL)), int((tokens > max_tokens // 2).sum())) + 1,
-        0.01,
-    )
+    full = loads.sum(axis=1) / (most * FILL)
+    halves = (most // 2 < loads.T).sum(axis=0)
+    count = int(max(full.max(), halves.max())) + 1
     while True:
-        count = min(count, len(tokens))
-        # An entry of the heap is a single integer: tokens of the batch in the upper bits, number of
+        count = min(count, len(weights))
+        # An entry of the heap is a single integer: weight of the batch in the upper bits, number of
         # the batch in the lower bits. A heap of pairs takes twice the time.
         bits = count.bit_length()
-        heap = [(each << bits) | number for number, each in enumerate(tokens[:count].tolist())][
+        heap = [(each << bits) | number for number, each in enumerate(weights[:count].tolist())][
             ::-1
         ]
         numbers, mask = list(range(count)), (1 << bits) - 1
-        for each in (tokens[count:] << bits).tolist():
+        for each in (weights[count:] << bits).tolist():
             least = heap[0]
             numbers.append(least & mask)
             heapq.heapreplace(heap, least + each)
-        if max(heap) >> bits <= max_tokens:
-            return np.array(numbers)
-        count, more = int(count * (1 + more)) + 1, 2 * more
+        dealt = np.array(numbers)
+        largest = np.array([np.bincount(dealt, load).max() for load in loads])
+        if (largest <= most).all():
+            return dealt
+        count = int(1.01 * count * (largest / most).max()) + 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import operator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, overload
 
-import torch
 from torch.utils.data import IterableDataset
 
 from headrace._base.text import (
@@ -24,7 +24,7 @@ from headrace._streams.fetch_functions import FetchFunctions
 from headrace._streams.kinds import T_co, children
 from headrace._streams.mixing import Mix
 from headrace._streams.operators import Concat, Repeat, ShuffleBuffer, Split, Take
-from headrace._streams.packing import Pack, PackLabels, PackStrategy
+from headrace._streams.packing import Pack, PackLabels, PackStrategy, PackTooLong
 from headrace._streams.sample_functions import SampleFunction, SampleFunctions
 
 U = TypeVar("U")
@@ -204,17 +204,24 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         window: int = 32,
         fields: Sequence[str] = ("tokens",),
         labels: PackLabels | None = None,
-    ) -> AsyncIterableDataset[dict[str, torch.Tensor]]:
+        carry: Sequence[str] = (),
+        limits: Mapping[str, int] | None = None,
+        align: int = 1,
+        pad_to: int | None = None,
+        too_long: PackTooLong = "cut",
+    ) -> AsyncIterableDataset[dict[str, Any]]:
         """Pack documents of tokens into sequences of `seq_len` tokens.
 
         A document is a list, array or tensor of integers, or a dict of several. A document longer
-        than a sequence is cut, and each piece counts as a document. No token is left out. Packing
-        runs on the loader's event loop.
+        than a sequence is cut, and each piece counts as a document. No token is left out, unless
+        `too_long` says so. A document without tokens gives nothing. Packing runs on the loader's
+        event loop.
 
         A sequence is a dict of tensors of shape (seq_len,): ``"tokens"`` (int64);
         ``"segment_ids"``, 1 for the first document in the sequence, 2 for the next, …, and 0 for
         padding; ``"positions"``, which restart at each document and at padding; further `fields`
         with the dtypes of the documents. Padding is 0, and -100 in a field named ``"labels"``.
+        Each key of `carry` is a list with an entry for each segment.
 
         Ranks that pack different shards have different numbers of sequences: `split` the result, or
         use ``coordinated=True``. After a restore, documents are read again from the oldest document
@@ -229,14 +236,26 @@ class AsyncIterableDataset(IterableDataset[T_co]):
                 sequence has room, the fullest is given out. Every sequence is given out after at
                 most 4 × `window` other sequences.
             fields: keys of the per-token values of a dict, first the key of the tokens. A dict may
-                have no other keys: remove other keys by `map` before.
+                have no other keys than `fields`, `carry` and `limits`: remove other keys by `map`
+                before.
             labels: ``"next"`` adds ``"labels"``: the following token of the document. ``"same"``:
                 the token itself, except for the first of a document; for models that shift labels,
                 as in transformers. -100 elsewhere.
+            carry: keys of the values to list, such as an image grid or a source: entry i - 1 is of
+                the document of segment i. Each piece of a document that is cut has the entry.
+            limits: for keys of a document, the most in a sequence, such as ``{"images": 32}``. The
+                values are ints, and are listed only if `carry` has the key. Each piece of a
+                document counts in full. A sequence that reached a limit is padded.
+            align: each document begins at a multiple of `align` tokens, after padding.
+            pad_to: the length of a sequence is padded to a multiple of `pad_to`; by default to
+                `seq_len`. Sequences then differ in length, unless `pad_to` is at least `seq_len`.
+            too_long: for documents longer than a sequence. ``"truncate"`` keeps the first `seq_len`
+                tokens, ``"drop"`` none. ``"too_long"`` in a sequence then counts such documents of
+                the epoch so far.
 
         Raises:
             ValueError: an argument is out of range, or a document is not made of integers, lacks a
-                field, or has other keys.
+                key, has other keys, or alone exceeds a limit.
 
         Example:
             >>> from headrace import from_async_iterable
@@ -250,13 +269,18 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         seq_len = whole_number("seq_len", seq_len, 1)
         window = whole_number("window", window, 1)
-        if strategy not in get_args(PackStrategy) or labels not in (None, *get_args(PackLabels)):
-            words = f"{get_args(PackStrategy)}, and {get_args(PackLabels)} or None"
-            raise ValueError(f"strategy={strategy!r} and labels={labels!r} must be of {words}")
-        made = {"segment_ids", "positions", *(("labels",) if labels else ())}
-        if isinstance(fields, str) or not fields or made & {*fields}:
+        choices = get_args(PackStrategy), (None, *get_args(PackLabels)), get_args(PackTooLong)
+        if not all(map(operator.contains, choices, (strategy, labels, too_long))):
             raise ValueError(
-                f"fields={fields!r} must be keys, that of the tokens first, without {sorted(made)}"
+                f"strategy={strategy!r}, labels={labels!r} and too_long={too_long!r} must be of "
+                f"{choices}"
+            )
+        made = ("segment_ids", "positions", "too_long", *(("labels",) if labels else ()))
+        names = [*fields, *carry, *made]
+        if isinstance(fields, str) or not fields or len({*names}) < len(names):
+            raise ValueError(
+                f"fields={fields!r} must be keys, that of the tokens first, without carry={carry!r}"
+                f" and {made}"
             )
         return OperatedStream(
             self,
@@ -267,6 +291,11 @@ class AsyncIterableDataset(IterableDataset[T_co]):
             window=window,
             names=tuple(fields),
             labels=labels,
+            carry=tuple(carry),
+            limits={key: whole_number(key, most) for key, most in (limits or {}).items()},
+            align=whole_number("align", align, 1),
+            pad_to=seq_len if pad_to is None else whole_number("pad_to", pad_to, 1),
+            too_long=str(too_long),
         )
 
     def __getitem__(self, index: object) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +15,22 @@ from headrace.errors import StateError
 
 PackStrategy = Literal["concat", "first_fit", "best_fit"]
 PackLabels = Literal["next", "same"]
+PackTooLong = Literal["cut", "truncate", "drop"]
 _LONGEST_WAIT = 4  # windows of sequences; an open sequence waits at most so long for documents
 _IGNORED = -100  # label ignored by torch's cross entropy
 
 
-# The columns of a document, one for each field; start, stop.
-_Piece = tuple[Sequence[AnyArray], int, int]
+class _Document(NamedTuple):
+    columns: list[AnyArray]  # one for each field
+    carried: dict[str, Any]  # by the keys of `carry`
+    amounts: list[int]  # one for each key of `limits`
+
+
+class _Piece(NamedTuple):
+    document: _Document
+    start: int
+    stop: int
+    at: int  # position in the sequence
 
 
 class _Sequence(NamedTuple):
@@ -27,18 +38,18 @@ class _Sequence(NamedTuple):
     pieces: list[_Piece] | None  # None if the pieces were read before a restored position
 
 
-class Pack(MarkingOperation[dict[str, torch.Tensor]]):
+class Pack(MarkingOperation[dict[str, Any]]):
     """Sequences of pieces of documents.
 
-    A mark has the numbers of tokens in the open sequences. With the same numbers, later documents
-    are placed as before. After a restore the contents of the sequences are unknown, and the
-    sequences are among the samples that are read again and dropped.
+    A mark has the tokens and the limited amounts in the open sequences. With the same numbers,
+    later documents are placed as before. After a restore the contents of the sequences are
+    unknown, and the sequences are among the samples that are read again and dropped.
     """
 
     operation = "pack"
     ranks_differ = True
-    options = ("seq_len", "strategy", "window")
-    fields = ("used", "opened", "filled", "queued", "ended")
+    options = ("seq_len", "strategy", "window", "limits", "align", "too_long")
+    fields = ("used", "opened", "filled", "queued", "left_out", "ended")
 
     def __init__(
         self,
@@ -48,6 +59,11 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         window: int,
         names: Sequence[str],
         labels: PackLabels | None,
+        carry: Sequence[str],
+        limits: dict[str, int],
+        align: int,
+        pad_to: int,
+        too_long: PackTooLong,
     ) -> None:
         super().__init__(source)
         self._seq_len = seq_len
@@ -55,14 +71,24 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         self._window = 1 if strategy == "concat" else window
         self._names = names
         self._labels = labels
+        self._carry = carry
+        self._limits = limits
+        self._most = [seq_len, *limits.values()]  # of an open sequence, as in `_used`
+        self._align = align
+        self._pad_to = pad_to
+        self._too_long = too_long
+        self._keys = {*names, *carry, *limits}
+        self._left_out = 0  # documents that were truncated or dropped
         self._filled = 0  # filled sequences
         self._queued = 0  # filled sequences in `_ready`
         # The open sequences, the oldest first.
         self._open_ones: list[_Sequence] = []
-        self._used: list[int] = []  # tokens in each open sequence
+        # For each open sequence: tokens, with the padding up to the next document, and the amount
+        # for each limit.
+        self._used: list[list[int]] = []
         self._opened: list[int] = []  # `_filled` when each open sequence was opened
 
-    async def __anext__(self) -> dict[str, torch.Tensor]:
+    async def __anext__(self) -> dict[str, Any]:
         sequence: Any = await super().__anext__()
         if sequence.pieces is None:
             raise StateError(
@@ -72,45 +98,53 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         return self._tensors(sequence.pieces)
 
     def _put(self, sample: object) -> Any:
-        columns, size, used = self._columns(sample), self._seq_len, self._used
-        start, end = 0, len(columns[0])
+        document, size, used = self._document(sample), self._seq_len, self._used
+        concat = self._strategy == "concat"
+        start, end = 0, len(document.columns[0])
         if end:
             self._dropped = 0
         else:
             self._drop(1)
         while start < end:
-            count = min(
-                end - start, size - used[0] if self._strategy == "concat" and used else size
-            )
-            place = self._place(size - count)
+            if concat and used and self._limits and self._place([0, *document.amounts]) is None:
+                self._close(0)  # a limit leaves no room for a piece
+            count = min(end - start, size - used[0][0] if concat and used else size)
+            wanted = [count, *document.amounts]
+            place = self._place(wanted)
             if place is None:
                 if len(used) >= self._window and count < size:
                     self._close(max(range(len(used)), key=used.__getitem__))
                 place = len(used)
                 self._open_ones.append(_Sequence(self._read - 1, []))
-                used.append(0)
+                used.append([0] * len(wanted))
                 self._opened.append(self._filled)
             pieces = self._open_ones[place].pieces
             if pieces is not None:
-                pieces.append((columns, start, start + count))
-            used[place] += count
-            if used[place] == size:
+                pieces.append(_Piece(document, start, start + count, used[place][0]))
+            wanted[0] = count + -count % self._align
+            used[place] = [*map(operator.add, used[place], wanted)]
+            if used[place][0] >= size:
                 self._close(place)
             start += count
         while used and self._filled - self._opened[0] >= _LONGEST_WAIT * self._window:
             self._close(0)
         return self._ready.popleft() if self._ready else NOTHING
 
-    def _place(self, most: int) -> int | None:
-        """Return the first or fullest open sequence of at most `most` tokens.
+    def _place(self, wanted: list[int]) -> int | None:
+        """Return the first or fullest open sequence with room for `wanted`.
 
-        None if all open sequences have more tokens. The strategy decides between first and fullest.
+        None if there is no such sequence. The strategy decides between first and fullest.
         """
-        used = self._used
+        free = [*map(operator.sub, self._most, wanted)]
+        room = free[0]  # the first comparison, since it decides in most cases
+        fitting = (
+            place
+            for place, used in enumerate(self._used)
+            if used[0] <= room and all(map(operator.le, used, free))
+        )
         if self._strategy != "best_fit":
-            return next((place for place, tokens in enumerate(used) if tokens <= most), None)
-        best = max((tokens for tokens in used if tokens <= most), default=None)
-        return None if best is None else used.index(best)
+            return next(fitting, None)
+        return max(fitting, key=self._used.__getitem__, default=None)
 
     def _close(self, place: int) -> None:
         self._ready.append(self._open_ones.pop(place))
@@ -123,64 +157,78 @@ class Pack(MarkingOperation[dict[str, torch.Tensor]]):
         self._close(0)
         return self._ready.popleft()
 
-    def _columns(self, sample: object) -> list[AnyArray]:
+    def _document(self, sample: object) -> _Document:
         names = self._names
-        parts = [sample.get(name) for name in names] if isinstance(sample, Mapping) else [sample]
-        columns = [np.asarray(part) for part in parts]
+        values: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {names[0]: sample}
+        columns = [np.asarray(values.get(name)) for name in names]
         tokens = columns[0]
         flat = tokens.ndim == 1 and all(
             each.shape == tokens.shape and each.dtype.kind in "biuf" for each in columns
         )
-        if not flat or len(columns) < len(names) or (tokens.dtype.kind not in "iu" and len(tokens)):
+        whole = tokens.dtype.kind in "iu" or not tokens.size
+        if not flat or not whole or values.keys() != self._keys:
             found = [
                 f"{name!r}: {column.dtype} {column.shape}"
-                for name, column in zip(names, columns, strict=False)
+                for name, column in zip(names, columns, strict=True)
             ]
             raise ValueError(
                 f"a document needs {list(names)} of one length, the first of integers, but has "
-                f"{', '.join(found)}: tokenise before pack(), and set its fields="
+                f"{', '.join(found)}, and the keys {[*values]} in place of {sorted(self._keys)}: "
+                f"tokenise before pack(), add keys with a value for each token to fields=, and "
+                f"other keys to carry=, or remove keys by map() before pack()"
             )
-        if isinstance(sample, Mapping) and len(sample) > len(names):
+        amounts = [operator.index(values[key]) for key in self._limits]
+        if any(map(operator.gt, amounts, self._limits.values())):
             raise ValueError(
-                f"pack() would leave out {[name for name in sample if name not in names]} of a "
-                f"document: add keys with a value for each token to fields=, "
-                f"and remove other keys by map() before pack()"
+                f"a document alone has {amounts}, more than limits={self._limits}: leave the "
+                f"document out, or divide it"
             )
-        return columns
+        if len(tokens) > self._seq_len and self._too_long != "cut":
+            self._left_out += 1
+            kept = self._seq_len if self._too_long == "truncate" else 0
+            columns = [column[:kept] for column in columns]
+        return _Document(columns, {key: values[key] for key in self._carry}, amounts)
 
-    def _tensors(self, pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
-        size, names = self._seq_len, self._names
-        rows = {}
+    def _tensors(self, pieces: Sequence[_Piece]) -> dict[str, Any]:
+        names = self._names
+        last = pieces[-1]
+        size = last.at + last.stop - last.start
+        size += -size % self._pad_to
+        rows: dict[str, AnyArray] = {}
         for number, name in enumerate(names):
             # Unsigned labels are widened.
             padding, least = (_IGNORED, np.int64) if name == "labels" else (0, np.bool)
-            kind = (
-                np.result_type(least, *{columns[number].dtype for columns, _, _ in pieces})
-                if number
-                else np.int64
-            )
+            kind: np.dtype[Any] = np.dtype(np.int64)
+            if number:
+                kinds = {piece.document.columns[number].dtype for piece in pieces}
+                kind = np.result_type(least, *kinds)
             rows[name] = np.full(size, padding, kind)
         segments, positions = np.zeros(size, np.int32), np.empty(size, np.int32)
         labels = np.full(size if self._labels else 0, _IGNORED, np.int64)
-        at, count = 0, np.arange(size, dtype=np.int32)
-        for segment, (columns, start, stop) in enumerate(pieces, 1):
+        end, count = 0, np.arange(size, dtype=np.int32)
+        for segment, ((columns, _, _), start, stop, at) in enumerate(pieces, 1):
+            positions[end:at] = count[: at - end]
             end = at + stop - start
+            positions[at:end] = count[: end - at]
             for name, column in zip(names, columns, strict=True):
                 rows[name][at:end] = column[start:stop]
             segments[at:end] = segment
-            positions[at:end] = count[: end - at]
             # Also after the last token of a piece, if the document continues.
             if self._labels == "next":
                 following = columns[0][start + 1 : stop + 1]
                 labels[at : at + len(following)] = following
             elif self._labels == "same":
                 labels[at + 1 : end] = columns[0][start + 1 : stop]
-            at = end
-        positions[at:] = count[: size - at]
+        positions[end:] = count[: size - end]
         rows |= {"segment_ids": segments, "positions": positions}
         if self._labels:
             rows["labels"] = labels
-        return {name: torch.from_numpy(row) for name, row in rows.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(row) for name, row in rows.items()}
+        for key in self._carry:
+            tensors[key] = [piece.document.carried[key] for piece in pieces]
+        if self._too_long != "cut":
+            tensors["too_long"] = torch.tensor(self._left_out)
+        return tensors
 
     def _oldest(self) -> int:
         return min(

@@ -62,6 +62,12 @@ def test_wrong_arguments_are_errors():
         lambda: pack(4, labels="other"),
         lambda: pack(4, fields="tokens"),
         lambda: pack(4, fields=("tokens", "labels"), labels="next"),
+        lambda: pack(4, carry=("tokens",)),
+        lambda: pack(4, carry=("positions",)),
+        lambda: pack(4, limits={"images": -1}),
+        lambda: pack(4, align=0),
+        lambda: pack(4, pad_to=0),
+        lambda: pack(4, too_long="keep"),
     ):
         with pytest.raises(ValueError):
             wrong()

@@ -1,6 +1,7 @@
 """Packed sequences have every token of the documents once, in order, with segments, positions and labels."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import headrace as hr
 from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count, outcomes, stream
 
@@ -15,7 +17,10 @@ from tests.unit.streams.reading import Count, outcomes, stream
 def pack(documents, *args, **options):
     """The sequences as dicts of lists."""
     packed = stream(*documents).pack(*args, **options)
-    return [{name: row.tolist() for name, row in sequence.items()} for sequence in packed]
+    return [
+        {name: row if type(row) is list else row.tolist() for name, row in sequence.items()}
+        for sequence in packed
+    ]
 
 
 def segments(sequence, field="tokens"):
@@ -124,7 +129,10 @@ async def test_documents_that_cannot_be_packed_are_errors_of_theirs():
         ({"ids": [[1]], "mask": [[1]]}, r"\(1, 1\)"),
         ({"ids": [1], "mask": ["text"]}, "'mask': <U4"),
         ([1, 2], "of one length"),
-        ({**good, "text": "a"}, r"would leave out \['text'\]"),
+        (
+            {**good, "text": "a"},
+            r"the keys \['ids', 'mask', 'text'\] in place of \['ids', 'mask'\]",
+        ),
     ):
         packed = aiter(stream(good, document, good).pack(2, fields=("ids", "mask")))
         with pytest.raises(ValueError, match=found):
@@ -140,5 +148,217 @@ def test_no_document_waits_for_more_than_four_windows_of_sequences():
 async def test_documents_that_differ_after_a_restore_are_an_error():
     packed = Count(90).map(lambda number: [1] * 7).pack(7, "first_fit", window=2)
     state, restored = start_stream(packed).state_dict(), start_stream(packed)
-    restored.load_state_dict({**state, "used": [6, 6], "opened": [0, 0]})
+    restored.load_state_dict({**state, "used": [[6], [6]], "opened": [0, 0]})
     assert "the stream has other documents now" in str(await outcomes(restored))
+
+
+def inputs_and_targets(*lengths):
+    """Documents of numbered inputs, with a list of targets and its length."""
+    inputs = numbered([length for length, _ in lengths])
+    targets = numbered([length for _, length in lengths])
+    return [
+        {"tokens": tokens, "targets": values, "lengths": len(values), "documents": 1}
+        for tokens, values in zip(inputs, targets, strict=True)
+    ]
+
+
+# Test vectors of Grain 0.2.18: lengths of documents, length of a sequence, strategy, and the lengths
+# of the documents in each sequence.
+GRAIN = [
+    ([4, 8, 2], 10, "first_fit", [[4, 2], [8]]),
+    ([4, 8, 2], 10, "best_fit", [[4], [8, 2]]),
+    ([10, 15, 4], 20, "first_fit", [[10, 4], [15]]),
+    ([10, 15, 4], 20, "best_fit", [[10], [15, 4]]),
+    ([50, 70, 25, 40], 100, "first_fit", [[50, 25], [70], [40]]),
+    ([50, 70, 25, 40], 100, "best_fit", [[50, 40], [70, 25]]),
+    ([10, 15, 4, 10], 20, "first_fit", [[10, 4], [15], [10]]),
+    ([10, 15, 4, 10], 20, "best_fit", [[10, 10], [15, 4]]),
+]
+# Numbers of inputs and targets.
+THREE = [(3, 1), (2, 3), (1, 2)]
+
+
+@pytest.mark.parametrize(("lengths", "seq_len", "strategy", "expected"), GRAIN)
+def test_documents_are_placed_as_by_grain(lengths, seq_len, strategy, expected):
+    packed = pack(numbered(lengths), seq_len, strategy, window=3)
+    assert sorted([len(each) for each in segments(one)] for one in packed) == sorted(expected)
+
+
+@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
+@pytest.mark.parametrize(
+    ("most", "options", "sequences"),
+    [
+        ((3, 3), {}, [[0], [1], [2]]),
+        ((3, 4), {}, [[0], [1], [2]]),
+        ((4, 4), {}, [[0, 2], [1]]),
+        ((5, 5), {}, [[0, 1], [2]]),
+        ((6, 6), {}, [[0, 1, 2]]),
+        ((7, 7), {}, [[0, 1, 2]]),
+        ((6, 6), {"documents": 2}, [[0, 1], [2]]),
+    ],
+)
+def test_limits_of_a_second_length_and_of_documents_are_those_of_grain(
+    strategy, most, options, sequences
+):
+    documents = inputs_and_targets(*THREE)
+    limits = {"lengths": most[1], "documents": 9, **options}
+    packed = pack(documents, most[0], strategy, window=3, carry=("targets",), limits=limits)
+    found = {(*each["tokens"],): each["targets"] for each in packed}
+    expected = {}
+    for numbers in sequences:
+        tokens = [token for number in numbers for token in documents[number]["tokens"]]
+        padded = (*tokens, *[0] * (most[0] - len(tokens)))
+        expected[padded] = [documents[number]["targets"] for number in numbers]
+    assert found == expected
+
+
+@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
+def test_aligned_documents_are_those_of_grain(strategy):
+    whole, *_ = pack(numbered([2, 3, 1]), 8, strategy, window=2, align=1)
+    assert whole["tokens"] == [1, 2, 3, 4, 5, 6, 0, 0]
+    assert whole["segment_ids"] == [1, 1, 2, 2, 2, 3, 0, 0]
+    aligned = pack(numbered([2, 3, 1]), 8, strategy, window=2, align=4)
+    assert [each["tokens"] for each in aligned] == [[1, 2, 0, 0, 3, 4, 5, 0], [6, *[0] * 7]]
+    assert [each["segment_ids"] for each in aligned] == [[1, 1, 0, 0, 2, 2, 2, 0], [1, *[0] * 7]]
+    assert [each["positions"] for each in aligned] == [
+        [0, 1, 0, 1, 0, 1, 2, 0],
+        [0, *range(7)],
+    ]
+
+
+def repeated(numbers):
+    """Documents of a number of as many tokens, with the number of the document."""
+    return [
+        {"tokens": [number] * number, "index": index, "documents": 1}
+        for index, number in enumerate(numbers, 1)
+    ]
+
+
+def test_documents_are_concatenated_as_by_grain():
+    documents = repeated([1, 2, 3, 4, 5, 6, 7, 1, 2])
+    packed = pack(documents, 6, carry=("index",), limits={"documents": 6})
+    assert [(each["tokens"], each["index"]) for each in packed] == [
+        ([1, 2, 2, 3, 3, 3], [1, 2, 3]),
+        ([4, 4, 4, 4, 5, 5], [4, 5]),
+        ([5, 5, 5, 6, 6, 6], [5, 6]),
+        ([6, 6, 6, 7, 7, 7], [6, 7]),
+        ([7, 7, 7, 7, 1, 2], [7, 8, 9]),
+        ([2, 0, 0, 0, 0, 0], [9]),
+    ]
+    packed = pack(documents, 6, carry=("index",), limits={"documents": 2})
+    assert [(each["tokens"], each["segment_ids"], each["index"]) for each in packed] == [
+        ([1, 2, 2, 0, 0, 0], [1, 2, 2, 0, 0, 0], [1, 2]),
+        ([3, 3, 3, 4, 4, 4], [1, 1, 1, 2, 2, 2], [3, 4]),
+        ([4, 5, 5, 5, 5, 5], [1, 2, 2, 2, 2, 2], [4, 5]),
+        ([6, 6, 6, 6, 6, 6], [1, 1, 1, 1, 1, 1], [6]),
+        ([7, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1], [7]),
+        ([7, 1, 0, 0, 0, 0], [1, 2, 0, 0, 0, 0], [7, 8]),
+        ([2, 2, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [9]),
+    ]
+    lengths = [[[*range(7)], [*range(25)]], 10]
+    assert [each["tokens"] for each in pack(*lengths)] == [
+        [0, 1, 2, 3, 4, 5, 6, 0, 1, 2],
+        [*range(3, 13)],
+        [*range(13, 23)],
+        [23, 24, *[0] * 8],
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=40),
+    st.integers(1, 17),
+    st.sampled_from(["concat", "first_fit", "best_fit"]),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from(["cut", "truncate", "drop"]),
+)
+def test_options_together(lengths, seq_len, strategy, align, pad_to, too_long):
+    tokens = numbered([length for length, _ in lengths])
+    documents = [
+        {"tokens": document, "images": images, "number": number}
+        for number, (document, (_, images)) in enumerate(zip(tokens, lengths, strict=True))
+    ]
+    packed = pack(
+        documents,
+        seq_len,
+        strategy,
+        window=3,
+        carry=("number", "images"),
+        limits={"images": 5},
+        align=align,
+        pad_to=pad_to,
+        too_long=too_long,
+    )
+    found = [[] for _ in documents]
+    for sequence in packed:
+        ids = np.array(sequence["segment_ids"])
+        used = int(np.flatnonzero(ids)[-1]) + 1
+        assert used <= seq_len
+        assert len(ids) == -(-used // pad_to) * pad_to
+        assert sum(sequence["images"]) <= 5
+        assert len(sequence["number"]) == ids.max()
+        for segment, number in enumerate(sequence["number"], 1):
+            (places,) = np.nonzero(ids == segment)
+            assert places[0] % align == 0
+            assert [sequence["positions"][place] for place in places] == [*range(len(places))]
+            found[number] += [sequence["tokens"][place] for place in places]
+    kept = {"cut": 20, "truncate": seq_len, "drop": 0}[too_long]
+    for document, given_tokens in zip(tokens, found, strict=True):
+        assert sorted(given_tokens) == document[: kept if len(document) > seq_len else 20]
+    if too_long != "cut" and packed:
+        left_out = sum(len(document) > seq_len for document in tokens)
+        assert packed[-1]["too_long"] <= left_out
+        if max(len(document) for document in tokens[-1:]) <= seq_len:
+            assert packed[-1]["too_long"] == left_out
+
+
+async def test_document_that_exceeds_a_limit_alone_is_an_error_of_its_own():
+    good = {"tokens": [7], "images": 2, "source": "a"}
+    for document, error in (
+        ({**good, "images": 4}, r"a document alone has \[4\], more than limits={'images': 3}"),
+        ({"tokens": [7], "source": "a"}, r"in place of \['images', 'source', 'tokens'\]"),
+        ([7], r"the keys \['tokens'\] in place of"),
+    ):
+        packed = aiter(
+            stream(good, document, good).pack(1, carry=("source",), limits={"images": 3})
+        )
+        assert (await anext(packed))["source"] == ["a"]
+        with pytest.raises(ValueError, match=error):
+            await anext(packed)
+        assert (await anext(packed))["tokens"].tolist() == [7]
+
+
+def test_loader_gives_carried_values_and_continues_with_limits():
+    def make():
+        documents = Count(60).map(
+            lambda number: {
+                "tokens": [number] * (number % 9),
+                "grid": np.full((number % 3, 2), number),
+                "images": number % 3,
+            }
+        )
+        packed = documents.pack(
+            8, "best_fit", window=3, carry=("grid",), limits={"images": 4}, too_long="drop"
+        )
+        return hr.DataLoader(packed, 2, collate_fn=list, num_workers=1)
+
+    with make() as loader:
+        batches, states = [], []
+        for batch in loader:
+            batches.append(batch)
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    assert batches[-1][-1]["too_long"] == 0
+    for batch in itertools.chain(*batches):
+        firsts = [
+            int(batch["tokens"][batch["segment_ids"] == n][0])
+            for n in range(1, 1 + len(batch["grid"]))
+        ]
+        assert [grid.tolist() for grid in batch["grid"]] == [
+            [[first] * 2] * (first % 3) for first in firsts
+        ]
+    for number in (0, len(states) // 2):
+        with make() as restored:
+            restored.load_state_dict(states[number])
+            rest = [*restored]
+        assert str(rest) == str(batches[number + 1 :])

@@ -62,7 +62,7 @@ def document(number):
 
 
 def listed(sequence):
-    return [row.tolist() for row in sequence.values()]
+    return [np.asarray(row).tolist() for row in sequence.values()]
 
 
 N = np.int64  # states have plain values, whatever the types of parameters
@@ -119,6 +119,21 @@ COMPOSITIONS = {
         drop_last=True,
     ),
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
+    "pack, limits": lambda: (
+        Count(40, bad=[2, 7])
+        .map(lambda number: {"tokens": document(number), "images": number % 4, "number": number})
+        .pack(
+            N(17),
+            "first_fit",
+            window=2,
+            carry=["number"],
+            limits={np.str_("images"): N(5)},
+            align=N(3),
+            pad_to=N(2),
+            too_long=np.str_("truncate"),
+        )
+        .map(listed)
+    ),
     "pack of filter": lambda: (
         Count(30, bad=[4])
         .filter(odd)

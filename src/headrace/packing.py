@@ -64,6 +64,7 @@ RECORDS = "_pack/"
 HEADER = RECORDS + "header.json"  # the first record
 BATCH = 16  # number of samples in a batch
 ROWS = 64  # number of rows in a batch; the first batch decides on the types of columns
+MOST = 1 << 20  # number of samples in a shard, unless given
 UPLOADS = 4  # number of concurrent shard uploads, each in several parts
 ROW_GROUP = 16 << 20  # bytes of a Parquet row group, counted in Arrow format
 ANY_SIZE = 1 << 62  # bytes of a member of a tar
@@ -127,8 +128,8 @@ def pack(
             - ``"tokens"``: a sample is a sequence of integers, a document of Megatron's ``.bin``
               and ``.idx``. Tokens are uint16 if the first sample of a shard is uint16, else int32.
         shard_size: approximate size of a shard in bytes. The first call reads samples up to this
-            size, to find the number of samples in a shard. About five shards are on the local disk
-            at a time.
+            size, to find the number of samples in a shard, at most 1,048,576. About five shards are
+            on the local disk at a time.
         samples_per_shard: number of samples in a shard, in place of `shard_size`.
         schema: `pyarrow.Schema` of Parquet shards. By default, a `ParquetDataset` or an
             `ArrowDataset` without `transform` keeps its schema, and is packed table by table. The
@@ -205,13 +206,13 @@ def pack(
     temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
     with loader, alone, temporary as folder, _Uploads(place) as uploads:
         if format == "parquet":
-            schema = schema or write(all_numbers, 0).schema
+            schema = schema or write(all_numbers[:ROWS], 0).schema
             arguments["schema"] = str(schema)
         size, left = _begin(
             place,
             rank,
             arguments,
-            lambda: samples_per_shard or write(all_numbers, shard_size).samples,
+            lambda: samples_per_shard or write(all_numbers[:MOST], shard_size).samples,
             allow_changed,
         )
         for numbers in tqdm(left, "pack", unit="shard", disable=None):

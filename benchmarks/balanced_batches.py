@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=5_000)
     parser.add_argument("--steps", type=int, default=200, help="of the trainer, before and after")
-    arguments = parse_arguments(parser, samples=50_000, files=200, steps=20)
+    arguments = parse_arguments(parser, samples=150_000, files=200, steps=20)
     print(describe_machine())
     worst, fills, costs = [], [], []
     for name, lengths in distributions(arguments.samples, arguments.files):

@@ -37,6 +37,10 @@ class Peer:
         self.receive = self._wire.recv
         self.wait = self._process.wait
 
+    def kill(self) -> None:
+        """Kill the process by SIGKILL."""
+        self._process.send_signal(signal.SIGKILL)
+
     def start(self) -> None:
         """Let it continue after it has sent "ready"."""
         self._wire.send("go")
@@ -46,7 +50,7 @@ class Peer:
 
     def __exit__(self, *exc_info: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
+            self.kill()
         self.wait()
         self._wire.close()
 

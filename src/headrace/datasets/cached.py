@@ -16,7 +16,7 @@ from headrace._base.array_types import IntArray
 from headrace._ranks.distributed import RankChoice
 from headrace._shards.discovery import Shard
 from headrace._shards.unpacked import loaded
-from headrace._store.disk_cache import DiskCache
+from headrace._store.disk_cache import DiskCache, secure_folder
 from headrace._streams.kinds import (
     BYTES_AT_ONCE,
     Blocks,
@@ -125,8 +125,8 @@ class Cacheable(AsyncDataset[T_co]):
 
         Args:
             folder: path of the folder; created if missing, for this user only.
-            max_bytes: size limit in bytes; the oldest entries are deleted first, a 64th of the
-                limit at a time. None for no limit.
+            max_bytes: size limit in bytes; the oldest entries are deleted first. A log of up to
+                16 MiB is beside the entries. None for no limit.
             version: distinguishes the bytes from earlier bytes under the same keys.
 
         Raises:
@@ -140,7 +140,9 @@ class Cacheable(AsyncDataset[T_co]):
         reads: Any = type(self).read_bytes
         joined = capabilities(self).ranges and reads is RangedDataset.read_bytes
         kind: Any = _CachedShards if joined else CachedDataset
-        cached: CachedDataset[T_co] = kind(self, DiskCache(folder, max_bytes), version)
+        cache = DiskCache(folder, max_bytes)
+        secure_folder(cache.folder)
+        cached: CachedDataset[T_co] = kind(self, cache, version)
         return cached
 
     def _refuse_own_aget(self, what: str) -> None:
@@ -202,7 +204,7 @@ class CachedDataset(AsyncDataset[T_co]):
             # Fresh bytes will show whether the cache was at fault.
             with contextlib.suppress(Exception):
                 return dataset.sample_of(index, data)
-            self._cache.discard([name])
+            await self._cache.discard([name])
 
         async def fetch() -> tuple[memoryview, T_co]:
             data = await dataset.read_bytes(index)
@@ -224,7 +226,6 @@ class CachedDataset(AsyncDataset[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the dataset."""
-        self._cache.begin_epoch()
         propagate_epoch(self.dataset, epoch)
 
     @property
@@ -263,7 +264,7 @@ class _CachedShards(CachedDataset[T_co]):
             return self.sample_of(index, data)
         except Exception:  # fresh bytes will show whether the cache was at fault
             sample: T_co = await self.dataset.aget(index)
-        self._cache.discard(self._blocks(number, start, stop))
+        await self._cache.discard(self._blocks(number, start, stop))
         await self.read_range(number, start, stop)  # other processes will find fresh blocks
         return sample
 
@@ -285,9 +286,7 @@ class _CachedShards(CachedDataset[T_co]):
         views: Any = await self._cache.read_many(names)
         missing = [place for place, view in enumerate(views) if view is None]
         begin = start % CACHE_BLOCK
-        if not missing:
-            data = views[0].obj
-        else:
+        if missing:
             # One request, from the first missing block to the last.
             low, high = missing[0], missing[-1] + 1
             first = start - begin + low * CACHE_BLOCK
@@ -299,9 +298,9 @@ class _CachedShards(CachedDataset[T_co]):
                 fetched[place : place + CACHE_BLOCK]
                 for place in range(0, len(fetched), CACHE_BLOCK)
             ]
-            data = b"".join(views)
             await self._cache.write(names[low:high], views[low:high])
-        return memoryview(data)[begin : begin + stop - start].toreadonly()
+        data = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        return data[begin : begin + stop - start].toreadonly()
 
 
 class IndexedShards(AsyncDataset[T_co]):

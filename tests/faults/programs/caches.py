@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
-import threading
-from collections.abc import Coroutine
-from typing import Any
+import random
+import sqlite3
+import time
 
 import headrace as hr
 from headrace._store.disk_cache import DiskCache
 
+COUNT = 80
 
-def run_until_killed(main: Coroutine[Any, Any, None], last: int) -> None:
-    """Run a coroutine, and die by SIGKILL before the `last`-th C function that the cache calls in any thread."""
-    seen = 0
 
-    def trace(frame, event, function):
-        nonlocal seen
-        if event == "c_call" and frame.f_code.co_filename.endswith("/disk_cache.py"):
-            seen += 1
-            if seen == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.setprofile(trace)
-    sys.setprofile(trace)
-    asyncio.run(main, debug=False)
-    sys.setprofile(None)
+def data_of(number: int) -> bytes:
+    """The bytes of a numbered entry."""
+    return random.Random(number).randbytes(20_000 + 1_000 * number)
 
 
 async def read_through(cache, name, fetch):
@@ -43,40 +31,35 @@ async def read_through(cache, name, fetch):
     return data
 
 
-def write_until_killed(wire, folder, names, data, max_bytes):
-    """Write entries, one and then two together, and die before every third call, each time in a fork of this process.
-
-    Sends the number of the call before which no process died: the write had ended. Folders have
-    numbers of calls."""
-
-    async def make_full(cache):
-        for other in (b"1" * 16, b"2" * 16):  # so that the write has to make room
-            await cache.write([other], [memoryview(bytes(5000))])
-
-    async def main(cache):
-        await cache.write(names[:1], [memoryview(data)[:1000]])
-        await cache.write(names[1:], [memoryview(data)[:1000]] * 2)
-
-    for last in range(1, 1000, 3):
-        if not (pid := os.fork()):
-            asyncio.run(make_full(DiskCache(f"{folder}/{last}", max_bytes)), debug=False)
-            run_until_killed(main(DiskCache(f"{folder}/{last}", max_bytes)), last)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status != -signal.SIGKILL:
-            assert status == 0, status
-            wire.send(last)
-            return
-
-
-def fetch_for_ever(wire, folder, name):
-    """Fetch an entry, which does not end; sends the process id when it has begun."""
+async def read_number(cache, number):
+    """A numbered entry's bytes, through the cache."""
 
     async def fetch():
-        wire.send(os.getpid())
-        await asyncio.Event().wait()
+        return memoryview(data_of(number))
 
-    asyncio.run(read_through(DiskCache(folder), name, fetch))
+    return await read_through(cache, number.to_bytes(16, "little"), fetch)
+
+
+def read_for_ever(wire, folder, seed, max_bytes):
+    """Read random numbered entries; ends with an error at wrong bytes."""
+    source, cache = random.Random(seed), DiskCache(folder, max_bytes)
+
+    async def read():
+        while True:
+            numbers = source.sample(range(COUNT), 8)
+            found = await asyncio.gather(*(read_number(cache, number) for number in numbers))
+            assert found == [data_of(number) for number in numbers]
+
+    wire.send("ready")
+    asyncio.run(read())
+
+
+def lock_for_ever(wire, database):
+    """Hold the lock of writers; sends the process id."""
+    connection = sqlite3.connect(database, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    wire.send(os.getpid())
+    time.sleep(1000)
 
 
 def read_objects(wire, store, folder, expected, epochs, cache_options):

@@ -18,7 +18,7 @@ from headrace._order.state import Given, LoaderState, Losses, drawn_last, encode
 from headrace._random.seeding import batch_seed, random_key
 from headrace._ranks.rankinfo import RankInfo
 from headrace._records.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
-from headrace._records.failure import Failure, interrupted
+from headrace._records.failure import interrupted
 from headrace._streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # the positions after the last 8 batches, and the position before these batches
@@ -115,7 +115,9 @@ class EpochProgress(Iterator[BatchPlan]):
         losses = Losses(begun.skipped, begun.lost)
         self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), losses)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
-        self._given: tuple[BatchPlan, tuple[Failure, ...]]  # the last batch given out
+        # The last batch given out: the plan, and the indices of failures. A failure itself would
+        # keep the frames of its error.
+        self._given: tuple[BatchPlan, list[object]]
         self._number = begun.batches  # number of the next plan
         # Draw of the plan after the next plan, if the order is computed.
         self._drawn_ahead: list[Any] = []
@@ -236,17 +238,17 @@ class EpochProgress(Iterator[BatchPlan]):
             self._beyond = beyond
             del self._drawn[number]
         if given:
-            self._given = host.plan, host.failures
+            self._given = host.plan, [failure.index for failure in host.failures]
             if self._points[-1] is not self._last:
                 self._points.append(self._last)
 
     def given_indices(self) -> list[object]:
         """Return the indices of the samples in the last batch that was given out."""
-        plan, failures = self._given
+        plan, failed = self._given
         indices = list(plan.indices)
-        for failure in failures:
-            if failure.index in indices:
-                indices.remove(failure.index)
+        for index in failed:
+            if index in indices:
+                indices.remove(index)
         return indices
 
     def next_state(self, fresh: LoaderState) -> LoaderState:

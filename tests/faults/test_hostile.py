@@ -169,7 +169,11 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
 
         def program() -> None:
             for store, key in itertools.product(stores, KEYS):
-                dataset = hr.ObjectDataset(store, keys=["a", key])
+                try:
+                    dataset = hr.ObjectDataset(store, keys=["a", key])
+                except ValueError as error:  # an absolute path, of a directory
+                    assert "row 1" in str(error), text_of(error)
+                    continue
                 with hr.DataLoader(dataset, sampler=[1], batch_size=1, collate_fn=len) as loader:
                     delivered, (error,) = drain(loader)
                 assert not delivered, text_of(error)

@@ -201,7 +201,9 @@ def _key(value: object, store: Store, row: int) -> str:
     if not isinstance(value, str):
         raise ValueError(f"row {row}: the key must be text, but got {value!r}")
     try:
-        return store.key_of(value) if "://" in value or value.startswith("/") else value
+        if "://" in value or (store.local_root is not None and value.startswith("/")):
+            return store.key_of(value)
+        return value
     except ValueError as error:
         raise ValueError(f"row {row}: {error}") from None
 

@@ -169,11 +169,11 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
 
         def program() -> None:
             for store, key in itertools.product(stores, KEYS):
-                try:
-                    dataset = hr.ObjectDataset(store, keys=["a", key])
-                except ValueError as error:  # an absolute path, of a directory
-                    assert "row 1" in str(error), text_of(error)
+                if store is stores[0] and key.startswith("/"):
+                    with pytest.raises(ValueError, match="row 1"):
+                        hr.ObjectDataset(store, keys=["a", key])
                     continue
+                dataset = hr.ObjectDataset(store, keys=["a", key])
                 with hr.DataLoader(dataset, sampler=[1], batch_size=1, collate_fn=len) as loader:
                     delivered, (error,) = drain(loader)
                 assert not delivered, text_of(error)

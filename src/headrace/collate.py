@@ -60,10 +60,9 @@ def collate_table(table: Any) -> dict[str, Any]:
         table: a `pyarrow.Table`.
 
     Returns:
-        A dict of the columns. Numbers and booleans are a tensor. A column of lists is ``{"values":
-        tensor, "lengths": tensor}``, with the values of all lists in one tensor. The values of
-        lists of lists are again such a dict. Other types, for example strings, are a list of Python
-        objects.
+        A dict of the columns. Numbers and booleans are a tensor. A column of lists is a dict of two
+        tensors: ``"values"``, of all lists, and ``"lengths"``. The values of lists of lists are
+        again such a dict. Other types, for example strings, are a list of Python objects.
 
     Raises:
         ValueError: a column has nulls, or a list of the column has nulls.

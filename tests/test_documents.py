@@ -502,7 +502,8 @@ def test_tests_named_in_documents_exist():
     named = {
         name
         for document in DOCUMENTS
-        if "docs" in document
+        # docs/coming-from.md names tests of torchdata
+        if "docs" in document and document != "docs/coming-from.md"
         for name in re.findall(r"`(test_\w+?_?…?)`", text_of(document))
     }
     assert named

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from zarr.storage import ObjectStore, StorePath
 
 from headrace._shards.compression import check_content
 from headrace._shards.discovery import Shard, shard_errors
-from headrace._shards.unpacked import UnpackedShards
+from headrace._shards.unpacked import UnpackedShards, check_unpacked
 from headrace._store.head import InitialRead
 from headrace._store.store import Store
 from headrace.errors import ObjectNotFoundError, ShardError, TruncatedShardError
@@ -40,25 +40,52 @@ class _Index:
         return len(self.read.data)
 
 
+_Packed = dict[str, tuple[str, int]]
+
+
+def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
+    """Check the size in the header of a compressed chunk, before the codec allocates the size.
+
+    Args:
+        codec: name of the codec's class.
+        data: the chunk.
+        largest: unpacked bytes of a chunk; 0 if unknown.
+        shard: name of the object.
+    """
+    size = 0
+    if codec.startswith("Blosc"):
+        size = int.from_bytes(data[4:8], "little")
+        # Blosc does not know the size of its input, and would read beyond the end.
+        if len(data) != int.from_bytes(data[12:16], "little"):
+            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
+    elif codec.startswith("LZ4"):
+        size = int.from_bytes(data[:4], "little")
+    elif codec.startswith("Zstd") and len(data) > 5:
+        flags = data[4]  # header of a frame, RFC 8878
+        begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
+        size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
+    check_unpacked(size, len(data), largest)
+
+
 class ReadStore(ObjectStore[Any]):
     """Store of objects read by requests of headrace.
 
     The requests have headrace's retries, time-outs, errors and counts.
 
     With `must_exist`, a missing chunk is an error. `reads` keeps the indexes of shards, each with
-    the object's version. Reads of the shard are conditional on the version. `blosc` has the
-    beginnings of keys of chunks compressed by Blosc.
+    the object's version. Reads of the shard are conditional on the version. `packed` maps the
+    beginning of an array's keys to the codec of the chunks, and the unpacked bytes of a chunk.
     """
 
     def __init__(
-        self, source: Store, must_exist: bool, reads: UnpackedShards, blosc: Iterable[str] = ()
+        self, source: Store, must_exist: bool, reads: UnpackedShards, packed: _Packed | None = None
     ) -> None:
         self._source, self._must_exist, self._shared = source, must_exist, reads
-        self.blosc = {*blosc}
+        self.packed: _Packed = packed or {}
         super().__init__(source.backend(), read_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadStore, (self._source, self._must_exist, self._shared, self.blosc)
+        return ReadStore, (self._source, self._must_exist, self._shared, self.packed)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -77,11 +104,9 @@ class ReadStore(ObjectStore[Any]):
             return None
         if not is_chunk:
             check_content(data, name)
-        # Blosc does not know the size of its input, and would read beyond the end.
-        elif key.startswith(tuple(self.blosc)) and len(data) != int.from_bytes(
-            data[12:16], "little"
-        ):
-            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=name)
+        for prefix, (codec, size) in self.packed.items() if is_chunk else ():
+            if key.startswith(prefix):
+                check_chunk(codec, data, size, name)
         return prototype.buffer.from_bytes(data)
 
     async def read(self, key: str, wanted: ByteRequest | None) -> memoryview:
@@ -144,8 +169,9 @@ async def open_array(
         raise ShardError(
             "this array is pickled, and unpickling would run its code; write it again", shard=where
         )
-    if isinstance(store, ReadStore) and "Blosc" in type(codecs[0]).__name__:
-        store.blosc.add(f"{path}/".lstrip("/"))
+    if isinstance(store, ReadStore):
+        size = math.prod(array.chunks) * getattr(array.dtype, "itemsize", 0)
+        store.packed[f"{path}/".lstrip("/")] = type(codecs[0]).__name__, size
     blocks = max(1, across[axis])
     for number, length in windows.items():
         if (

@@ -228,6 +228,19 @@ def test_chunks_that_a_writer_left_out_of_a_shard_have_the_fill_value(tmp_path, 
     assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
 
 
+@pytest.mark.parametrize("codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str)
+def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
+    zarr.create_array(
+        tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec
+    )[:] = 1
+    packed = codec.encode(bytes(400 << 20))
+    (tmp_path / "x/0").write_bytes(packed)
+    with pytest.raises(
+        ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"
+    ):
+        hr.ZarrDataset(tmp_path / "x")[0]
+
+
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_truncated_chunk_of_blosc_is_refused(tmp_path, zarr_format):
     module = numcodecs if zarr_format == 2 else zarr.codecs

@@ -142,7 +142,9 @@ class ZarrDataset(RangedDataset[Any]):
         self.block_size = (
             max(self._arrays, key=lambda array: array.nbytes).chunks[axis] * self._count
         )
-        self._step = math.gcd(*(array.chunks[axis] for array in self._arrays))
+        step = math.gcd(*(array.chunks[axis] for array in self._arrays))
+        # A chunk may be longer than the array, and than an integer of NumPy.
+        self._step = min(step, max(1, self._length))
 
     def __len__(self) -> int:
         return self._length * self._count

@@ -392,3 +392,13 @@ def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
     dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
     with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:
         assert torch.cat(list(loader)).sum() == 240
+
+
+def test_chunks_longer_than_any_integer_of_numpy_are_damage(tmp_path):
+    zarr.create_array(tmp_path / "x", shape=(30, 2), chunks=(30, 2), dtype="f4", zarr_format=2)[
+        :
+    ] = 1
+    metadata = tmp_path / "x/.zarray"
+    metadata.write_text(metadata.read_text().replace("30", "9" * 30).replace("9" * 30, "30", 1))
+    with pytest.raises(ShardError, match=r"is damaged"):
+        hr.ZarrDataset(tmp_path / "x").__getitems__([0, 1])

@@ -106,6 +106,23 @@ def test_every_page_is_on_the_site_and_in_the_list_for_language_models():
     assert {f"docs/{page}.md" for page in listed} == pages | {"docs/design/README.md"}
 
 
+def test_metadata_for_citations_agrees_with_the_package():
+    citation, zenodo = text_of("CITATION.cff"), json.loads(text_of(".zenodo.json"))
+    project = PROJECT["project"]
+    (author,) = project["authors"]
+    for line in (
+        f"version: {headrace.__version__}",
+        f'title: "{zenodo["title"]}"',
+        f"license: {project['license']}",
+        f"  - name: {author['name']}",
+        f'repository-code: "{project["urls"]["Repository"]}"',
+        *(f"  - {keyword}" for keyword in zenodo["keywords"]),
+    ):
+        assert line in citation.splitlines()
+    assert zenodo["license"] == project["license"]
+    assert zenodo["creators"] == [author]
+
+
 def test_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     named = set(re.findall(r"^\.\. auto\w+:: headrace\.([\w.]+)$", reference, re.M))

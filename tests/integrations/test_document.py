@@ -162,24 +162,52 @@ def test_program_with_engines_on_ray_runs(run, tmp_path):
     assert run("", RAY_ENGINES, "loader.close()\nray.shutdown()", *changes) == list(range(8))
 
 
-def test_torchtitan_program_runs(run):
-    before = """
+TOKENS = """
 import numpy
 
-numpy.arange(8192 * 4 + 1, dtype="uint16").tofile("tokens.bin")
-
-def inputs_and_labels(windows):
-    tokens = torch.stack(windows)
-    seen.append(tokens[0, 0].item())
-    return {"input": tokens[:, :-1]}, tokens[:, 1:]
+numpy.arange(8 * 4 + 1, dtype="uint16").tofile("tokens.bin")
 """
+
+
+def test_torchtitan_program_runs(run):
     after = """
-loader = Tokens(Tokens.Config(url="tokens.bin"), dp_rank=0, dp_world_size=1, local_batch_size=2)
-batches = iter(loader)
-assert [next(batches)[1].shape for _ in range(2)] == [(2, 8192)] * 2
+run = dict(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=2)
+loader = Tokens.Config(url="tokens.bin").build(**run, snapshot_every_n_steps=None)
+for inputs, labels in itertools.islice(loader, 4):
+    assert torch.equal(inputs["input"] + 1, labels)
+    assert inputs["positions"].tolist() == [[*range(8)]] * 2
+    assert labels.shape == (2, 8)
+    seen += labels.flatten().tolist()
+loader.close()
+validation = Tokens.Config(url="tokens.bin", infinite=False).build(**run)
+assert len([*validation]) == 2
+validation.close()
+"""
+    assert run(TOKENS, TORCHTITAN, "import itertools" + after) == [*range(1, 33)]
+
+
+def test_torchtitan_program_runs_with_the_arguments_and_batches_of_the_main_branch(run):
+    """As docs/trainers.md describes; `BaseDataLoader` and `Config.build` are those of the release."""
+    changes = [
+        ("seq_len, local_batch_size,", "max_context_length, num_tokens_per_batch,"),
+        ("seq_len=seq_len + 1, stride=seq_len", "seq_len=max_context_length + 1, stride=max_context_length"),
+        ("dataset, local_batch_size", "dataset, num_tokens_per_batch // max_context_length"),
+        ('"input": inputs,', '"input": inputs.flatten(),'),
+        ('"positions": positions}, labels', '"positions": positions.flatten()}, labels.flatten()'),
+        ("infinite: bool", "repeat: bool"),
+        ("config.infinite", "config.repeat"),
+    ]  # fmt: skip
+    after = """
+run = dict(dp_world_size=2, dp_rank=1, tokenizer=None, max_context_length=8, num_tokens_per_batch=16)
+loader = Tokens.Config(url="tokens.bin", repeat=False).build(**run)
+for inputs, labels in loader:
+    assert torch.equal(inputs["input"] + 1, labels)
+    assert inputs["positions"].tolist() == [*range(8)] * 2
+    assert labels.shape == (16,)
+    seen += labels.tolist()
 loader.close()
 """
-    assert len(run(before, TORCHTITAN, after)) == 2
+    assert len(run(TOKENS, TORCHTITAN, after, *changes)) == 16
 
 
 def test_webdataset_program_runs(run):

@@ -15,6 +15,7 @@ import torch
 
 from headrace._order.exclusion import Exclusion
 from headrace._streams.resumable import State
+from headrace._version import __version__
 from headrace.errors import StateError
 
 
@@ -30,7 +31,9 @@ def decoded(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
-VERSION: Final = 6
+# Version of the layout of a state. Raise the version with every change of the layout, and keep
+# reading the version of the last release: docs/policies.md, tests/unit/test_saved_states.py.
+VERSION: Final = 7
 LOST_KEPT = 256  # number of lost batches in a state
 
 
@@ -240,14 +243,24 @@ def states_to_dict(states: Sequence[LoaderState]) -> State:
     equal keys, the values may come from different ranks. Loading would also ask for the keys of a
     loader that was never iterated over.
     """
-    return {"version": VERSION, "state": tuple(state._to_values() for state in states)}
+    saved = tuple(state._to_values() for state in states)
+    return {"version": VERSION, "headrace": __version__, "state": saved}
 
 
 def states_from_dict(state: Mapping[str, object]) -> tuple[LoaderState, ...]:
-    """Return the checked states of a dict of `states_to_dict`."""
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+    """Return the checked states of a dict of `states_to_dict`.
+
+    Raises:
+        StateError: the state is damaged, is of another version, or is no state of a loader.
+    """
+    version, release = state.get("version"), state.get("headrace")
+    if not isinstance(version, int) or not isinstance(release, str):
+        raise StateError(f"this is no state of a headrace.DataLoader: {state!r:.80}")
+    if version != VERSION:
+        later = " or later" if version > VERSION else ""
         raise StateError(
-            f"this is no state of a headrace.DataLoader in format version {VERSION}: {state!r:.80}"
+            f"headrace {release} wrote this state, in format version {version}. "
+            f"headrace {__version__} reads version {VERSION}: install headrace {release}{later}"
         )
     saved: Any = state.get("state") or [None]
     return tuple(map(LoaderState._from_values, saved))

@@ -18,6 +18,8 @@ __all__ = ["HeadraceDataLoader"]
 class HeadraceDataLoader:
     """A headrace loader as a torchtitan `BaseDataLoader`.
 
+    For torchtitan 0.3.0; docs/trainers.md says how the main branch differs.
+
     Write a subclass of `HeadraceDataLoader` and `BaseDataLoader`, in this order. A single iterator
     goes through all epochs of the loader. Your `collate_fn` makes a batch as torchtitan's trainer
     expects: a dict of inputs, and the labels.
@@ -42,8 +44,10 @@ class HeadraceDataLoader:
         ...     class Config(BaseDataLoader.Config):
         ...         url: str
         ...
-        ...     def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **options):
-        ...         dataset = hr.TokenDataset(config.url, seq_len=8192)
+        ...     def __init__(
+        ...         self, config, *, dp_rank, dp_world_size, seq_len, local_batch_size, **others
+        ...     ):
+        ...         dataset = hr.TokenDataset(config.url, seq_len=seq_len + 1, stride=seq_len)
         ...         sampler = hr.ElasticSampler(dataset, rank=dp_rank, world_size=dp_world_size)
         ...         loader = hr.DataLoader(
         ...             dataset, local_batch_size, sampler=sampler, collate_fn=inputs_and_labels

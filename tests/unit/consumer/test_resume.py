@@ -444,9 +444,10 @@ def test_damaged_states_are_refused():
     loader = CASES["shuffled by seed"]()
     for wrong, message in (
         ({}, "no state of a headrace.DataLoader"),
-        ({"_snapshot": 1}, r"no state of a headrace\.DataLoader .*: {'_snapshot': 1}"),
-        ({**state, "version": 5}, "in format version 6: {'version': 5"),
-        ({"version": 6}, "damaged"),
+        ({"_snapshot": 1}, r"no state of a headrace\.DataLoader: {'_snapshot': 1}"),
+        ({**state, "version": "x"}, "no state of a headrace.DataLoader"),
+        ({**state, "headrace": None}, "no state of a headrace.DataLoader"),
+        ({**state, "state": None}, "damaged"),
         ({**state, "state": []}, "damaged"),
         ({**state, "state": [3]}, "damaged"),
         (damaged(state, cursor=9), "edited: its checksum does not match"),

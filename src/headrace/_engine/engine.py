@@ -22,7 +22,6 @@ from headrace._engine.fetch import (
     RowFetch,
     SampleFetch,
 )
-from headrace._engine.hedging import HedgedRequests
 from headrace._engine.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._engine.memory import (
     MEASURED_BATCHES,
@@ -146,7 +145,6 @@ class Engine:
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset = self.config, self.config.dataset
-        hedge = config.options["hedge"] is not None
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
@@ -156,14 +154,13 @@ class Engine:
             fetching = None
             if fetches(dataset):
                 fetchers = Fetchers(context, self._concurrency("rows"))
-                hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
-                fetching = RowFetching(fetchers, self.budget, hedged)
+                fetching = RowFetching(fetchers, self.budget, context.hedged_requests())
             return StreamFetch(
                 context, start, dataset, config.drop_last, config.assembler.tolerance, fetching
             )
         if isinstance(dataset, FetchedDataset) and capabilities(dataset).agets:
             rows = self._map_style(context, dataset.rows)
-            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows, hedge=hedge)
+            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows)
         return self._map_style(context, dataset)
 
     def _map_style(self, context: FetchContext, dataset: Any) -> FetchStage:
@@ -176,8 +173,7 @@ class Engine:
         if blocks or (config.assembler.batched and can.agets and not can.ranges):
             return BatchFetch(context, dataset, self._concurrency("calls"), blocks=blocks)
         make = RangeFetch if can.ranges else SampleFetch
-        concurrency = self._concurrency("fetches")
-        return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
+        return make(context, dataset, self._concurrency("fetches"))
 
     def _concurrency(self, counted: str) -> int | AdaptiveLimit:
         """Return the option, or a search that begins with the limit found in the last epoch.
@@ -239,7 +235,8 @@ class EngineSession:
         self._sample_key = functools.partial(sample_key, config.dataset)
         retry = config.options["retry"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
-        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
+        hedges = config.options["hedge"] is not None
+        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests, hedges)
         self._memory: MemoryBudget | None = None
         if engine.budget is not None:
             dataset = config.dataset
@@ -419,7 +416,7 @@ class EngineSession:
             work_ended=work.work_ended,
             assembled=time.perf_counter(),
             fetch_seconds=raw.fetch_seconds,
-            nbytes=int((self._sizes.fetched or 0) * len(raw.plan.indices)),
+            nbytes=int((self._sizes.fetched.mean or 0) * len(raw.plan.indices)),
             engine_cpu=time.thread_time(),
             blocked=watch.blocked_seconds - self._blocked_before,
             blocked_in=watch.place,

@@ -68,9 +68,14 @@ class FetchContext:
     deliver: Callable[[RawBatch], None]  # takes a complete batch
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
+    hedges: bool = False  # whether slow requests are sent twice
     recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
     # Whether the session is ending. Then no fetch begins, and exceptions are ignored.
     stopping: bool = False
+
+    def hedged_requests(self) -> HedgedRequests | None:
+        """Return the hedging for a stage, or None without hedging."""
+        return HedgedRequests(self.spawn, self.requests) if self.hedges else None
 
 
 class FetchStage(ABC):
@@ -275,17 +280,12 @@ class SampleFetch(Fetchers, FetchStage):
     _first = True  # whether `_take_waiting` has not been called yet
 
     def __init__(
-        self,
-        context: FetchContext,
-        dataset: Any,
-        concurrency: int | AdaptiveLimit,
-        *,
-        hedge: bool = False,
+        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit
     ) -> None:
         Fetchers.__init__(self, context, concurrency)
         FetchStage.__init__(self, context)
         self._dataset = dataset
-        self._hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+        self._hedged = context.hedged_requests()
         self._partial: dict[int, PartialBatch] = {}  # by number
 
     def admit(self, plan: BatchPlan) -> None:
@@ -374,10 +374,8 @@ class RowFetch(SampleFetch):
         fetch: Fetch,
         concurrency: int | AdaptiveLimit,
         rows: FetchStage,
-        *,
-        hedge: bool,
     ) -> None:
-        super().__init__(context, None, concurrency, hedge=hedge)
+        super().__init__(context, None, concurrency)
         self._fetch = fetch
         self._rows = rows
         rows.deliver = self._on_rows

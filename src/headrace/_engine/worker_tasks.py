@@ -51,15 +51,13 @@ Gather = Callable[[Sequence[Any]], list[torch.Tensor]]
 class AssembleTask:
     """Transforms and collates fetched samples.
 
-    Randomness belongs to the batch, and not to the worker.
+    Randomness belongs to the batch, and not to the worker. A worker calls the task with a flat
+    tuple, and sends the pickled answer. A thread of a sidecar calls the task with a `RawBatch`.
     """
 
     assembler: Assembler
     rank: RankInfo  # the rank of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    # Whether to copy a batch. `collate_fn` may reuse memory for the next batch before this batch is
-    # sent.
-    copies: bool = False
 
     def start(self, worker: int, workers: int) -> None:
         adopt_rank(self.rank)
@@ -76,7 +74,10 @@ class AssembleTask:
         raw = request if in_thread else RawBatch.from_flat(request)
         self._generators.seed(raw.plan.seed)
         host = self.assembler(raw)
-        return to_wire(host, copied=self.copies) if in_thread else dump_batch(host, raw.plan)
+        if not in_thread:
+            return dump_batch(host, raw.plan)
+        # The thread does not wait until the batch is sent: a user's `collate_fn` may reuse memory.
+        return to_wire(host, copied=not is_default(self.assembler.collate))
 
 
 class StartEpoch(NamedTuple):

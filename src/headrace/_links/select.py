@@ -194,7 +194,7 @@ class PlacementSelector:
         elif config.kind.is_async and (config.has_processes or self._placement == "process"):
             try:
                 self._pickled = SharedPickle.dumps(
-                    config.work(), self._pickled, portable=self._remote is not None
+                    config.worker_task(), self._pickled, portable=self._remote is not None
                 )
             except Exception as error:
                 name_unpicklable(config, error)

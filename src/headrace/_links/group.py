@@ -80,8 +80,7 @@ class EngineGroup(Link):
         self._running = set(range(engines)) if cluster is None else set[int]()
         self._later = later
         self._lost: dict[int, SessionEnd] = {}  # dead engines, and their last messages
-        # engines to link again: Ctrl-C interrupted the links, so messages may be missing
-        self._interrupted: set[int] = set()
+        # Ctrl-C, as text: messages may be missing, so all engines must be linked again
         self._interruption: str | None = None
         self._ends: dict[int, str | None] = {}  # how the last process of each engine ended
         # times of the last batch of each link, and of each former link
@@ -113,7 +112,6 @@ class EngineGroup(Link):
             # Not the error: the frames of the traceback refer to this object.
             self._interruption = repr(error)
             self._later = ()
-            self._interrupted.update(range(self._engines))
 
     def _link_again(self, interruption: str) -> None:
         """Replace all links. Engines make missing batches again."""
@@ -122,11 +120,9 @@ class EngineGroup(Link):
             return
         self._lost.clear()
         self._dealer.recall(range(self._engines))
-        while self._interrupted:
-            number = next(iter(self._interrupted))
+        for number in range(self._engines):  # all again, if Ctrl-C comes here
             self._drop(number)
             self._add(number)
-            self._interrupted.discard(number)
         self._interruption = None
 
     def _send(self, message: Request) -> None:

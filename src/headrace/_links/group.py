@@ -82,7 +82,6 @@ class EngineGroup(Link):
         self._lost: dict[int, SessionEnd] = {}  # dead engines, and their last messages
         # Ctrl-C, as text: messages may be missing, so all engines must be linked again
         self._interruption: str | None = None
-        self._ends: dict[int, str | None] = {}  # how the last process of each engine ended
         # times of the last batch of each link, and of each former link
         self._times: dict[Link, StageTimes] = {}
         # the last request to all engines, of each kind
@@ -290,7 +289,6 @@ class EngineGroup(Link):
 
     def _replace_lost(self) -> None:
         lost, self._lost = self._lost, {}
-        self._ends.update((number, end.death) for number, end in lost.items())
         for number in lost:
             self._drop(number)
         if self._is_stream:  # the position in the stream is lost with the engine
@@ -299,7 +297,7 @@ class EngineGroup(Link):
             self._end(end.error or EngineDiedError(why=why))
             return
         batch, deaths = self._dealer.take_back(lost)
-        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
+        ends = "; ".join(f"engine {number} {end.death}" for number, end in sorted(lost.items()))
         if deaths >= DEATHS_ALONE:
             what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
             self._dealer.give_up(batch, f"{what}: {ends}")

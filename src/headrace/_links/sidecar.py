@@ -160,7 +160,7 @@ class _Sidecar:
             else:
                 self.servers.add(_SessionServer(self, connection))
 
-    def begin(self, server: _SessionServer, begin: StartSession) -> EngineSession:
+    def begin(self, server: _SessionServer, opening: StartSession) -> EngineSession:
         """Start a session on the engine.
 
         A new engine is made for the first session, and after workers could not be replaced.
@@ -174,12 +174,11 @@ class _Sidecar:
             raise config
         if not self._engines or not self._engines[-1].usable:
             with explained("start the workers"):
-                self._engines.append(Engine(config, begin.work))
-        engine = self._engines[-1]
-        propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
-        session = EngineSession(
-            engine, server.send, self._functions(config, begin.work), begin.start
-        )
+                self._engines.append(Engine(config, opening.work))
+        engine, start = self._engines[-1], opening.start
+        propagate_epoch(config.dataset, start.epoch, only_wanted=not start.set_epoch)
+        work = self._functions(config, opening.work)
+        session = EngineSession(engine, server.send, work, start)
         engine.start(session)
         if self._task.engines > 1:
             server.send(Started())
@@ -236,15 +235,10 @@ class _SessionServer:
             packed = dump_batch(message, self._plans.pop(message.plan.number))
         elif isinstance(message, SessionEnd):
             self._ended = True
-            packed = dump_message(portable_end(message, "in the loader's process"))
+            if message.error is not None:
+                error = noted_error(message.error, "in the loader's process")
+                message = message._replace(error=error)
+            packed = dump_message(message)
         else:
             packed = dump_message(message)
         self.channel.send(packed)
-
-
-def portable_end(end: SessionEnd, where: str) -> SessionEnd:
-    """Return the end of a session, with a portable error.
-
-    Another process can unpickle the error.
-    """
-    return end if end.error is None else end._replace(error=noted_error(end.error, where))

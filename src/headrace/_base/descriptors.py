@@ -21,10 +21,6 @@ def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
 
     `purpose` completes the sentence "no file descriptor is left to …".
     """
-    if number == errno.ENFILE:
-        return OSError(
-            number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max"
-        )
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         number,

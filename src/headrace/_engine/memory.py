@@ -52,9 +52,7 @@ class _MeasuredSize:
         self.mean: float | None = None
         self.recent: deque[float] = deque(maxlen=RECENT)
 
-    def measure(
-        self, size_of: Callable[[], float | None], *, always: bool = False
-    ) -> float | None:
+    def measure(self, size_of: Callable[[], float | None], *, always: bool = False) -> float | None:
         """Return the size in the next batch, if measured: if due or `always`."""
         self._batches += 1
         if not always and self._batches > MEASURED_BATCHES and self._batches % self._every:

@@ -74,7 +74,6 @@ class EngineGroup(Link):
         self._is_stream = config.kind.is_iterable
         # number of running engines before the first plan is dealt
         self._least = 1 if cluster is None else min(cluster.least, engines)
-        self._deadline: float | None = None  # time limit for these engines
         self._links: dict[int, Link] = {}
         # engines that run, or will run within a moment
         self._running = set(range(engines)) if cluster is None else set[int]()
@@ -181,10 +180,6 @@ class EngineGroup(Link):
     def must_wait(self) -> bool:
         return not self.messages and all(link.must_wait() for link in self._links.values())
 
-    @property
-    def look_by(self) -> float | None:  # type: ignore[override]
-        return self._deadline
-
     def leave(self) -> None:
         for link in list(self._links.values()):
             link.leave()
@@ -227,16 +222,13 @@ class EngineGroup(Link):
                 elif isinstance(message, Started):
                     self._running.add(number)
                 elif isinstance(message, Status):
-                    self.messages.append(Status(f"{message.text}{self._of_several(number)}"))
+                    self.messages.append(message)
                 elif isinstance(message, SessionEnd) and message.death is not None:
                     self._lost[number] = message
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
                     self._end(message.error)
         self._dealer.take_made(self.messages)
         return arrived
-
-    def _of_several(self, number: int) -> str:
-        return "" if self._engines == 1 else f", in engine {number} of {self._engines}"
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """Return the times of a batch, with the load of all engines and mean times."""
@@ -261,9 +253,9 @@ class EngineGroup(Link):
         if len(self._running) < self._least:
             if (cluster := self._cluster) is None:
                 return
-            if self._deadline is None:
-                self._deadline = time.monotonic() + cluster.start_timeout
-            elif time.monotonic() >= self._deadline:
+            if self.look_by is None:  # the time limit for these engines
+                self.look_by = time.monotonic() + cluster.start_timeout
+            elif time.monotonic() >= self.look_by:
                 error = EngineStartError(
                     running=len(self._running),
                     engines=self._engines,
@@ -273,7 +265,9 @@ class EngineGroup(Link):
                 )
                 self._end(error)
             return
-        self._least, self._deadline = 1, None  # the epoch has begun: one engine is enough now
+        # The epoch has begun: one engine is enough now.
+        self._least = 1
+        self.look_by = None
         for number, plans in self._dealer.deal(sorted(self._running)).items():
             if number in self._links:  # otherwise `_add` sends the plans
                 self._links[number].send(plans)

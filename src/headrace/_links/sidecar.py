@@ -188,7 +188,7 @@ class _Sidecar:
         if not config.functions_of_epoch:
             return None
         if self._work is None or self._work.number != received.number:
-            self._assemble = None if config.has_processes else received.loads()
+            self._assemble = None if config.has_processes else received.loads().in_thread
             self._work = received
         return self._assemble or self._work
 

@@ -265,26 +265,6 @@ class RawBatch(NamedTuple):
     fetch_seconds: float = 0.0
     origin: Callable[[Any], str | None] | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the batch holds no user objects.
-
-        A plain batch has no fetched samples yet.
-        """
-        return self.samples is None and self.stream_state is None and self.plan.is_plain
-
-    def flat(self) -> tuple[Any, ...]:
-        """Return the batch as a tuple without types of headrace.
-
-        A pickler that looks for user types takes 5 µs for each type.
-        """
-        return (tuple(self.plan), *self[1:])
-
-    @classmethod
-    def from_flat(cls, flat: tuple[Any, ...]) -> RawBatch:
-        raw = cls._make(flat)
-        return raw._replace(plan=BatchPlan._make(raw.plan))
-
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """Separate the failed samples from the batch.
 

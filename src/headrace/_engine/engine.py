@@ -117,6 +117,7 @@ class Engine:
             self.watch.end()
 
     def prepare(self, start: SessionStart) -> None:
+        """Set the epoch, connect the workers, and have workers with a dataset start the epoch."""
         # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
@@ -349,14 +350,13 @@ class EngineSession:
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
                 self._changed.clear()
-                while self._plans:
-                    plan = self._plans[0]
-                    if self._memory is not None and not self._memory.take(
-                        plan, stage.fetched_at_once(plan)
-                    ):
-                        break
+                while self._plans and self._has_memory(stage, self._plans[0]):
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
+
+    def _has_memory(self, stage: FetchStage, plan: BatchPlan) -> bool:
+        """Return whether the memory budget admits a plan."""
+        return self._memory is None or self._memory.take(plan, stage.fetched_at_once(plan))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # User code may outlast the cancellation. The task group is closed by then.
@@ -391,8 +391,10 @@ class EngineSession:
             # Failures stay in this process, so exceptions of user code are not sent to a worker and
             # back.
             kept, lost = raw.without_failures()
-            nothing = self._assembler.nothing_to_do(kept, lost)
-            host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
+            host = self._assembler.nothing_to_do(kept, lost)
+            if host is None:
+                host = await self._executor.assemble(kept, self._work)
+            host = host.with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 

@@ -147,19 +147,20 @@ class MemoryBudget:
         Returns:
             Whether the plan is admitted.
         """
-        held, samples, sizes = self._held, len(plan.indices), self._sizes
+        samples = len(plan.indices)
         expected = self._expected(samples)
         self._short = expected > self._nbytes
-        most = FIRST_SAMPLES + GROWTH * sizes.samples
-        if self._joins and sizes.fetched.mean is not None:
-            most = sys.maxsize
-        waits = self._short or self._unfetched + samples > most
+        waits = self._short
+        if self._sizes.fetched.mean is None or not self._joins:
+            most = FIRST_SAMPLES + GROWTH * self._sizes.samples
+            waits = waits or self._unfetched + samples > most
         if at_once is not None:
-            waits = waits or (not self._assembled and held > at_once)
-            in_play = not self._joins and self._is_in_play(expected)
-            waits = waits or (in_play and self._unfetched > at_once)
+            if not self._assembled:
+                waits = waits or self._held > at_once
+            if not self._joins and self._is_in_play(expected):
+                waits = waits or self._unfetched > at_once
         # The next batch is admitted in any case. An ended engine may have fetched the batch before.
-        if held and waits and plan.number > min(self._samples):
+        if waits and self._held and plan.number > min(self._samples):
             return False
         if plan.number not in self._samples:
             self._held += samples

@@ -22,7 +22,7 @@ from headrace._links.group import EngineGroup
 from headrace._links.placement import CLOSE_DEADLINE, Placement
 from headrace._links.session import Session
 from headrace._links.sidecar import OPEN, SidecarTask, StartSession
-from headrace._pool.launch import WorkerProcess, launch_with_control
+from headrace._pool.launch import WorkerProcess, fork_from_zygote
 from headrace._pool.settings import Settings
 from headrace._pool.supervisor import WORK_DEADLINE
 from headrace._pool.worker import BootMessage, ProcessEnvironment
@@ -94,7 +94,7 @@ class SidecarProcess:
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
         message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
-        self.process, self._connection = launch_with_control(modules)
+        self.process, self._connection = fork_from_zygote(modules)
         try:
             BlockingChannel(self._connection).send(message)
         except BaseException as error:

@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace._base.descriptors import explained
 from headrace._base.text import shorten_list
-from headrace._pool.launch import WorkerProcess, launch_with_control, launch_worker
+from headrace._pool.launch import WorkerProcess, fork_from_zygote, launch_worker
 from headrace._pool.settings import Settings
 from headrace._pool.worker import (
     INHERITED,
@@ -30,7 +30,7 @@ from headrace._pool.worker import (
     Failed,
     ProcessEnvironment,
     Request,
-    Started,
+    WorkerStarted,
     WorkerTask,
     unpicklable_sample,
 )
@@ -202,7 +202,7 @@ class Pool:
     def _start(self, number: int) -> NumberedWorker:
         if self._context is None:
             modules = () if self._latest is None else self._latest.modules
-            process, connection = launch_with_control(modules)
+            process, connection = fork_from_zygote(modules)
         else:
             process, connection = launch_worker(
                 self._context, self._inherited, number, self._numbers.stop
@@ -404,7 +404,7 @@ class Pool:
             worker.loaded = (worker.loaded & request.in_use) | {request.number}
 
     def _on_object(self, worker: NumberedWorker, obj: Any) -> None:
-        if isinstance(obj, Started):
+        if isinstance(obj, WorkerStarted):
             worker.started = True
             return
         if isinstance(obj, BaseException):  # of unpickling the answer

@@ -98,11 +98,6 @@ class Engine:
             self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
         self._running: dict[EngineSession, asyncio.Task[None]] = {}
 
-    @property
-    def usable(self) -> bool:
-        """False after the executor failed to open or replace workers."""
-        return self.executor.broken is None
-
     def start(self, session: EngineSession) -> None:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run())

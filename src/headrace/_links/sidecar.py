@@ -172,7 +172,7 @@ class _Sidecar:
             raise LoaderClosedError
         if isinstance(config, BaseException):
             raise config
-        if not self._engines or not self._engines[-1].usable:
+        if not self._engines or self._engines[-1].executor.broken is not None:
             with explained("start the workers"):
                 self._engines.append(Engine(config, opening.work))
         engine, start = self._engines[-1], opening.start

@@ -147,7 +147,6 @@ class StageTimes(NamedTuple):
 NO_TIMES = StageTimes()
 # Sums over the life of an engine or session, of which several engines have a mean.
 GROWING = ("engine_cpu", "engine_queued", "blocked")
-_LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -369,7 +368,7 @@ class HostBatch(NamedTuple):
         plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)
-        own = (
+        return (
             plan.number,
             read,
             self.data,
@@ -378,16 +377,21 @@ class HostBatch(NamedTuple):
             self.end,
             self.empty,
             requests,
+            self.worker,
+            self.stream_state,
+            self.fetches,
+            times[:-1],
+            tuple(times.load),
         )
-        return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
-        _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
+        _, read, data, size, failures, end, empty, *rest = flat
+        requests, worker, state, fetches, times, load = rest
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
-        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
+        stages = StageTimes(*times, FetchLoad(*load))
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod

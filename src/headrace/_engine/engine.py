@@ -386,10 +386,10 @@ class EngineSession:
             # Failures stay in this process, so exceptions of user code are not sent to a worker and
             # back.
             kept, lost = raw.without_failures()
-            host = self._assembler.nothing_to_do(kept, lost)
-            if host is None:
-                host = await self._executor.assemble(kept, self._work)
-            host = host.with_lost(raw, lost)
+            made = self._assembler.nothing_to_do(kept, lost)
+            if made is None:
+                made = await self._executor.assemble(kept, self._work)
+            host = made.with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 

@@ -132,9 +132,9 @@ class NumberedWorker:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
         attempt = f", attempt {attempts}" if attempts else ""
         message = (
-            f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. To see a crash of your code, "
-            "do the same with num_workers=0; if it was killed, look for the out-of-memory killer "
-            "in the kernel's log. "
+            f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. "
+            "To see a crash of your code, do the same with num_workers=0; if it was killed, look for "
+            "the out-of-memory killer in the kernel's log. "
             f"In torch's words: {torchs}."
         )
         return WorkerDiedError(

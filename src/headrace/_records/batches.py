@@ -391,7 +391,7 @@ class HostBatch(NamedTuple):
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
-        stages = StageTimes(*times, FetchLoad(*load))
+        stages = StageTimes._make((*times, FetchLoad(*load)))
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod

@@ -133,8 +133,8 @@ class NumberedWorker:
         attempt = f", attempt {attempts}" if attempts else ""
         message = (
             f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. "
-            "To see a crash of your code, do the same with num_workers=0; if it was killed, look for "
-            "the out-of-memory killer in the kernel's log. "
+            "To see a crash of your code, do the same with num_workers=0; if it was killed, look "
+            "for the out-of-memory killer in the kernel's log. "
             f"In torch's words: {torchs}."
         )
         return WorkerDiedError(

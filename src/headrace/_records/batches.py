@@ -359,7 +359,7 @@ class HostBatch(NamedTuple):
         )
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
-        """Return the batch as a flat tuple without the plan.
+        """Return the batch as a tuple of plain values, without the plan.
 
         The receiving process has the plan.
         After reading a stream, the plan of the batch differs from the `requested` plan. The tuple

@@ -33,7 +33,7 @@ from headrace._engine.assemble import Assembler
 from headrace._engine.worker_tasks import ReadTask
 from headrace._pool.worker import INHERITED, Request, Worker
 from headrace._ranks.rankinfo import RankInfo
-from headrace._records.batches import BatchPlan, HostBatch, RawBatch
+from headrace._records.batches import BatchPlan, HostBatch
 from headrace._records.error_policy import Tolerance
 from headrace._transport.channel import BlockingChannel, Connection
 from headrace._transport.pickling import dump_message
@@ -84,7 +84,7 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
         iterable=False,
         assembler=assembler,
         drop_last=False,
-        base_seed=0,
+        base_seeds={0: 0},
         rank=RankInfo(0, 1, "none"),
         seeds=False,
     )
@@ -96,21 +96,17 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
     generator = torch.Generator().manual_seed(0)
     for number in range(batches):
         indices = torch.randint(len(work.dataset), (work.size,), generator=generator).tolist()
-        raw = RawBatch(
-            BatchPlan(number, tuple(indices), seed=number, positions=range(work.size)),
-            None,
-            worker=0,
-        )
+        plan = BatchPlan(number, tuple(indices), seed=number, positions=range(work.size))
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
-        engine.send_message(dump_message(tuple(Request(raw.flat(), INHERITED)), plain=True))
+        engine.send_message(dump_message(tuple(Request(tuple(plan), INHERITED)), plain=True))
         times.append(time.thread_time())
         worker.answer_next()
         times.append(time.thread_time())
         answer = engine.receive()
         times.append(time.thread_time())
-        batch = opened(HostBatch.from_flat(answer, raw.plan))
+        batch = opened(HostBatch.from_flat(answer, plan))
         times.append(time.thread_time())
         pairs = zip(values(batch), values(expected), strict=True)
         if not all(torch.equal(came, made) for came, made in pairs):

@@ -132,7 +132,7 @@ def fork_zygote() -> None:
         zygote.main(theirs.detach())
         os._exit(0)
     theirs.close()
-    launch._zygote = launch._Zygote(control, _Child(pid))  # type: ignore[arg-type]
+    launch._zygote = launch._ZygoteHandle(control, _Child(pid))  # type: ignore[arg-type]
 
 
 def run_source(source: str) -> None:

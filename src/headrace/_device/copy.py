@@ -60,17 +60,15 @@ class Copier:
         try:
             in_slab, loose = self._sorted(list(found["region"].values()))
             for slab, tensors in in_slab.items():
-                offsets = [tensor.data_ptr() - slab.address for tensor in tensors]
-                first = min(offsets) // ALIGNMENT * ALIGNMENT
-                end = max(
-                    offset + _size(tensor) for offset, tensor in zip(offsets, tensors, strict=True)
-                )
-                host = torch.frombuffer(
-                    slab.memory, dtype=torch.uint8, count=end - first, offset=first
-                )
-                placed.append(
-                    self._copy(host, tensors, [offset - first for offset in offsets], moved)
-                )
+                starts = [tensor.data_ptr() - slab.address for tensor in tensors]
+                ends = [
+                    start + _size(tensor) for start, tensor in zip(starts, tensors, strict=True)
+                ]
+                first = min(starts) // ALIGNMENT * ALIGNMENT
+                count = max(ends) - first
+                host = torch.frombuffer(slab.memory, dtype=torch.uint8, count=count, offset=first)
+                offsets = [start - first for start in starts]
+                placed.append(self._copy(host, tensors, offsets, moved))
             for others in _by_size(loose):
                 ends = [0, *accumulate(aligned(_size(tensor)) for tensor in others)]
                 # torch's allocator keeps the memory for later batches.
@@ -199,11 +197,10 @@ def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     A tensor is small beside the size of all tensors. If the user keeps a label, the memory of the
     images is not kept.
     """
-    small = SMALL_PART * sum(map(_size, tensors))
-    groups = [
-        [tensor for tensor in tensors if (_size(tensor) < small) is part] for part in (True, False)
-    ]
-    return list(filter(None, groups))
+    limit = SMALL_PART * sum(map(_size, tensors))
+    small = [tensor for tensor in tensors if _size(tensor) < limit]
+    large = [tensor for tensor in tensors if _size(tensor) >= limit]
+    return [group for group in (small, large) if group]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

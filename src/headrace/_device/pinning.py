@@ -24,26 +24,25 @@ class Registry:
         self._lock = threading.Lock()
         self.refused = False
 
-    def register(self, mapping: Slab, streams: Streams) -> bool:
+    def register(self, slab: Slab, streams: Streams) -> bool:
         """Page-lock a slab if possible; return whether the slab is page-locked.
 
         After a refusal no other slab is tried: the limits of a process do not grow later.
         """
         with self._lock:
-            if self.refused or not streams.registers or mapping in self._registered:
-                return mapping in self._registered
+            if self.refused or not streams.registers or slab in self._registered:
+                return slab in self._registered
             try:
-                streams.register(mapping.address, mapping.size)
+                streams.register(slab.address, slab.size)
             except RuntimeError as error:
                 self.refused = True
                 reason = error
             else:
                 # Runs before the Slab is unmapped. A view of a slab keeps the Slab alive, so the
                 # memory is unused then.
-                weakref.finalize(
-                    mapping, _release, streams, mapping.address, os.getpid()
-                ).atexit = False
-                self._registered.add(mapping)
+                unlock = weakref.finalize(slab, _release, streams, slab.address, os.getpid())
+                unlock.atexit = False
+                self._registered.add(slab)
                 return True
         warnings.warn(
             f"shared memory could not be page-locked ({reason}). Each batch is copied once more, "

@@ -11,7 +11,6 @@ from headrace._engine.worker_tasks import AssembleTask, ReadTask
 from headrace._ranks.rankinfo import RankInfo
 from headrace._streams.kinds import DatasetKind
 from headrace._transport.shared_pickle import SharedPickle, raise_unpicklable
-from headrace.collate import is_default
 from headrace.options import LoaderOptions
 
 
@@ -68,7 +67,7 @@ class EngineConfig(NamedTuple):
         return self.kind is DatasetKind.ASYNC_ITERABLE and self.num_workers == 0
 
     def worker_task(self) -> AssembleTask:
-        """Return the task of a worker: the CPU work of a batch.
+        """Return the CPU work of a batch, for a worker or a thread of a sidecar.
 
         A worker also reads a torch dataset.
         """
@@ -100,17 +99,6 @@ class EngineConfig(NamedTuple):
             and self.context is not None
             and self.context.get_start_method() == "fork"
         )
-
-    def work(self) -> Any:
-        """Return the assembly of batches outside the event loop's thread.
-
-        The assembly is a task for workers, or a function for a thread.
-        """
-        task = self.worker_task()
-        if self.has_processes:
-            return task
-        # A thread does not wait until a batch is sent, so a user's collate_fn may reuse memory.
-        return replace(task, copies=not is_default(self.assembler.collate))
 
     def without_functions(self) -> EngineConfig:
         return self._replace(

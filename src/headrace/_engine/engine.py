@@ -22,7 +22,6 @@ from headrace._engine.fetch import (
     RowFetch,
     SampleFetch,
 )
-from headrace._engine.hedging import HedgedRequests
 from headrace._engine.look_ahead import AUTO_CONCURRENCY, LEAST_AHEAD, most_concurrency
 from headrace._engine.memory import (
     MEASURED_BATCHES,
@@ -99,11 +98,6 @@ class Engine:
             self.executor = ThreadExecutor(config.rank, deferred=config.deferred)
         self._running: dict[EngineSession, asyncio.Task[None]] = {}
 
-    @property
-    def usable(self) -> bool:
-        """False after the executor failed to open or replace workers."""
-        return self.executor.broken is None
-
     def start(self, session: EngineSession) -> None:
         """Run a session as a task of the running loop."""
         task = asyncio.get_running_loop().create_task(session.run())
@@ -118,6 +112,7 @@ class Engine:
             self.watch.end()
 
     def prepare(self, start: SessionStart) -> None:
+        """Set the epoch, connect the workers, and have workers with a dataset start the epoch."""
         # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
@@ -146,7 +141,6 @@ class Engine:
 
     def make_stage(self, context: FetchContext, start: SessionStart) -> FetchStage:
         config, dataset = self.config, self.config.dataset
-        hedge = config.options["hedge"] is not None
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
@@ -156,14 +150,13 @@ class Engine:
             fetching = None
             if fetches(dataset):
                 fetchers = Fetchers(context, self._concurrency("rows"))
-                hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
-                fetching = RowFetching(fetchers, self.budget, hedged)
+                fetching = RowFetching(fetchers, self.budget, context.hedged_requests())
             return StreamFetch(
                 context, start, dataset, config.drop_last, config.assembler.tolerance, fetching
             )
         if isinstance(dataset, FetchedDataset) and capabilities(dataset).agets:
             rows = self._map_style(context, dataset.rows)
-            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows, hedge=hedge)
+            return RowFetch(context, dataset.fetch, self._concurrency("rows"), rows)
         return self._map_style(context, dataset)
 
     def _map_style(self, context: FetchContext, dataset: Any) -> FetchStage:
@@ -176,8 +169,7 @@ class Engine:
         if blocks or (config.assembler.batched and can.agets and not can.ranges):
             return BatchFetch(context, dataset, self._concurrency("calls"), blocks=blocks)
         make = RangeFetch if can.ranges else SampleFetch
-        concurrency = self._concurrency("fetches")
-        return make(context, dataset, concurrency, hedge=options["hedge"] is not None)
+        return make(context, dataset, self._concurrency("fetches"))
 
     def _concurrency(self, counted: str) -> int | AdaptiveLimit:
         """Return the option, or a search that begins with the limit found in the last epoch.
@@ -239,7 +231,8 @@ class EngineSession:
         self._sample_key = functools.partial(sample_key, config.dataset)
         retry = config.options["retry"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
-        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests)
+        hedges = config.options["hedge"] is not None
+        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests, hedges)
         self._memory: MemoryBudget | None = None
         if engine.budget is not None:
             dataset = config.dataset
@@ -352,14 +345,13 @@ class EngineSession:
             self._stage = stage = self._engine.make_stage(self._context, self.start)
             while True:
                 self._changed.clear()
-                while self._plans:
-                    plan = self._plans[0]
-                    if self._memory is not None and not self._memory.take(
-                        plan, stage.fetched_at_once(plan)
-                    ):
-                        break
+                while self._plans and self._has_memory(stage, self._plans[0]):
                     stage.admit(self._plans.popleft())
                 await self._changed.wait()
+
+    def _has_memory(self, stage: FetchStage, plan: BatchPlan) -> bool:
+        """Return whether the memory budget admits a plan."""
+        return self._memory is None or self._memory.take(plan, stage.fetched_at_once(plan))
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # User code may outlast the cancellation. The task group is closed by then.
@@ -394,8 +386,10 @@ class EngineSession:
             # Failures stay in this process, so exceptions of user code are not sent to a worker and
             # back.
             kept, lost = raw.without_failures()
-            nothing = self._assembler.nothing_to_do(kept, lost)
-            host = (nothing or await self._executor.assemble(kept, self._work)).with_lost(raw, lost)
+            made = self._assembler.nothing_to_do(kept, lost)
+            if made is None:
+                made = await self._executor.assemble(kept, self._work)
+            host = made.with_lost(raw, lost)
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 
@@ -419,7 +413,7 @@ class EngineSession:
             work_ended=work.work_ended,
             assembled=time.perf_counter(),
             fetch_seconds=raw.fetch_seconds,
-            nbytes=int((self._sizes.fetched or 0) * len(raw.plan.indices)),
+            nbytes=int((self._sizes.fetched.mean or 0) * len(raw.plan.indices)),
             engine_cpu=time.thread_time(),
             blocked=watch.blocked_seconds - self._blocked_before,
             blocked_in=watch.place,

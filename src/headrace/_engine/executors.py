@@ -156,9 +156,10 @@ class ProcessExecutor(Pool):
     async def assemble(self, raw: RawBatch, work: Work) -> HostBatch:
         assert work is None or isinstance(work, SharedPickle)
         plan, pinned = raw.plan, raw.worker is not None
-        if raw.stream_state is not None:
-            raw = raw._replace(stream_state=None, origin=None)  # both stay in this process
-        job = Job(raw.flat(), work, raw.worker, plan, plain=raw.is_plain)
+        if pinned:  # the worker reads the samples
+            job = Job(tuple(plan), work, raw.worker, plan, plain=plan.is_plain)
+        else:
+            job = Job((tuple(plan), raw.samples, raw.end), work, plan=plan)
         answer = await self.run(job)
         if isinstance(answer, Failed):
             # A worker that died or cannot start has no stream to continue.

@@ -68,9 +68,14 @@ class FetchContext:
     deliver: Callable[[RawBatch], None]  # takes a complete batch
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
+    hedges: bool = False  # whether slow requests are sent twice
     recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
     # Whether the session is ending. Then no fetch begins, and exceptions are ignored.
     stopping: bool = False
+
+    def hedged_requests(self) -> HedgedRequests | None:
+        """Return the hedging for a stage, or None without hedging."""
+        return HedgedRequests(self.spawn, self.requests) if self.hedges else None
 
 
 class FetchStage(ABC):
@@ -128,16 +133,19 @@ class PartialBatch:
 class Fetchers:
     """A pool of long-lived coroutines that run jobs.
 
-    At most `_size` fetchers exist, and each fetcher runs a job after the other. Idle fetchers park.
+    At most `size` fetchers exist, and each fetcher runs a job after the other. Idle fetchers park.
     When a fetcher starts and more jobs are queued, the fetcher wakes another fetcher. So the pool
     grows as fast as fetches begin to wait. A store that answers at once is served by a single
     fetcher.
+
+    Attributes:
+        size: maximum number of running jobs.
     """
 
     def __init__(self, context: FetchContext, concurrency: int | AdaptiveLimit) -> None:
         self.context = context
         self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
-        self._size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
+        self.size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
@@ -146,16 +154,9 @@ class Fetchers:
         self._submitted = 0
         self._controlled = False
 
-    @property
-    def size(self) -> int:
-        """Maximum number of running jobs."""
-        return self._size
-
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
-        return FetchLoad(
-            busy, self._size, queued, unused=0 if queued else max(0, self._size - busy)
-        )
+        return FetchLoad(busy, self.size, queued, unused=0 if queued else max(0, self.size - busy))
 
     @property
     def _busy(self) -> int:
@@ -179,8 +180,8 @@ class Fetchers:
             self.context.spawn(functools.partial(self._control, self._limit))
 
     def _resize(self, size: int) -> None:
-        """Change `_size`. Surplus fetchers park after the current job."""
-        self._size = size
+        """Change `size`. Surplus fetchers park after the current job."""
+        self.size = size
         self._surplus = self._busy > size
         if self._queue:
             self._wake_one()
@@ -222,7 +223,7 @@ class Fetchers:
                 if completes:
                     await asyncio.sleep(0)  # send the batch now, even if no fetch ever waits
                 if self._surplus:
-                    self._surplus = self._busy > self._size
+                    self._surplus = self._busy > self.size
                     if self._surplus:
                         break
             woken = asyncio.get_running_loop().create_future()
@@ -239,7 +240,7 @@ class Fetchers:
             self.context.requests.throttle_events += 1
 
     def _wake_one(self) -> None:
-        if self._busy >= self._size:
+        if self._busy >= self.size:
             return
         self._waking = True
         if self._parked:
@@ -262,9 +263,9 @@ class Fetchers:
                 time.monotonic(),
                 completed=self._submitted - queued - self._busy,
                 throttle_events=self.context.requests.throttle_events,
-                full=bool(queued) and self._busy >= self._size,
+                full=bool(queued) and self._busy >= self.size,
             )
-            if size != self._size:
+            if size != self.size:
                 self._resize(size)
         self._controlled = False
 
@@ -275,17 +276,12 @@ class SampleFetch(Fetchers, FetchStage):
     _first = True  # whether `_take_waiting` has not been called yet
 
     def __init__(
-        self,
-        context: FetchContext,
-        dataset: Any,
-        concurrency: int | AdaptiveLimit,
-        *,
-        hedge: bool = False,
+        self, context: FetchContext, dataset: Any, concurrency: int | AdaptiveLimit
     ) -> None:
         Fetchers.__init__(self, context, concurrency)
         FetchStage.__init__(self, context)
         self._dataset = dataset
-        self._hedged = HedgedRequests(context.spawn, context.requests) if hedge else None
+        self._hedged = context.hedged_requests()
         self._partial: dict[int, PartialBatch] = {}  # by number
 
     def admit(self, plan: BatchPlan) -> None:
@@ -301,7 +297,7 @@ class SampleFetch(Fetchers, FetchStage):
         return fetch if self._hedged is None else self._hedged.wrap(fetch, number)
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
-        return self._size
+        return self.size
 
     def missing(self, plan: BatchPlan) -> Sequence[object]:
         if (batch := self._partial.get(plan.number)) is None:
@@ -374,10 +370,8 @@ class RowFetch(SampleFetch):
         fetch: Fetch,
         concurrency: int | AdaptiveLimit,
         rows: FetchStage,
-        *,
-        hedge: bool,
     ) -> None:
-        super().__init__(context, None, concurrency, hedge=hedge)
+        super().__init__(context, None, concurrency)
         self._fetch = fetch
         self._rows = rows
         rows.deliver = self._on_rows
@@ -435,7 +429,7 @@ class BatchFetch(SampleFetch):
         super().__init__(context, dataset, concurrency)
         self._blocks, self._joins = blocks, joins
         # Number of samples in flight; 0 if `concurrency` counts calls.
-        self._samples = 0 if joins or self._limit is not None else self._size
+        self._samples = 0 if joins or self._limit is not None else self.size
         self._of_call = 1  # samples of the last batch; 1 if `concurrency` counts calls
 
     def admit(self, plan: BatchPlan) -> None:
@@ -445,7 +439,7 @@ class BatchFetch(SampleFetch):
         self.submit(((None, 0, self._fetch_waiting, plan),))
 
     def fetched_at_once(self, plan: BatchPlan) -> int:
-        return self._size * len(plan.indices)
+        return self.size * len(plan.indices)
 
     def load(self) -> FetchLoad:
         """Return the running and waiting calls.

@@ -33,6 +33,37 @@ RECENT = 16
 IN_PLAY = 4  # a budget is in play if so many times the expected bytes exceed the budget
 
 
+class _MeasuredSize:
+    """Size of a sample in bytes, measured in some batches.
+
+    Args:
+        every: interval of measurements, in batches.
+
+    Attributes:
+        mean: running mean; None before the first measurement.
+        recent: the last measurements.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        # Number of batches so far. Counted here, because the numbers of an engine's batches may all
+        # have the same remainder.
+        self._batches = 0
+        self.mean: float | None = None
+        self.recent: deque[float] = deque(maxlen=RECENT)
+
+    def measure(self, size_of: Callable[[], float | None], *, always: bool = False) -> float | None:
+        """Return the size in the next batch, if measured: if due or `always`."""
+        self._batches += 1
+        if not always and self._batches > MEASURED_BATCHES and self._batches % self._every:
+            return None
+        size = size_of()
+        if size is not None:
+            self.mean = size if self.mean is None else self.mean + WEIGHT * (size - self.mean)
+            self.recent.append(size)
+        return size
+
+
 class SampleSizes:
     """Sizes of samples in bytes.
 
@@ -42,53 +73,33 @@ class SampleSizes:
         every: interval of measurements, in batches.
 
     Attributes:
-        fetched: running mean of a fetched sample; None before the first measurement.
-        assembled: running mean of a sample in a batch: a decoded image can take fifty times the
-            bytes. None before the first measurement.
+        fetched: size of a fetched sample.
+        assembled: size of a sample in a batch: a decoded image can take fifty times the bytes.
         samples: number of fetched samples.
     """
 
     def __init__(self, every: int = MEASURED_BATCHES) -> None:
-        self._every = every
-        self.fetched: float | None = None
-        self.assembled: float | None = None
+        self.fetched = _MeasuredSize(every)
+        self.assembled = _MeasuredSize(every)
         self.samples = 0
-        self._recent: dict[str, deque[float]] = {
-            name: deque(maxlen=RECENT) for name in ("fetched", "assembled")
-        }
-        # Number of batches so far. Counted here, because the numbers of an engine's batches may all
-        # have the same remainder.
-        self._counts = {"fetched": 0, "assembled": 0}
 
     @property
     def largest(self) -> float:
         """The largest size among the last measurements; 0.0 before the first measurement."""
-        return max((*self._recent["fetched"], *self._recent["assembled"]), default=0.0)
+        return max((*self.fetched.recent, *self.assembled.recent), default=0.0)
 
     def on_fetched(self, raw: RawBatch, *, always: bool = False) -> float:
         """Return the mean size of the batch's samples: measured if due or `always`, or expected."""
         self.samples += len(raw.plan.indices)
-        measured = self._measure("fetched", lambda: size_of_a_sample(raw.samples or ()), always)
-        if measured is None:
+        size = self.fetched.measure(lambda: size_of_a_sample(raw.samples or ()), always=always)
+        if size is None:
             return self.largest
-        # the batch may become larger
-        return measured * max(1.0, (self.assembled or 0.0) / (self.fetched or 1.0))
+        # The batch may become larger.
+        return size * max(1.0, (self.assembled.mean or 0.0) / (self.fetched.mean or 1.0))
 
     def on_assembled(self, host: HostBatch) -> None:
         if host.size:
-            self._measure("assembled", lambda: bytes_in(host.data) / host.size)
-
-    def _measure(
-        self, name: str, size_of: Callable[[], float | None], always: bool = False
-    ) -> float | None:
-        self._counts[name] = count = self._counts[name] + 1
-        if not always and count > MEASURED_BATCHES and count % self._every:
-            return None
-        if (size := size_of()) is not None:
-            mean = getattr(self, name)
-            setattr(self, name, size if mean is None else mean + WEIGHT * (size - mean))
-            self._recent[name].append(size)
-        return size
+            self.assembled.measure(lambda: bytes_in(host.data) / host.size)
 
 
 class MemoryBudget:
@@ -116,7 +127,7 @@ class MemoryBudget:
         self._joins = joins  # whether a request serves many samples
         self._sizes = sizes  # the sizes of earlier epochs are the first estimate
         # Whether a batch was assembled, in this epoch or earlier.
-        self._assembled = sizes.assembled is not None
+        self._assembled = sizes.assembled.mean is not None
         self._consumed = -1  # number of the last batch taken by the consumer
         # Number of samples for each batch in memory: in the fetch stage, or not yet taken.
         self._samples: dict[int, int] = {}
@@ -136,19 +147,20 @@ class MemoryBudget:
         Returns:
             Whether the plan is admitted.
         """
-        held, samples, sizes = self._held, len(plan.indices), self._sizes
+        samples = len(plan.indices)
         expected = self._expected(samples)
         self._short = expected > self._nbytes
-        most = FIRST_SAMPLES + GROWTH * sizes.samples
-        if self._joins and sizes.fetched is not None:
-            most = sys.maxsize
-        waits = self._short or self._unfetched + samples > most
+        waits = self._short
+        if self._sizes.fetched.mean is None or not self._joins:
+            most = FIRST_SAMPLES + GROWTH * self._sizes.samples
+            waits = waits or self._unfetched + samples > most
         if at_once is not None:
-            waits = waits or (not self._assembled and held > at_once)
-            in_play = not self._joins and self._is_in_play(expected)
-            waits = waits or (in_play and self._unfetched > at_once)
+            if not self._assembled:
+                waits = waits or self._held > at_once
+            if not self._joins and self._is_in_play(expected):
+                waits = waits or self._unfetched > at_once
         # The next batch is admitted in any case. An ended engine may have fetched the batch before.
-        if held and waits and plan.number > min(self._samples):
+        if waits and self._held and plan.number > min(self._samples):
             return False
         if plan.number not in self._samples:
             self._held += samples

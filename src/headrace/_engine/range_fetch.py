@@ -89,8 +89,9 @@ class ReadPlan:
     def locate(self, positions: IntArray) -> Iterator[tuple[RangedBatch, int]]:
         """Return the batch of each position, and the slot in the batch."""
         owners = self._owners[positions]
-        pairs = zip(owners.tolist(), (positions - self._borders[owners]).tolist(), strict=True)
-        return ((self._batches[owner], slot) for owner, slot in pairs)
+        slots = positions - self._borders[owners]
+        for owner, slot in zip(owners.tolist(), slots.tolist(), strict=True):
+            yield self._batches[owner], slot
 
     def first(self, span: Span) -> RangedBatch:
         return self._batches[int(self._owners[span.members].min())]
@@ -101,12 +102,15 @@ class ReadPlan:
         Missing ranges are empty.
         """
         own = slice(*self._borders[number : number + 2])
-        pieces, offsets = self._batches[number].pieces, self._offsets[own]
         sizes = self.ranges.stops[own] - self.ranges.starts[own]
-        places = zip(
-            self._pieces[own].tolist(), offsets.tolist(), (offsets + sizes).tolist(), strict=True
-        )
-        return [pieces.get(piece, _EMPTY)[start:stop] for piece, start, stop in places]
+        pieces = self._pieces[own].tolist()
+        starts = self._offsets[own].tolist()
+        stops = (self._offsets[own] + sizes).tolist()
+        data = self._batches[number].pieces
+        return [
+            data.get(piece, _EMPTY)[start:stop]
+            for piece, start, stop in zip(pieces, starts, stops, strict=True)
+        ]
 
 
 class RangeFetch(SampleFetch):
@@ -156,14 +160,17 @@ class RangeFetch(SampleFetch):
 
     async def _read(self, planned: tuple[ReadPlan, Span]) -> None:
         plan, span = planned
-        number, size = span.object, span.stop - span.start
+        number = span.object
+        size = span.stop - span.start
         read = functools.partial(self._dataset.read_range, number, span.start, span.stop)
         oldest = plan.first(span).plan.number
         began = time.perf_counter()
         try:
-            data: memoryview = await (
-                read() if self._hedged is None else self._hedged.first(oldest, size, read)
-            )
+            data: memoryview
+            if self._hedged is None:
+                data = await read()
+            else:
+                data = await self._hedged.first(oldest, size, read)
             if self.context.recorder is not None:
                 self.context.recorder.add(oldest, number, began)
             if len(data) != size:

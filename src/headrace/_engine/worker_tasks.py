@@ -57,9 +57,6 @@ class AssembleTask:
     assembler: Assembler
     rank: RankInfo  # the rank of the consumer's process
     worker_init_fn: Callable[[int], Any] | None = None
-    # Whether to copy a batch. `collate_fn` may reuse memory for the next batch before this batch is
-    # sent.
-    copies: bool = False
 
     def start(self, worker: int, workers: int) -> None:
         adopt_rank(self.rank)
@@ -71,12 +68,26 @@ class AssembleTask:
     def _generators(self) -> TransformGenerators:
         return self.assembler.generators()
 
-    def __call__(self, request: Any) -> Any:
-        in_thread = type(request) is RawBatch
-        raw = request if in_thread else RawBatch.from_flat(request)
+    def __call__(self, request: Any) -> Message:
+        """Assemble a batch in a worker.
+
+        The plan arrives as a plain tuple: a pickler that looks for user types takes 5 µs for each
+        type.
+        """
+        plan, samples, end = request
+        raw = RawBatch(BatchPlan._make(plan), samples, end)
+        return dump_batch(self._assembled(raw), raw.plan)
+
+    def in_thread(self, raw: RawBatch) -> HostBatch:
+        """Assemble a batch in a thread of a sidecar.
+
+        The thread does not wait until the batch is sent: a user's `collate_fn` may reuse memory.
+        """
+        return to_wire(self._assembled(raw), copied=not is_default(self.assembler.collate))
+
+    def _assembled(self, raw: RawBatch) -> HostBatch:
         self._generators.seed(raw.plan.seed)
-        host = self.assembler(raw)
-        return to_wire(host, copied=self.copies) if in_thread else dump_batch(host, raw.plan)
+        return self.assembler(raw)
 
 
 class StartEpoch(NamedTuple):
@@ -118,10 +129,10 @@ class ReadTask(AssembleTask):
         become_worker(worker, workers, seed=seed, dataset=self.dataset)
         super().start(worker, workers)
 
-    def __call__(self, request: Any) -> Any:
-        """Start an epoch, or read and assemble a batch.
+    def __call__(self, request: Any) -> Message:
+        """Start an epoch, or read and assemble the batch of a plan.
 
-        A batch is requested as a flat tuple. The plan names the epoch.
+        A plan arrives as a plain tuple, and names the epoch.
         """
         if type(request) is StartEpoch:
             self._readers = {
@@ -131,7 +142,7 @@ class ReadTask(AssembleTask):
                 request.epoch, request.state, set_epoch=request.set_epoch
             )
             return dump_message(None, plain=True)
-        plan = RawBatch.from_flat(request).plan
+        plan = BatchPlan._make(request)
         if self.iterable:  # each worker counts the samples of its own share
             plan = plan._replace(random_key=plan.random_key ^ self._worker)
         epoch = plan.epoch

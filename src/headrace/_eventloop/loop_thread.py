@@ -202,22 +202,11 @@ class LoopThread:
         # The loop keeps the deadline. Another second for a loop delayed by a blocking call.
         self._thread.join(deadline + 1.0)
         if self._thread.is_alive():
-            return self.blocked_in()
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            place = traceback.extract_stack(frame)[-1]
+            where = f"{place.name} ({place.filename}:{place.lineno})"
+            return f"thread {self._name!r} is blocked in {where}"
         return f"cancelled, and still running: {self._uncancelled}" if self._uncancelled else None
-
-    def blocked_in(self) -> str:
-        """Return the current location of the thread as text.
-
-        The location shows where a loop that does not respond is blocked.
-        """
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        place = (
-            f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})"
-            if stack
-            else "an unknown place"
-        )
-        return f"thread {self._name!r} is blocked in {place}"
 
     # Makes the coroutine on the loop: a loop that has died would never run the coroutine.
     def _stop(self, deadline: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ class _Share:
     room: int = _ANY
     made: bool = False
     deaths: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.plans) < self.room
 
 
 class Dealer:
@@ -70,20 +75,19 @@ class Dealer:
         Returns:
             For each engine that gets plans, the plans by ascending numbers.
         """
-        size = -(-len(self.waiting) // len(engines)) if self._chunked and self.waiting else 1
+        size = 1  # plans for an engine before the turn of the next engine
+        if self._chunked:
+            size = max(1, math.ceil(len(self.waiting) / len(engines)))
         left: deque[BatchPlan] = deque()
         dealt: dict[int, list[BatchPlan]] = {}
         engine = -1
         for position, plan in enumerate(self.waiting):
-            free = [
-                engine
-                for engine in engines
-                if len(self.shares[engine].plans) < self.shares[engine].room
-            ]
-            if not free or (plan.number in self._lost_alone and self._makes_earlier(plan.number)):
+            free = [engine for engine in engines if self.shares[engine].has_room]
+            suspect = plan.number in self._lost_alone and self._makes_earlier(plan.number)
+            if suspect or not free:
                 left.append(plan)
                 continue
-            if not position % size or engine not in free:
+            if position % size == 0 or engine not in free:
                 engine = min(free, key=lambda engine: len(self.shares[engine].plans))
             self.shares[engine].plans[plan.number] = plan
             dealt.setdefault(engine, []).append(plan)

@@ -74,16 +74,13 @@ class EngineGroup(Link):
         self._is_stream = config.kind.is_iterable
         # number of running engines before the first plan is dealt
         self._least = 1 if cluster is None else min(cluster.least, engines)
-        self._deadline: float | None = None  # time limit for these engines
         self._links: dict[int, Link] = {}
         # engines that run, or will run within a moment
         self._running = set(range(engines)) if cluster is None else set[int]()
         self._later = later
         self._lost: dict[int, SessionEnd] = {}  # dead engines, and their last messages
-        # engines to link again: Ctrl-C interrupted the links, so messages may be missing
-        self._interrupted: set[int] = set()
+        # Ctrl-C, as text: messages may be missing, so all engines must be linked again
         self._interruption: str | None = None
-        self._ends: dict[int, str | None] = {}  # how the last process of each engine ended
         # times of the last batch of each link, and of each former link
         self._times: dict[Link, StageTimes] = {}
         # the last request to all engines, of each kind
@@ -113,7 +110,6 @@ class EngineGroup(Link):
             # Not the error: the frames of the traceback refer to this object.
             self._interruption = repr(error)
             self._later = ()
-            self._interrupted.update(range(self._engines))
 
     def _link_again(self, interruption: str) -> None:
         """Replace all links. Engines make missing batches again."""
@@ -122,11 +118,9 @@ class EngineGroup(Link):
             return
         self._lost.clear()
         self._dealer.recall(range(self._engines))
-        while self._interrupted:
-            number = next(iter(self._interrupted))
+        for number in range(self._engines):  # all again, if Ctrl-C comes here
             self._drop(number)
             self._add(number)
-            self._interrupted.discard(number)
         self._interruption = None
 
     def _send(self, message: Request) -> None:
@@ -186,10 +180,6 @@ class EngineGroup(Link):
     def must_wait(self) -> bool:
         return not self.messages and all(link.must_wait() for link in self._links.values())
 
-    @property
-    def look_by(self) -> float | None:  # type: ignore[override]
-        return self._deadline
-
     def leave(self) -> None:
         for link in list(self._links.values()):
             link.leave()
@@ -232,16 +222,13 @@ class EngineGroup(Link):
                 elif isinstance(message, Started):
                     self._running.add(number)
                 elif isinstance(message, Status):
-                    self.messages.append(Status(f"{message.text}{self._of_several(number)}"))
+                    self.messages.append(message)
                 elif isinstance(message, SessionEnd) and message.death is not None:
                     self._lost[number] = message
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
                     self._end(message.error)
         self._dealer.take_made(self.messages)
         return arrived
-
-    def _of_several(self, number: int) -> str:
-        return "" if self._engines == 1 else f", in engine {number} of {self._engines}"
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """Return the times of a batch, with the load of all engines and mean times."""
@@ -266,9 +253,9 @@ class EngineGroup(Link):
         if len(self._running) < self._least:
             if (cluster := self._cluster) is None:
                 return
-            if self._deadline is None:
-                self._deadline = time.monotonic() + cluster.start_timeout
-            elif time.monotonic() >= self._deadline:
+            if self.look_by is None:  # the time limit for these engines
+                self.look_by = time.monotonic() + cluster.start_timeout
+            elif time.monotonic() >= self.look_by:
                 error = EngineStartError(
                     running=len(self._running),
                     engines=self._engines,
@@ -278,7 +265,9 @@ class EngineGroup(Link):
                 )
                 self._end(error)
             return
-        self._least, self._deadline = 1, None  # the epoch has begun: one engine is enough now
+        # The epoch has begun: one engine is enough now.
+        self._least = 1
+        self.look_by = None
         for number, plans in self._dealer.deal(sorted(self._running)).items():
             if number in self._links:  # otherwise `_add` sends the plans
                 self._links[number].send(plans)
@@ -294,7 +283,6 @@ class EngineGroup(Link):
 
     def _replace_lost(self) -> None:
         lost, self._lost = self._lost, {}
-        self._ends.update((number, end.death) for number, end in lost.items())
         for number in lost:
             self._drop(number)
         if self._is_stream:  # the position in the stream is lost with the engine
@@ -303,7 +291,7 @@ class EngineGroup(Link):
             self._end(end.error or EngineDiedError(why=why))
             return
         batch, deaths = self._dealer.take_back(lost)
-        ends = "; ".join(f"engine {number} {how}" for number, how in sorted(self._ends.items()))
+        ends = "; ".join(f"engine {number} {end.death}" for number, end in sorted(lost.items()))
         if deaths >= DEATHS_ALONE:
             what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
             self._dealer.give_up(batch, f"{what}: {ends}")

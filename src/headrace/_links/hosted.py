@@ -7,7 +7,7 @@ import socket
 import threading
 from typing import NamedTuple
 
-from headrace._links.process import SidecarProcess
+from headrace._links.process import SidecarProcess, end_of
 from headrace._links.sidecar import SidecarTask
 from headrace._pool.settings import Settings
 from headrace._ranks.rankinfo import RankInfo
@@ -62,7 +62,7 @@ class HostedEngine:
 
     def how_it_ended(self) -> str | None:
         with self._lock:
-            return None if self._process is None else self._process.end()[1]
+            return None if self._process is None else end_of(self._process.process)[1]
 
     def close(self) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from headrace._links.group import EngineGroup
 from headrace._links.placement import CLOSE_DEADLINE, Placement
 from headrace._links.session import Session
 from headrace._links.sidecar import OPEN, SidecarTask, StartSession
-from headrace._pool.launch import WorkerProcess, launch_with_control
+from headrace._pool.launch import WorkerProcess, fork_from_zygote
 from headrace._pool.settings import Settings
 from headrace._pool.supervisor import WORK_DEADLINE
 from headrace._pool.worker import BootMessage, ProcessEnvironment
@@ -94,12 +94,12 @@ class SidecarProcess:
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
         message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
-        self.process, self._connection = launch_with_control(modules)
+        self.process, self._connection = fork_from_zygote(modules)
         try:
             BlockingChannel(self._connection).send(message)
         except BaseException as error:
             self._connection.close()
-            reason, death = _end_of(self.process)
+            reason, death = end_of(self.process)
             self.process.release()
             if death is not None and isinstance(error, BrokenPipeError | ConnectionResetError):
                 raise reason from error
@@ -115,7 +115,7 @@ class SidecarProcess:
         except BaseException as error:  # also of user code: `__reduce__` of an object in a state
             ours.close()
             if isinstance(error, OSError):
-                raise self.end()[0] from error
+                raise end_of(self.process)[0] from error
             raise
 
     def hand_over(self, connection: Connection) -> None:
@@ -126,13 +126,6 @@ class SidecarProcess:
         """
         ends = [connection.frames.fileno(), connection.descriptors.fileno()]
         socket.send_fds(self._connection.descriptors, [OPEN], ends)
-
-    def end(self) -> tuple[Exception, str | None]:
-        """Return the error for the end of the process or of a session, and how the process ended.
-
-        Waits a second for the end of the process.
-        """
-        return _end_of(self.process)
 
     def close(self) -> None:
         """Let the process end, without waiting. Idempotent; `join` follows."""
@@ -212,7 +205,7 @@ class ProcessLink(Link):
         except Disconnected:
             if not self._over:
                 # after Ctrl-C, `receive` is called again
-                self.messages.append(SessionEnd(*_end_of(self._process)))
+                self.messages.append(SessionEnd(*end_of(self._process)))
                 self._over = True
         except OSError:
             check_not_forked(self._pid)  # in a fork, the connection is closed
@@ -247,8 +240,11 @@ def _ends_within(process: WorkerProcess, seconds: float) -> bool:
     return True
 
 
-def _end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
-    """Return the error for a sidecar that ended or closed a session, and how the sidecar ended."""
+def end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
+    """Return the error for a sidecar that ended or closed a session, and how the sidecar ended.
+
+    Waits a second for the end of the process.
+    """
     if not _ends_within(process, CLOSE_DEADLINE):  # also reads why a process was not started
         # On a busy machine the end is known late. In any case the process is of no use any more.
         process.signal(signal.SIGKILL)

@@ -112,17 +112,12 @@ def connection() -> tuple[str, str] | None:
 
 
 def _check_connected() -> None:
-    if ray.util.client.ray.is_connected():
+    if ray.util.client.ray.is_connected() or not ray.is_initialized():
         raise RuntimeError(
-            "placement=RayPlacement(...) needs a process of the cluster: with Ray Client (ray://) "
-            "engines cannot connect to this process. Start the program with `ray job submit`, or "
-            "on a node of the cluster with ray.init(address='auto')."
-        )
-    if not ray.is_initialized():
-        raise RuntimeError(
-            "placement=RayPlacement(...) needs a connection to a Ray cluster, which headrace does "
-            "not open by itself: call ray.init(address='auto') on a node of the cluster, or "
-            "ray.init() for one on this machine."
+            "placement=RayPlacement(...) needs a process of a Ray cluster: call "
+            "ray.init(address='auto') on a node of the cluster, or ray.init() for one on this "
+            "machine. With Ray Client (ray://), engines cannot connect to this process: start the "
+            "program with `ray job submit`."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -60,11 +59,7 @@ class RayPlacement(RemotePlacement):
         whole_number("engines", self.engines, 1)
         whole_number("min_engines", self.least, 1, self.engines)
         check_number("cpus_per_engine", self.cpus_per_engine, 0)
-        if not 0 < self.start_timeout < math.inf:
-            raise ValueError(
-                "start_timeout must be a positive number of seconds, "
-                f"but got {self.start_timeout!r}"
-            )
+        check_number("start_timeout", self.start_timeout, 0)
         if ours := sorted(set(_OURS) & set(self.options)):
             raise ValueError(
                 f"options must not set {', '.join(ours)}: "

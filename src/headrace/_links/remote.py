@@ -208,8 +208,6 @@ class RemoteLink(Mailbox):
             self.put(host if self._ahead is None else self._translated(host, self._ahead))
         elif isinstance(message, BaseException):  # of unpickling
             self._end(SessionEnd(message))
-        elif isinstance(message, Status):
-            self.put(Status(f"{message.text}, on {self._place}"))
         elif isinstance(message, SessionEnd):
             # Without an error, the process ends, because its owner has ended. The connection ends
             # next.

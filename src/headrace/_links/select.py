@@ -51,18 +51,12 @@ def check_engines(options: LoaderOptions, kind: DatasetKind, num_workers: int) -
 
 def check_automatic(kind: DatasetKind, options: LoaderOptions, context: object) -> None:
     """Raise ValueError if ``num_workers="auto"`` excludes other arguments."""
-    why = None
-    if not kind.is_async:
-        why = "needs an async dataset: a torch dataset is read by a number of workers that is given"
-    elif (remote := remote_placement(options)) is not None:
-        why = (
-            f"and {type(remote).__name__} exclude each other: cpus_per_engine says how many "
-            "workers an engine has room for"
-        )
-    elif context is not None:
-        why = "starts processes, in its own way: leave out multiprocessing_context="
-    if why is not None:
-        raise ValueError(f'num_workers="auto" {why}')
+    if kind.is_async and remote_placement(options) is None and context is None:
+        return
+    raise ValueError(
+        'num_workers="auto" needs an async dataset, engines on this machine, and no '
+        "multiprocessing_context=. Otherwise give a number of workers"
+    )
 
 
 class PlacementSelector:
@@ -179,27 +173,20 @@ class PlacementSelector:
 
     def _functions(self, config: EngineConfig) -> SharedPickle | None:
         """Return the pickled functions, if another process needs the functions."""
-        if self._remote is not None and config.context is not None:
+        remote, in_process = self._remote is not None, self._placement == "process"
+        forks = config.kind.is_async and config.workers_are_forks
+        if (forks and in_process) or (remote and config.context is not None):
             raise ValueError(
-                f"{type(self._remote).__name__} and multiprocessing_context= exclude each other. "
-                "Leave out one of the two."
+                "this placement= and multiprocessing_context= exclude each other: workers of this "
+                "context need an engine in a thread of this process. Leave out one of the two."
             )
-        if config.kind.is_async and config.workers_are_forks:
-            if self._placement == "process":
-                raise ValueError(
-                    "placement='process' and multiprocessing_context='fork' exclude each other: "
-                    "workers forked from this process have their engine in a thread of it. Leave "
-                    "out one of the two."
-                )
-        elif config.kind.is_async and (config.has_processes or self._placement == "process"):
-            try:
-                self._pickled = SharedPickle.dumps(
-                    config.work(), self._pickled, portable=self._remote is not None
-                )
-            except Exception as error:
-                name_unpicklable(config, error)
-            return self._pickled
-        return None
+        if forks or not config.kind.is_async or not (config.has_processes or in_process):
+            return None
+        try:
+            self._pickled = SharedPickle.dumps(config.worker_task(), self._pickled, portable=remote)
+        except Exception as error:
+            name_unpicklable(config, error)
+        return self._pickled
 
     def _place(self, config: EngineConfig, work: SharedPickle | None) -> Placement:
         if self._remote is not None:

@@ -160,7 +160,7 @@ class _Sidecar:
             else:
                 self.servers.add(_SessionServer(self, connection))
 
-    def begin(self, server: _SessionServer, begin: StartSession) -> EngineSession:
+    def begin(self, server: _SessionServer, opening: StartSession) -> EngineSession:
         """Start a session on the engine.
 
         A new engine is made for the first session, and after workers could not be replaced.
@@ -172,14 +172,13 @@ class _Sidecar:
             raise LoaderClosedError
         if isinstance(config, BaseException):
             raise config
-        if not self._engines or not self._engines[-1].usable:
+        if not self._engines or self._engines[-1].executor.broken is not None:
             with explained("start the workers"):
-                self._engines.append(Engine(config, begin.work))
-        engine = self._engines[-1]
-        propagate_epoch(config.dataset, begin.start.epoch, only_wanted=not begin.start.set_epoch)
-        session = EngineSession(
-            engine, server.send, self._functions(config, begin.work), begin.start
-        )
+                self._engines.append(Engine(config, opening.work))
+        engine, start = self._engines[-1], opening.start
+        propagate_epoch(config.dataset, start.epoch, only_wanted=not start.set_epoch)
+        work = self._functions(config, opening.work)
+        session = EngineSession(engine, server.send, work, start)
         engine.start(session)
         if self._task.engines > 1:
             server.send(Started())
@@ -189,7 +188,7 @@ class _Sidecar:
         if not config.functions_of_epoch:
             return None
         if self._work is None or self._work.number != received.number:
-            self._assemble = None if config.has_processes else received.loads()
+            self._assemble = None if config.has_processes else received.loads().in_thread
             self._work = received
         return self._assemble or self._work
 
@@ -236,15 +235,10 @@ class _SessionServer:
             packed = dump_batch(message, self._plans.pop(message.plan.number))
         elif isinstance(message, SessionEnd):
             self._ended = True
-            packed = dump_message(portable_end(message, "in the loader's process"))
+            if message.error is not None:
+                error = noted_error(message.error, "in the loader's process")
+                message = message._replace(error=error)
+            packed = dump_message(message)
         else:
             packed = dump_message(message)
         self.channel.send(packed)
-
-
-def portable_end(end: SessionEnd, where: str) -> SessionEnd:
-    """Return the end of a session, with a portable error.
-
-    Another process can unpickle the error.
-    """
-    return end if end.error is None else end._replace(error=noted_error(end.error, where))

@@ -114,7 +114,7 @@ class ThreadPlacement(Placement):
 
     @property
     def alive(self) -> bool:
-        return self._loop.alive and self._engine.usable
+        return self._loop.alive and self._engine.executor.broken is None
 
     @property
     def is_current(self) -> bool:  # type: ignore[override]

@@ -146,7 +146,7 @@ class _ContextProcess(WorkerProcess):
 IMPORTED = "headrace, headrace._links.sidecar, headrace._pool.zygote"
 
 
-def launch_with_control(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
+def fork_from_zygote(modules: tuple[str, ...]) -> tuple[WorkerProcess, Connection]:
     """Fork a process of the zygote, from any thread.
 
     The first message to the process is a `BootMessage`. The process has `modules`, and a control
@@ -223,8 +223,8 @@ class _Template(NamedTuple):
     control: socket.socket
 
 
-class _Zygote:
-    """The zygote's control socket and templates.
+class _ZygoteHandle:
+    """This process's end of the zygote: the control socket, and the templates.
 
     `process` is None in a fork of the zygote.
     """
@@ -236,7 +236,7 @@ class _Zygote:
         self._templates: list[_Template] = []
 
     @classmethod
-    def start(cls) -> _Zygote:
+    def start(cls) -> _ZygoteHandle:
         # If a worker spawns a process, a main module is imported. Without a guard, the main module
         # would start workers again.
         multiprocessing.spawn._check_not_importing_main()  # type: ignore[attr-defined]
@@ -320,14 +320,14 @@ class _Zygote:
 
 _lock = threading.RLock()
 # The zygote of this process, shared by all loaders. `_end_zygote` ends the zygote at exit.
-_zygote: _Zygote | None = None
+_zygote: _ZygoteHandle | None = None
 
 
 def adopt_control(control: socket.socket) -> None:
     """Use the parent zygote of this process, and start no other."""
     global _zygote
     with _lock:
-        _zygote = _Zygote(control, None)
+        _zygote = _ZygoteHandle(control, None)
 
 
 def start_early() -> None:
@@ -339,7 +339,7 @@ def start_early() -> None:
     global _zygote
     with _lock, suppress(OSError, RuntimeError):
         if _zygote is None:
-            _zygote = _Zygote.start()
+            _zygote = _ZygoteHandle.start()
 
 
 def _request_fork(modules: tuple[str, ...], descriptors: list[int]) -> None:
@@ -347,7 +347,7 @@ def _request_fork(modules: tuple[str, ...], descriptors: list[int]) -> None:
     with _lock:
         for _ in range(2):  # a killed zygote is replaced once
             if _zygote is None:
-                _zygote = _Zygote.start()
+                _zygote = _ZygoteHandle.start()
             try:
                 socket.send_fds(_zygote.control_for(modules), [FORK], descriptors)
                 _zygote.used = True

@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace._base.descriptors import explained
 from headrace._base.text import shorten_list
-from headrace._pool.launch import WorkerProcess, launch_with_control, launch_worker
+from headrace._pool.launch import WorkerProcess, fork_from_zygote, launch_worker
 from headrace._pool.settings import Settings
 from headrace._pool.worker import (
     INHERITED,
@@ -30,7 +30,7 @@ from headrace._pool.worker import (
     Failed,
     ProcessEnvironment,
     Request,
-    Started,
+    WorkerStarted,
     WorkerTask,
     unpicklable_sample,
 )
@@ -120,27 +120,21 @@ class NumberedWorker:
         batch, indices = (None, ()) if plan is None else (plan.number, tuple(plan.indices))
         attempts = self.failed_starts if job is None else job.attempt
         pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
-        remedy = "Do the same with num_workers=0 to see the crash"
         if plan is not None:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
         elif job is not None:
             doing = job.doing
-        elif attempts:
-            doing = "while starting"
-            remedy = (
-                "Call worker_init_fn, and import what the transform needs, in this process to see "
-                "the crash"
-            )
         else:
-            doing, remedy = "while idle", "None of your code was running in it"
+            doing = "while starting" if attempts else "while idle"
         # People and tools look for torch's words.
         torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         if code is not None and code < 0:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
         attempt = f", attempt {attempts}" if attempts else ""
         message = (
-            f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. {remedy}; if it was killed, "
-            "look for the out-of-memory killer in the kernel's log. "
+            f"worker {self.number} (pid {pid}) {how} {doing}{attempt}. "
+            "To see a crash of your code, do the same with num_workers=0; if it was killed, look "
+            "for the out-of-memory killer in the kernel's log. "
             f"In torch's words: {torchs}."
         )
         return WorkerDiedError(
@@ -184,7 +178,6 @@ class Pool:
             self._inherited = task.loads() if isinstance(task, SharedPickle) else task
         self._numbers = numbers
         self._context = context
-        self._attempts = 1 if stateful else ATTEMPTS
         self._stateful = stateful
         # A worker with a number outside of `_numbers` ends as soon as it is idle.
         self._workers: dict[int, NumberedWorker] = {}
@@ -209,7 +202,7 @@ class Pool:
     def _start(self, number: int) -> NumberedWorker:
         if self._context is None:
             modules = () if self._latest is None else self._latest.modules
-            process, connection = launch_with_control(modules)
+            process, connection = fork_from_zygote(modules)
         else:
             process, connection = launch_worker(
                 self._context, self._inherited, number, self._numbers.stop
@@ -411,7 +404,7 @@ class Pool:
             worker.loaded = (worker.loaded & request.in_use) | {request.number}
 
     def _on_object(self, worker: NumberedWorker, obj: Any) -> None:
-        if isinstance(obj, Started):
+        if isinstance(obj, WorkerStarted):
             worker.started = True
             return
         if isinstance(obj, BaseException):  # of unpickling the answer
@@ -440,7 +433,7 @@ class Pool:
         # The worker had not begun the remaining jobs. All remaining jobs are pinned.
         worker.pinned.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
-        if suspect is not None and suspect.attempt >= self._attempts:
+        if suspect is not None and (self._stateful or suspect.attempt >= ATTEMPTS):
             suspect.fail(died)
         elif job is not None:
             job.attempt += suspect is not None

@@ -66,7 +66,7 @@ class Failed(NamedTuple):
         return cls(picklable_error(error), traceback, starting)
 
 
-class Started:
+class WorkerStarted:
     """The first message of a worker: the task has started."""
 
 
@@ -222,7 +222,7 @@ class Worker:
 
     def serve(self) -> None:
         try:
-            self._channel.send(Started())
+            self._channel.send(WorkerStarted())
             while self.answer_next():
                 pass
         except (BrokenPipeError, ConnectionResetError):

@@ -147,7 +147,6 @@ class StageTimes(NamedTuple):
 NO_TIMES = StageTimes()
 # Sums over the life of an engine or session, of which several engines have a mean.
 GROWING = ("engine_cpu", "engine_queued", "blocked")
-_LOAD = len(FetchLoad._fields)
 
 
 class FetchTimes(NamedTuple):
@@ -265,26 +264,6 @@ class RawBatch(NamedTuple):
     fetch_seconds: float = 0.0
     origin: Callable[[Any], str | None] | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the batch holds no user objects.
-
-        A plain batch has no fetched samples yet.
-        """
-        return self.samples is None and self.stream_state is None and self.plan.is_plain
-
-    def flat(self) -> tuple[Any, ...]:
-        """Return the batch as a tuple without types of headrace.
-
-        A pickler that looks for user types takes 5 µs for each type.
-        """
-        return (tuple(self.plan), *self[1:])
-
-    @classmethod
-    def from_flat(cls, flat: tuple[Any, ...]) -> RawBatch:
-        raw = cls._make(flat)
-        return raw._replace(plan=BatchPlan._make(raw.plan))
-
     def without_failures(self) -> tuple[RawBatch, tuple[Failure, ...]]:
         """Separate the failed samples from the batch.
 
@@ -380,7 +359,7 @@ class HostBatch(NamedTuple):
         )
 
     def flat(self, requested: BatchPlan) -> tuple[Any, ...]:
-        """Return the batch as a flat tuple without the plan.
+        """Return the batch as a tuple of plain values, without the plan.
 
         The receiving process has the plan.
         After reading a stream, the plan of the batch differs from the `requested` plan. The tuple
@@ -389,7 +368,7 @@ class HostBatch(NamedTuple):
         plan, times = self.plan, self.times
         read = None if plan is requested else (plan.indices, plan.positions)
         requests = self.requests and counts_of(self.requests)
-        own = (
+        return (
             plan.number,
             read,
             self.data,
@@ -398,16 +377,21 @@ class HostBatch(NamedTuple):
             self.end,
             self.empty,
             requests,
+            self.worker,
+            self.stream_state,
+            self.fetches,
+            times[:-1],
+            tuple(times.load),
         )
-        return *own, self.worker, self.stream_state, self.fetches, *times[:-1], *times.load
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...], plan: BatchPlan) -> HostBatch:
-        _, read, data, size, failures, end, empty, requests, worker, state, fetches, *times = flat
+        _, read, data, size, failures, end, empty, *rest = flat
+        requests, worker, state, fetches, times, load = rest
         if read is not None:
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
-        stages = StageTimes._make((*times[:-_LOAD], FetchLoad(*times[-_LOAD:])))
+        stages = StageTimes._make((*times, FetchLoad(*load)))
         return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
 
     @classmethod

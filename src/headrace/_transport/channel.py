@@ -329,12 +329,12 @@ class _Channel:
 class BlockingChannel(_Channel):
     """The worker's end: `send` and `receive` block."""
 
-    def send(self, obj: object, *, plain: bool = False) -> None:
+    def send(self, obj: object) -> None:
         """Pickle and send `obj`.
 
         Pickling errors are raised before anything is sent.
         """
-        self.send_message(dump_message(obj, plain=plain))
+        self.send_message(dump_message(obj))
 
     def send_message(self, message: Message) -> None:
         """Send the log records of this process, then a message."""

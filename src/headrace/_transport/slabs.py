@@ -157,10 +157,14 @@ class Allocator:
         return slab
 
     def _announce(self, size: int, third: int, *descriptors: int) -> int:
-        """Send descriptors, and return the mapper's number of the first."""
+        """Send descriptors, and return the mapper's number of the first.
+
+        For `size` and `third` see `_ANNOUNCEMENT`.
+        """
         number = self._last + 1
         self._last += len(descriptors)
-        socket.send_fds(self._descriptors, [_ANNOUNCEMENT.pack(number, size, third)], descriptors)
+        announcement = _ANNOUNCEMENT.pack(number, size, third)
+        socket.send_fds(self._descriptors, [announcement], descriptors)
         return number
 
     def free(self, numbers: Iterable[int]) -> None:

@@ -94,8 +94,7 @@ class _Events:
         self.names = {(self.pid, 0): "consumer"}
         self._ids = itertools.count(1)
         self._loaders: dict[Counters, str] = {}  # names, escaped for JSON
-        # Id, batch and end of the last call, by loader and iteration.
-        self._last: dict[tuple[str, int], tuple[int, int, int]] = {}
+        self._calls: dict[tuple[str, int], int] = {}  # ids, by loader and iteration
 
     def of(self, loader: Counters, record: BatchRecord, thread: int) -> Iterator[str]:
         """Yield the events of a batch delivered on a thread."""
@@ -107,7 +106,10 @@ class _Events:
         yield from self._journey(record, name)
         yield from self._fetches(record, name)
         yield from self._work(record, name)
-        yield from self._calls(record, name, thread)
+        # The calls of an iteration have one id. The training step is the time between two calls.
+        call = self._calls.setdefault((name, record.iteration), next(self._ids))
+        begin, end = _us(record.called), _us(record.returned)
+        yield from _span("next()", name, self.pid, thread, call, begin, end, _args(record))
 
     def _journey(self, record: BatchRecord, name: str) -> Iterator[str]:
         """Yield the way of a batch through the stages.
@@ -164,18 +166,6 @@ class _Events:
             f'"pid":{pid},"tid":{tid},"ts":{begin},'
             f'"dur":{end - begin},"args":{_args(record)}}}'
         )
-
-    def _calls(self, record: BatchRecord, name: str, thread: int) -> Iterator[str]:
-        """Yield the call of `next()`, and the training step before."""
-        begin, end = _us(record.called), _us(record.returned)
-        iteration = name, record.iteration
-        call, batch, ended = self._last.get(iteration) or (next(self._ids), -1, begin)
-        if ended < begin:
-            yield from _span(
-                "step", name, self.pid, thread, call, ended, begin, f'{{"batch":{batch}}}'
-            )
-        yield from _span("next()", name, self.pid, thread, call, begin, end, _args(record))
-        self._last[iteration] = call, record.number, end
 
 
 def _us(seconds: float) -> int:

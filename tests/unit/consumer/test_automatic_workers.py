@@ -185,15 +185,15 @@ def test_loop_may_end_at_any_moment_of_a_change(numbers):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"dataset": np.arange(8)}, "needs an async dataset"),
-        ({"multiprocessing_context": "spawn"}, "leave out multiprocessing_context="),
-        ({"placement": hr.RayPlacement()}, "RayPlacement exclude each other"),
+        {"dataset": np.arange(8)},
+        {"multiprocessing_context": "spawn"},
+        {"placement": hr.RayPlacement()},
     ],
 )
-def test_arguments_that_exclude_it(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_arguments_that_exclude_it(arguments):
+    with pytest.raises(ValueError, match="needs an async dataset, engines on this machine"):
         loader(**arguments)
 
 

@@ -111,4 +111,4 @@ async def test_time_outs_of_user_code_make_the_window_smaller():
         for one in plans(4000, 50):
             stage.source.admit(one)
         await fetched.wait()
-        assert stage.source._size == control.limit < 64
+        assert stage.source.size == control.limit < 64

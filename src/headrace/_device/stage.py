@@ -33,9 +33,23 @@ class DeviceStage:
     _lock: Any = field(default_factory=threading.RLock)
     _closed: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        """Return another member of the session: `send`, `waits` and `ended`, for example."""
-        return getattr(self.session, name)
+    def __post_init__(self) -> None:
+        self.send = self.session.send
+        self.waits = self.session.waits
+        self.must_wait = self.session.must_wait
+        self.take_status = self.session.take_status
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.session.ended)
+
+    @property
+    def error(self) -> Any:
+        return self.session.error
+
+    @property
+    def is_current(self) -> bool:
+        return bool(self.session.is_current)
 
     def ready(self) -> int:
         return len(self._copying) + int(self.session.ready())

@@ -41,7 +41,7 @@ class _Point(NamedTuple):
     drawn: _Drawn  # draws up to the last of the batches before a gap
     streams: Mapping[int | None, StreamState]  # stream states by worker; None for the loader
     last_worker: int  # worker of the last batch
-    delivered: tuple[_Drawn, ...]  # batches given out after the gap
+    beyond: Mapping[int, _Drawn]  # batches given out after a gap, by number
     losses: Losses
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
@@ -106,14 +106,13 @@ class EpochProgress(Iterator[BatchPlan]):
         )
         self._random_key = random_key(base_seed, begun.epoch)
         self._drawn: dict[int, _Drawn] = {}  # plans not given out yet
-        self._beyond: dict[int, _Drawn] = {}  # plans given out after a gap
         self._samples = first
         # Batches given out before the restored state, after batches not given out: number of
         # samples by the number of the first sample.
         self._delivered = {first + given.first: given.samples for given in begun.delivered}
         drawn = _Drawn(None, first, first, begun.sampler)
         losses = Losses(begun.skipped, begun.lost)
-        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), losses)
+        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, {}, losses)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         # The last batch given out: the plan, and the indices of failures. A failure itself would
         # keep the frames of its error.
@@ -228,14 +227,13 @@ class EpochProgress(Iterator[BatchPlan]):
             last_worker = before.last_worker if host.worker is None else host.worker
             if host.stream_state is not None:  # batches of a reader come in order
                 streams = {**streams, host.worker: host.stream_state}
-            beyond = {**self._beyond, number: drawn}
+            beyond = {**before.beyond, number: drawn}
             while batches in beyond:
-                last, batches = beyond.pop(batches), batches + 1
-            delivered = tuple(beyond[each] for each in sorted(beyond))
-            point = _Point(batches, last, streams, last_worker, delivered, losses)
-            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+                last = beyond.pop(batches)
+                batches += 1
+            point = _Point(batches, last, streams, last_worker, beyond, losses)
+            # Python handles a signal only at a call. So Ctrl-C finds both, or none.
             self._last = point
-            self._beyond = beyond
             del self._drawn[number]
         if given:
             self._given = host.plan, [failure.index for failure in host.failures]
@@ -295,7 +293,8 @@ class EpochProgress(Iterator[BatchPlan]):
             if first + count > samples
         ]
         delivered = earlier + [
-            Given(drawn.before - samples, drawn.samples - drawn.before) for drawn in point.delivered
+            Given(drawn.before - samples, drawn.samples - drawn.before)
+            for _, drawn in sorted(point.beyond.items())
         ]
         of_one_rank = order.is_of_one_rank and self._part.world_size > 1
         of_rank = self._of_rank or bool(delivered) or of_one_rank

@@ -212,11 +212,9 @@ class RangedDataset(AsyncDataset[T_co]):
     async def read_bytes(self, index: Any) -> memoryview:
         """Fetch the bytes of the sample at `index`."""
         number, start, stop = self.range(index)
-        return (
-            await self.read_range(number, start, stop, index=index)
-            if stop > start
-            else memoryview(b"")
-        )
+        if stop <= start:
+            return memoryview(b"")
+        return await self.read_range(number, start, stop, index=index)
 
     async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
         """Fetch the samples at `indices`, in order.

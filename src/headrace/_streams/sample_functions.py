@@ -51,7 +51,7 @@ compute: ContextVar[Compute | None] = ContextVar("headrace_compute", default=Non
 """`Compute` of the session that reads; None without a loader."""
 
 
-def apply_functions(
+def outcome_of(
     functions: Sequence[SampleFunction],
     sample: Any,
     catch: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
@@ -100,7 +100,7 @@ class SampleFunctions(ReadAhead):
         self._in_flight: set[asyncio.Task[list[object]]] = set()
 
     def _put(self, sample: object) -> object:
-        outcome = apply_functions(self._functions, sample)
+        outcome = outcome_of(self._functions, sample)
         if outcome is NOTHING:
             self._drop(1)
         return raised_or(outcome)

@@ -72,14 +72,14 @@ class EpochProgress(Iterator[BatchPlan]):
         restored: bool,  # whether the dataset has to be restored to `begun`
         batched: bool,  # whether the sampler gives sequences of indices, not single indices
         readers: int,  # workers that each read a copy of the dataset; 1 without workers
-        of_rank: bool,  # whether the state is always this rank's; otherwise depends on the order
+        per_rank: bool,  # whether the state is always this rank's; else depends on the order
         keeps_dataset: bool,  # whether the next epoch uses the dataset and the dataset's own state
     ) -> None:
         self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
         self._order = order
         self._batched = batched
         self._readers = readers
-        self._of_rank = of_rank
+        self._per_rank = per_rank
         self._keeps_dataset = keeps_dataset
         self.before_first: Callable[[], State | None] | None = None
         # Number of the last batch that was taken; set by the consumer. Out of order: the number of
@@ -260,7 +260,7 @@ class EpochProgress(Iterator[BatchPlan]):
                 if (state := state_of_dataset(stream)) is not None:
                     kept[reader] = state
         part = self._part
-        rank = part.rank if kept and self._of_rank else None
+        rank = part.rank if kept and self._per_rank else None
         return fresh._replace(
             streams=kept, rank=rank, ranks=part.world_size, lost=self._last.losses.lost
         )
@@ -297,7 +297,7 @@ class EpochProgress(Iterator[BatchPlan]):
             for _, drawn in sorted(point.beyond.items())
         ]
         of_one_rank = order.is_of_one_rank and self._part.world_size > 1
-        of_rank = self._of_rank or bool(delivered) or of_one_rank
+        is_per_rank = self._per_rank or bool(delivered) or of_one_rank
         streams = point.loaded_streams()
         if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread
@@ -310,7 +310,7 @@ class EpochProgress(Iterator[BatchPlan]):
             # Batches after these `batches` may be in `delivered`.
             batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
-            rank=self._part.rank if of_rank else None,
+            rank=self._part.rank if is_per_rank else None,
             ranks=self._part.world_size,
             generator=encoded(order.generator),
             sampler=self._sampler_at_end if over and not self.begun.over else sampler,

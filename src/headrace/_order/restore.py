@@ -218,7 +218,7 @@ class EpochSeeds:
         return drawn
 
 
-def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+def state_for_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     """Return the state that this rank continues from.
 
     The state is the state of all ranks, or this rank's state. `check_rank` checks the state. If

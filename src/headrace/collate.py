@@ -178,11 +178,9 @@ def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence
 
 def _kind(leaf: Any) -> str:
     shape = getattr(leaf, "shape", None)
-    return (
-        ("a number" if isinstance(leaf, int | float) else type(leaf).__name__)
-        if shape is None
-        else str(list(shape))
-    )
+    if shape is not None:
+        return str(list(shape))
+    return "a number" if isinstance(leaf, int | float) else type(leaf).__name__
 
 
 _destination: Callable[[int], memoryview | None] | None = None

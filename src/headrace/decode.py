@@ -159,12 +159,10 @@ def _decode_fields(
                 f"sample {sample.get('__key__')!r} has no field {name!r}, but {', '.join(sample)}"
             )
         try:
-            value = sample[name]  # `__key__` is a str already
-            decoded[name] = (
-                bytes(value).decode()
-                if decoder is str and not isinstance(value, str)
-                else decoder(value)
-            )
+            value = sample[name]
+            if decoder is str and not isinstance(value, str):  # `__key__` is a str already
+                value = bytes(value).decode()
+            decoded[name] = decoder(value)
         except Exception as error:
             error.add_note(f"decoding field {name!r} of sample {sample.get('__key__')!r}")
             raise
@@ -244,9 +242,9 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
 def _upright(frame: Any, size: _Size) -> _Pixels:
     """Scale, crop and turn a decoded frame to pixels [3, H, W]."""
     quarters = round(frame.rotation / 90) % 4
-    height, width = (
-        (frame.height, frame.width) if size is None else size[::-1] if quarters % 2 else size
-    )
+    height, width = size or (frame.height, frame.width)
+    if size is not None and quarters % 2:
+        height, width = width, height
     scale = max(height / frame.height, width / frame.width)
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
     pixels: _Pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])

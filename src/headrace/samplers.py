@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._base.array_types import AnyArray
 from headrace._base.text import whole_number
-from headrace._order.balanced import Cursor, Limit, balanced_batches, of_rank
+from headrace._order.balanced import Cursor, Limit, balanced_batches, batches_of_rank
 from headrace._order.samplers import BlockSampler, RankSampler
 from headrace._random.permutation import Permutation
 from headrace._ranks.distributed import RankChoice, ReaderShare
@@ -236,7 +236,7 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         # and draws from a single iterator.
         epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
         batches = balanced_batches(self._limits, self._cost, self.window, self.seed, epoch, cursor)
-        for batch, after in of_rank(batches, shard):
+        for batch, after in batches_of_rank(batches, shard):
             self._position = epoch, after
             yield batch
         self._position = None

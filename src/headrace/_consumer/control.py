@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -300,19 +300,6 @@ class LoaderControl:
             gives_tables(spec.source),
         )
         in_thread = spec.placement in ("auto", "thread") and not loader.num_workers
-        resumed = bool(self.position.resumed)
-        workers = range(loader.num_workers)
-        if options["seed"] is not None:
-            # Workers seed random generators by torch's rule. With this seed, workers draw
-            # different numbers in each epoch and rank.
-            base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
-        base_seeds: dict[int | None, int] = dict.fromkeys(workers, base_seed)
-        later = start.batch or (loader.persistent_workers and start.epoch)
-        if resumed and later and options["seed"] is None:
-            # New workers must not repeat the draws of earlier workers. If the dataset has a state,
-            # a worker without a state has given no batch, and has to repeat its draws.
-            new_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
-            base_seeds |= dict.fromkeys(start.streams.keys() or workers, new_seed)
         config = EngineConfig(
             dataset=spec.source,
             kind=spec.kind,
@@ -323,7 +310,7 @@ class LoaderControl:
             look_ahead=spec.look_ahead(loader).least,
             drop_last=loader.drop_last,
             in_order=loader.in_order or spec.kind is DatasetKind.ASYNC_ITERABLE,
-            base_seeds=base_seeds,
+            base_seeds=self._base_seeds(loader, progress),
             worker_init_fn=loader.worker_init_fn,
             context=loader.multiprocessing_context,
             rank=rank,
@@ -337,7 +324,7 @@ class LoaderControl:
         with explained("start the loader"):
             # After a restore, running workers have another state of the dataset and of random
             # generators.
-            anew = resumed and spec.reads_in_persistent_workers(loader)
+            anew = bool(self.position.resumed) and spec.reads_in_persistent_workers(loader)
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew
             )
@@ -345,6 +332,24 @@ class LoaderControl:
         if automatic:
             session.send(WorkersRequest(self.search.number))
         return session
+
+    def _base_seeds(self, loader: TorchLoader, progress: EpochProgress) -> Mapping[int | None, int]:
+        """Return the seed of each worker, from which torch's rule derives the generators."""
+        start, base_seed = progress.session_start, progress.base_seed
+        workers = range(loader.num_workers)
+        if self.spec.options["seed"] is not None:
+            # Workers draw different numbers in each epoch and rank.
+            rank = progress.rank
+            base_seed += (start.epoch * rank.world_size + rank.rank) * loader.num_workers
+            return dict.fromkeys(workers, base_seed)
+        base_seeds: dict[int | None, int] = dict.fromkeys(workers, base_seed)
+        later = start.batch or (loader.persistent_workers and start.epoch)
+        if self.position.resumed and later:
+            # New workers must not repeat the draws of earlier workers. If the dataset has a state,
+            # a worker without a state has given no batch, and has to repeat its draws.
+            new_seed = batch_seed(base_seed, start.epoch, start.batch) >> 1
+            base_seeds |= dict.fromkeys(start.streams.keys() or workers, new_seed)
+        return base_seeds
 
     def _tune(self, loader: TorchLoader, session: Session | DeviceStage) -> float:
         """Change the number of workers, if the last batches call for a change.

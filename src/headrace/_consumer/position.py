@@ -20,7 +20,7 @@ from headrace._order.restore import (
     check_fit,
     check_rank,
     check_reading,
-    of_rank,
+    state_for_rank,
 )
 from headrace._order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._order.state import Fingerprint, LoaderState, Past, Run, encoded
@@ -113,7 +113,7 @@ class Position:
         See `restore.batches_left`.
         """
         order = self.order(loader)
-        return batches_left(order, of_rank(self.resumed, order.rank_of(rank)))
+        return batches_left(order, state_for_rank(self.resumed, order.rank_of(rank)))
 
     def order(self, loader: TorchLoader) -> EpochOrder:
         return EpochOrder(loader, stream=self.spec.kind.is_iterable)
@@ -208,7 +208,9 @@ class Position:
         kind, seed = self.spec.kind, self.spec.options["seed"]
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
-        resumed = of_rank(self.resumed, self.order(loader).rank_of(rank)) if self.resumed else None
+        resumed: LoaderState | None = None
+        if self.resumed:
+            resumed = state_for_rank(self.resumed, self.order(loader).rank_of(rank))
         check_reading(self.spec, loader, rank, self._warnings)
         # Between epochs, samplers without `wants_epoch` keep the number: only the program sets the
         # number. Within a restored epoch, the state has the number.
@@ -239,6 +241,9 @@ class Position:
                 sampler=order.sampler_at_start,
             )
         begun = begun._replace(base_seed=base_seed if seed is None else None)
+        per_rank = not loader.in_order and rank.world_size > 1
+        if kind.is_iterable:
+            per_rank = self.is_of_rank(loader)
         return EpochProgress(
             begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0),
             order,
@@ -248,9 +253,7 @@ class Position:
             restored=resumed is not None,
             batched=loader._auto_collation,
             readers=(0 if kind.is_async else loader.num_workers) or 1,
-            of_rank=self.is_of_rank(loader)
-            if kind.is_iterable
-            else not loader.in_order and rank.world_size > 1,
+            per_rank=per_rank,
             keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
         )
 

@@ -149,12 +149,18 @@ class Prefetcher:
 
         `ready` is the number of other arrived batches.
         """
-        plan, times = self.under_way.pop(host.plan.number), host.times
+        plan = self.under_way.pop(host.plan.number)
         if host.end:
             self.exhausted = True
-        ahead = self.ahead
-        if ahead is None:
+        if self.ahead is None:
             return False
+        self._resize(self.ahead, host, len(plan.indices))
+        self._due = self._is_due(self.ahead, ready)
+        return self._due or self.by_size or self.planned >= self.free
+
+    def _resize(self, ahead: LookAheadSize, host: HostBatch, samples: int) -> None:
+        """Extend or reduce the look-ahead after a batch of some samples."""
+        times = host.times
         # Bytes in the look-ahead. Only for streams and workers, if known; otherwise 0.
         nbytes, small = times.nbytes, SMALL
         if self.in_workers:
@@ -173,7 +179,7 @@ class Prefetcher:
             quick = self.in_workers and times.work_ended - times.work_began < QUICK
             arrived = times.work_ended if quick else times.fetched
             if arrived > self._stalled and not self.exhausted:
-                ahead.extend(math.ceil(times.load.unused / max(1, len(plan.indices))))
+                ahead.extend(math.ceil(times.load.unused / max(1, samples)))
                 if may_double:
                     ahead.extend(ahead.batches)
             self._stalled, self._unstalled = None, 0
@@ -182,15 +188,16 @@ class Prefetcher:
             if self._unstalled >= CALM and self._unstalled >= 2 * ahead.batches:
                 self._unstalled = 0
                 ahead.reduce()
+
+    def _is_due(self, ahead: LookAheadSize, ready: int) -> bool:
+        """Return whether to send the next plans now. `ready` is the number of arrived batches."""
         if self.group or (self.in_workers and ahead.batches > ahead.least):
             size = int((self.group or 0.5) * ahead.batches)
-            self._due = ahead.batches - len(self.under_way) >= max(1, size)
-        elif self._prompt:
+            return ahead.batches - len(self.under_way) >= max(1, size)
+        if self._prompt:
             self._prompt -= 1
-            self._due = True
-        else:
-            self._due = ready < 2 or ready < ahead.batches // 3
-        return self._due or self.by_size or self.planned >= self.free
+            return True
+        return ready < 2 or ready < ahead.batches // 3
 
     def on_stall(self, now: float) -> None:
         """Note a wait of the consumer.

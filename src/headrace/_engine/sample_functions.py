@@ -22,7 +22,8 @@ from headrace._ranks.distributed import undivided
 from headrace._ranks.rankinfo import bound
 from headrace._records.messages import Call
 from headrace._streams.epochs import spawn_key
-from headrace._streams.sample_functions import Raised, RunFunctions, SampleFunction, apply_functions
+from headrace._streams.read_ahead import Raised
+from headrace._streams.sample_functions import RunFunctions, SampleFunction, outcome_of
 from headrace._transport.pickling import Message, dump_message, not_picklable, noted_error
 from headrace._transport.shared_pickle import SharedPickle, raise_unpicklable
 
@@ -117,7 +118,7 @@ class FunctionsTask:
             for position, sample in enumerate(chunk.samples, chunk.position):
                 current.position, current.calls = position, 0
                 self._generators.seed(batch_seed(chunk.seed, 0, position))
-                outcomes.append(apply_functions(self._functions, sample, catch))
+                outcomes.append(outcome_of(self._functions, sample, catch))
         return Outcomes(outcomes, time.perf_counter() - began)
 
 

@@ -22,9 +22,10 @@ from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
 from headrace._eventloop.per_loop import end_all
 from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
 from headrace._records.error_policy import Tolerance
-from headrace._records.failure import Failure, Stage
+from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.epochs import keys_within
 from headrace._streams.fetch_functions import fetching
+from headrace._streams.read_ahead import Raised
 from headrace._streams.resumable import ResumableIterator, State, start_stream
 from headrace.errors import StateError
 
@@ -184,15 +185,15 @@ class RowFetching:
         self._nbytes = nbytes
         self._sizes: deque[int] = deque(maxlen=RECENT)  # bytes of the last samples
 
-    def fetch(self, function: Fetch, row: Any) -> asyncio.Future[Any]:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def fetch(self, function: Fetch, row: Any) -> asyncio.Future[list[Any]]:
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._begun += 1
         if self._hedged is not None:
             function = self._hedged.wrap(function, self._begun // ROWS_OF_A_BATCH)
         self.fetchers.submit(((None, 0, partial(self._call, function, row), answer),))
         return answer
 
-    async def _call(self, function: Fetch, row: Any, answer: asyncio.Future[Any]) -> None:
+    async def _call(self, function: Fetch, row: Any, answer: asyncio.Future[list[Any]]) -> None:
         if answer.cancelled():
             return
         task = asyncio.ensure_future(function(row))
@@ -205,11 +206,10 @@ class RowFetching:
             return
         if (error := task.exception()) is None:
             self._sizes.append(bytes_in(task.result()))
-            answer.set_result(task.result())
+            answer.set_result([task.result()])
         else:
             self.fetchers.note_failed(error)
-            answer.set_exception(error)
-            answer.exception()  # the error may never be given: no warning of the event loop
+            answer.set_result([Raised(as_exception(error))])
 
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold.

@@ -112,7 +112,9 @@ def balanced_batches(
             yield Planned(batches[ordered[at]], Cursor(number, at + 1, checksum))
 
 
-def of_rank(batches: Iterator[Planned], shard: ReaderShare) -> Iterator[tuple[list[int], Cursor]]:
+def batches_of_rank(
+    batches: Iterator[Planned], shard: ReaderShare
+) -> Iterator[tuple[list[int], Cursor]]:
     """Yield the batches of a rank.
 
     Each batch comes with the cursor after the step. Rank r of W takes every W-th batch, starting

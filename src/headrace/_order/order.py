@@ -36,7 +36,7 @@ from headrace._order.spec import TorchLoader, deciding_sampler
 from headrace._order.state import LoaderState, decoded, drawn_last
 from headrace._random.seeding import isolated_generators
 from headrace._ranks.rankinfo import RankInfo
-from headrace._streams.resumable import Stateful, load_copy
+from headrace._streams.resumable import Stateful, is_stateful, load_copy
 from headrace.errors import StateError
 
 
@@ -122,9 +122,7 @@ class EpochOrder:
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
         # The user's sampler, if it has a state.
-        self.stateful: Stateful | None = next(
-            (part for part in self._parts if isinstance(part, Stateful)), None
-        )
+        self.stateful: Stateful | None = next(filter(is_stateful, self._parts), None)
         # State of a user's sampler before the epoch's first draw.
         self.sampler_at_start: object = None
         # State before the epoch, to be restored at the first draw.
@@ -160,11 +158,9 @@ class EpochOrder:
         A `DistributedSampler` may have been given a rank. Otherwise the part is this process's.
         """
         part = self._decides
-        return (
-            RankInfo(int(part.rank), int(part.num_replicas), "")
-            if isinstance(part, DistributedSampler)
-            else process
-        )
+        if isinstance(part, DistributedSampler):
+            return RankInfo(int(part.rank), int(part.num_replicas), "")
+        return process
 
     @property
     def is_of_one_rank(self) -> bool:

@@ -41,7 +41,7 @@ class _Point(NamedTuple):
     drawn: _Drawn  # draws up to the last of the batches before a gap
     streams: Mapping[int | None, StreamState]  # stream states by worker; None for the loader
     last_worker: int  # worker of the last batch
-    delivered: tuple[_Drawn, ...]  # batches given out after the gap
+    beyond: Mapping[int, _Drawn]  # batches given out after a gap, by number
     losses: Losses
 
     def loaded_streams(self) -> dict[int | None, Mapping[str, object]]:
@@ -72,14 +72,14 @@ class EpochProgress(Iterator[BatchPlan]):
         restored: bool,  # whether the dataset has to be restored to `begun`
         batched: bool,  # whether the sampler gives sequences of indices, not single indices
         readers: int,  # workers that each read a copy of the dataset; 1 without workers
-        of_rank: bool,  # whether the state is always this rank's; otherwise depends on the order
+        per_rank: bool,  # whether the state is always this rank's; else depends on the order
         keeps_dataset: bool,  # whether the next epoch uses the dataset and the dataset's own state
     ) -> None:
         self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
         self._order = order
         self._batched = batched
         self._readers = readers
-        self._of_rank = of_rank
+        self._per_rank = per_rank
         self._keeps_dataset = keeps_dataset
         self.before_first: Callable[[], State | None] | None = None
         # Number of the last batch that was taken; set by the consumer. Out of order: the number of
@@ -106,14 +106,13 @@ class EpochProgress(Iterator[BatchPlan]):
         )
         self._random_key = random_key(base_seed, begun.epoch)
         self._drawn: dict[int, _Drawn] = {}  # plans not given out yet
-        self._beyond: dict[int, _Drawn] = {}  # plans given out after a gap
         self._samples = first
         # Batches given out before the restored state, after batches not given out: number of
         # samples by the number of the first sample.
         self._delivered = {first + given.first: given.samples for given in begun.delivered}
         drawn = _Drawn(None, first, first, begun.sampler)
         losses = Losses(begun.skipped, begun.lost)
-        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, (), losses)
+        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, {}, losses)
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         # The last batch given out: the plan, and the indices of failures. A failure itself would
         # keep the frames of its error.
@@ -228,14 +227,13 @@ class EpochProgress(Iterator[BatchPlan]):
             last_worker = before.last_worker if host.worker is None else host.worker
             if host.stream_state is not None:  # batches of a reader come in order
                 streams = {**streams, host.worker: host.stream_state}
-            beyond = {**self._beyond, number: drawn}
+            beyond = {**before.beyond, number: drawn}
             while batches in beyond:
-                last, batches = beyond.pop(batches), batches + 1
-            delivered = tuple(beyond[each] for each in sorted(beyond))
-            point = _Point(batches, last, streams, last_worker, delivered, losses)
-            # Python handles a signal only at a call. So Ctrl-C finds all three, or none.
+                last = beyond.pop(batches)
+                batches += 1
+            point = _Point(batches, last, streams, last_worker, beyond, losses)
+            # Python handles a signal only at a call. So Ctrl-C finds both, or none.
             self._last = point
-            self._beyond = beyond
             del self._drawn[number]
         if given:
             self._given = host.plan, [failure.index for failure in host.failures]
@@ -262,7 +260,7 @@ class EpochProgress(Iterator[BatchPlan]):
                 if (state := state_of_dataset(stream)) is not None:
                     kept[reader] = state
         part = self._part
-        rank = part.rank if kept and self._of_rank else None
+        rank = part.rank if kept and self._per_rank else None
         return fresh._replace(
             streams=kept, rank=rank, ranks=part.world_size, lost=self._last.losses.lost
         )
@@ -295,10 +293,11 @@ class EpochProgress(Iterator[BatchPlan]):
             if first + count > samples
         ]
         delivered = earlier + [
-            Given(drawn.before - samples, drawn.samples - drawn.before) for drawn in point.delivered
+            Given(drawn.before - samples, drawn.samples - drawn.before)
+            for _, drawn in sorted(point.beyond.items())
         ]
         of_one_rank = order.is_of_one_rank and self._part.world_size > 1
-        of_rank = self._of_rank or bool(delivered) or of_one_rank
+        is_per_rank = self._per_rank or bool(delivered) or of_one_rank
         streams = point.loaded_streams()
         if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread
@@ -311,7 +310,7 @@ class EpochProgress(Iterator[BatchPlan]):
             # Batches after these `batches` may be in `delivered`.
             batches=point.batches + len(self._delivered) - len(earlier),
             over=over,
-            rank=self._part.rank if of_rank else None,
+            rank=self._part.rank if is_per_rank else None,
             ranks=self._part.world_size,
             generator=encoded(order.generator),
             sampler=self._sampler_at_end if over and not self.begun.over else sampler,

@@ -218,7 +218,7 @@ class EpochSeeds:
         return drawn
 
 
-def of_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
+def state_for_rank(states: Sequence[LoaderState], rank: RankInfo) -> LoaderState:
     """Return the state that this rank continues from.
 
     The state is the state of all ranks, or this rank's state. `check_rank` checks the state. If
@@ -258,7 +258,8 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
     first = min(states, key=lambda state: state.epoch)
     every = []
     for state in states:
-        if state.epoch == first.epoch + 1 and state.is_between_epochs and _of_stream(state):
+        follows = state.epoch == first.epoch + 1 and state.is_between_epochs
+        if follows and state.fingerprint.order == "stream":
             # The epoch has ended on this rank. The state keeps the state of a user's dataset, for
             # later epochs.
             streams = {
@@ -301,7 +302,3 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             f"states of all {first.ranks} ranks are needed, but these are of the ranks {ranks}"
         )
     return tuple(ordered)
-
-
-def _of_stream(state: LoaderState) -> bool:
-    return state.fingerprint.order == "stream"

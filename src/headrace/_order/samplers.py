@@ -60,32 +60,6 @@ def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[ran
         yield join_indices(begun)
 
 
-def dealt(
-    order: Order, shard: ReaderShare, cursor: int, *, drop_last: bool, exact: bool
-) -> Iterator[Piece]:
-    """Return the indices of a rank, from a position of all ranks on.
-
-    The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same number
-    of samples. If the samples left at the cursor do not divide evenly, some samples are dropped, or
-    the order wraps around, as in torch's `DistributedSampler`. With `exact`, neither happens: the
-    first ranks may have a sample more.
-    """
-    n, step = len(order), shard.count
-    left = max(n - cursor, 0)
-    rounds = left // step if drop_last else -(-left // step)
-    first = cursor + shard.index
-    if exact:
-        rounds = len(range(first, n, step))
-    positions = range(first, first + rounds * step, step)
-    parts = [range(first, min(positions.stop, n), step)]
-    if positions and positions[-1] >= n:  # at most a single position is beyond the end
-        wrapped = positions[-1] % n
-        parts.append(range(wrapped, wrapped + 1))
-    if isinstance(order, range):
-        return iter(parts)
-    return itertools.chain.from_iterable(taken(order, part) for part in parts)
-
-
 class CursorSampler(ABC):
     """Sampler with an order of all ranks, computed at any position.
 
@@ -165,7 +139,27 @@ class CursorSampler(ABC):
         return self._dealt(self.order_in(self.epoch), self._shard(), cursor)
 
     def _dealt(self, order: Order, shard: ReaderShare, cursor: int) -> Iterator[Piece]:
-        return dealt(order, shard, cursor, drop_last=self.drop_last, exact=self.exact)
+        """Return the indices of a rank, from a position of all ranks on.
+
+        The rank has the positions ``cursor + rank + j * world_size``. Every rank gets the same
+        number of samples. If the samples left at the cursor do not divide evenly, some samples are
+        dropped, or the order wraps around, as in torch's `DistributedSampler`. With `exact`,
+        neither happens: the first ranks may have a sample more.
+        """
+        n, step = len(order), shard.count
+        left = max(n - cursor, 0)
+        rounds = left // step if self.drop_last else -(-left // step)
+        first = cursor + shard.index
+        if self.exact:
+            rounds = len(range(first, n, step))
+        positions = range(first, first + rounds * step, step)
+        parts = [range(first, min(positions.stop, n), step)]
+        if positions and positions[-1] >= n:  # at most a single position is beyond the end
+            wrapped = positions[-1] % n
+            parts.append(range(wrapped, wrapped + 1))
+        if isinstance(order, range):
+            return iter(parts)
+        return itertools.chain.from_iterable(taken(order, part) for part in parts)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; loaders call this."""

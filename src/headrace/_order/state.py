@@ -21,9 +21,9 @@ from headrace.errors import StateError
 
 def encoded(state: torch.Tensor | None) -> str | None:
     """Return the state of a generator as base64 of compressed bytes."""
-    return (
-        None if state is None else base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
-    )
+    if state is None:
+        return None
+    return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
 
 
 def decoded(text: str) -> torch.Tensor:

@@ -212,11 +212,9 @@ class RangedDataset(AsyncDataset[T_co]):
     async def read_bytes(self, index: Any) -> memoryview:
         """Fetch the bytes of the sample at `index`."""
         number, start, stop = self.range(index)
-        return (
-            await self.read_range(number, start, stop, index=index)
-            if stop > start
-            else memoryview(b"")
-        )
+        if stop <= start:
+            return memoryview(b"")
+        return await self.read_range(number, start, stop, index=index)
 
     async def agets(self, indices: Sequence[Any]) -> Sequence[T_co]:
         """Fetch the samples at `indices`, in order.
@@ -245,14 +243,25 @@ def positions(indices: Sequence[Any], length: int) -> IntArray:
     return np.where(found < 0, found + length, found).astype(np.int64, copy=False)
 
 
-class MappedDataset(MapComposition, AsyncDataset[T_co]):
-    def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
-        check_function("the function of map", fn)
-        self.dataset = dataset
+class _Applied(AsyncDataset[T_co]):
+    """A dataset with a function of `map`."""
+
+    def __init__(self, dataset: object, fn: Callable[[Any], Any]) -> None:
+        self.dataset: Any = dataset
         self.fn = fn
 
     def __repr__(self) -> str:
         return f"{dataset_repr(self.dataset)}.map({function_name(self.fn)})"
+
+    def sample_key(self, index: object) -> str | None:
+        """Return the name of the sample at `index`."""
+        return sample_key(self.dataset, index)
+
+
+class MappedDataset(MapComposition, _Applied[T_co]):
+    def __init__(self, dataset: object, fn: Callable[[Any], T_co]) -> None:
+        check_function("the function of map", fn)
+        super().__init__(dataset, fn)
 
     async def aget(self, index: object) -> T_co:
         """Fetch a sample, and apply the function in place.
@@ -262,17 +271,12 @@ class MappedDataset(MapComposition, AsyncDataset[T_co]):
         sample: T_co = self.fn(await self.dataset.aget(index))
         return sample
 
-    def sample_key(self, index: object) -> str | None:
-        """Return the name of the sample at `index`."""
-        return sample_key(self.dataset, index)
 
-
-class FetchedDataset(AsyncDataset[T_co]):
+class FetchedDataset(_Applied[T_co]):
     """A dataset with a coroutine function applied to each row; made by `map`."""
 
     def __init__(self, dataset: object, fn: Callable[[Any], Awaitable[T_co]]) -> None:
-        self.dataset = dataset
-        self._fn = fn
+        super().__init__(dataset, fn)
         # `rows` has no functions left. A loader reads the rows of many batches together.
         rows, functions = plan(dataset)
         self._functions: tuple[tuple[bool, Callable[[Any], Any]], ...] = ()
@@ -284,9 +288,6 @@ class FetchedDataset(AsyncDataset[T_co]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __repr__(self) -> str:
-        return f"{dataset_repr(self.dataset)}.map({function_name(self._fn)})"
-
     @property
     def blocks(self) -> Blocks | None:
         return blocks_of(self.rows)
@@ -297,7 +298,7 @@ class FetchedDataset(AsyncDataset[T_co]):
 
     async def fetch(self, row: Any) -> T_co:
         """Apply the functions to a row."""
-        sample, function = row, self._fn
+        sample, function = row, self.fn
         try:
             for awaited, function in self._functions:
                 sample = await function(sample) if awaited else function(sample)
@@ -312,9 +313,6 @@ class FetchedDataset(AsyncDataset[T_co]):
 
     async def agets(self, indices: Sequence[object]) -> list[T_co]:
         return await asyncio.gather(*map(self.fetch, await fetch_all(self.rows, indices)))
-
-    def sample_key(self, index: object) -> str | None:
-        return sample_key(self.rows, index)
 
 
 class _OfPart(NamedTuple):

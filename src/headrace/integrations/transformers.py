@@ -174,11 +174,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return IterableDatasetShard(
                 dataset, batch_size, self.args.dataloader_drop_last, ranks, rank
             )
-        return (
-            datasets.distributed.split_dataset_by_node(dataset, rank, ranks)
-            if not dataset._distributed
-            else dataset
-        )
+        if dataset._distributed:
+            return dataset
+        return datasets.distributed.split_dataset_by_node(dataset, rank, ranks)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

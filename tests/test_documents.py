@@ -345,6 +345,16 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
         assert numbers_in(process.communicate()[0]) == [2000]
 
 
+def test_ranks_of_the_page_of_validation_evaluate_each_sample_once(forks, photos):
+    *_, evaluate = python_blocks("docs/train-and-validate.md")
+    (Path(photos.removeprefix("file://")) / "7/photo.jpg").unlink()  # 49 samples for two ranks
+    ranks, source = Rendezvous(2), located(evaluate, "s3://bucket/val", photos)
+    with contextlib.ExitStack() as stack:
+        begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
+        printed = [stack.enter_context(each).communicate()[0] for each in begun]
+    assert printed == ["49 samples\n"] * 2
+
+
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])
 def test_programs_on_photos_read_each_once(run, photos, program):
     fewer = [

@@ -173,11 +173,12 @@ def test_labels_of_the_validation_set_agree_where_a_class_is_missing(run, bucket
 
 
 def test_programs_of_the_quickstart_run_on_a_directory_and_on_a_bucket(run, bucket):
-    files, photos, resumed = python_blocks("docs/quickstart.md")
+    files, photos, upload, resumed = python_blocks("docs/quickstart.md")
     assert len(files.splitlines()) <= 15
     left, *_, total = run(files + resumed)[-6:]
     assert int(left) == int(total) - 1
-    assert run(bucket + photos)[-3:] == ["('disc',", "'square',", "'triangle')"]
+    own = (upload + photos).replace("s3://bucket/", "s3://own/").replace('"bucket"', '"own"')
+    assert run(bucket + own)[-3:] == ["('disc',", "'square',", "'triangle')"]
 
 
 @pytest.mark.parametrize(("program", "printed"), RECIPES)

@@ -32,7 +32,9 @@ from tests.rendezvous import Rendezvous
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 _, SAVING = python_blocks("README.md")
-PHOTOS, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
+PHOTOS, BLOCKING, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks(
+    "docs/your-own-dataset.md"
+)
 WAITS = "docs/my-gpu-waits.md"
 REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
 RANKS, BY_COST, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
@@ -129,13 +131,20 @@ def test_websocket_program_runs(run):
     assert numbers == list(range(40))
 
 
-def test_aiohttp_program_runs(run):
+@pytest.mark.parametrize(
+    ("program", "sums"),
+    [
+        (PHOTOS, ["0", str(sum(range(200))), str(sum(range(200)))]),
+        (BLOCKING, [str(sum(range(200)))]),
+    ],
+)
+def test_programs_with_a_client_read_each_sample(run, program, sums):
     async def photo(request):
         return web.Response(body=bytes(int(request.match_info["index"])))
 
     with served("/{index}", photo) as port:
-        printed = run(located(PHOTOS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
-    assert printed == ["0", str(sum(range(200))), str(sum(range(200)))]
+        printed = run(located(program, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+    assert printed == sums
 
 
 def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):

@@ -112,6 +112,7 @@ _LIMITS = {
     ),
     "source": ("The source, or the link to it, is the limit", "if it gives as much as now"),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
+    "cores": ("The limit is cores that other processes or threads take", ""),
     "blocked-loop": ("A blocking call on the event loop is the limit", ""),
     "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
     "order": ("The order of batches is the limit", "if the others take as long as now"),

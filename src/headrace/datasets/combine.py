@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, get_args, overload
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from headrace._streams.iterable_style import (
     ConcatenatedStreams,
     OperatedStream,
 )
-from headrace._streams.map_style import IndexedParts, MixedParts
+from headrace._streams.map_style import AsyncDataset, IndexedParts, MixedParts
 from headrace._streams.mixing import Mix, Stop
 from headrace._streams.resumable import is_stateful, start_stream
 from headrace._streams.torch_views import require_async
@@ -26,8 +26,24 @@ from headrace._streams.torch_views import require_async
 __all__ = ["concat", "from_async_iterable", "mix"]
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", AsyncDataset[Any], AsyncIterableDataset[Any])
+MixWeights = Sequence[float] | Mapping[str, float]
+_Weights = MixWeights | Sequence[tuple[int, MixWeights]]
 
 
+class _MixOptions(TypedDict, total=False):
+    """Options of `mix`."""
+
+    temperature: float
+    seed: int | None
+    stop: Stop
+    unit: Literal["samples", "lengths"]
+
+
+@overload
+def concat(datasets: Sequence[Kind]) -> Kind: ...
+@overload
+def concat(datasets: Sequence[object]) -> Any: ...
 def concat(datasets: Sequence[object]) -> Any:
     """Concatenate datasets: all map-style, or all streams.
 
@@ -60,9 +76,21 @@ def concat(datasets: Sequence[object]) -> Any:
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
+@overload
+def mix(
+    datasets: Sequence[Kind] | Mapping[str, Kind],
+    weights: _Weights,
+    **options: Unpack[_MixOptions],
+) -> Kind: ...
+@overload
 def mix(
     datasets: Sequence[object] | Mapping[str, object],
-    weights: MixWeights | Sequence[tuple[int, MixWeights]],
+    weights: _Weights,
+    **options: Unpack[_MixOptions],
+) -> Any: ...
+def mix(
+    datasets: Sequence[object] | Mapping[str, object],
+    weights: _Weights,
     *,
     temperature: float = 1.0,
     seed: int | None = None,
@@ -177,9 +205,6 @@ def mix(
         seed=seed,
         ranks=RankChoice(None, None),
     )
-
-
-MixWeights = Sequence[float] | Mapping[str, float]
 
 
 def _mean_length(name: str, dataset: Any) -> float:

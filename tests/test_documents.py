@@ -36,7 +36,7 @@ PHOTOS, BLOCKING, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_bloc
     "docs/your-own-dataset.md"
 )
 WAITS = "docs/my-gpu-waits.md"
-REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
+REPORT, HEADSPACE, METRICS, TRACE = python_blocks(WAITS)
 RANKS, BY_COST, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 (ON_DEVICE,) = python_blocks("docs/devices.md")
 FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks(
@@ -294,13 +294,11 @@ thread.join()
         assert line in printed
 
 
-def test_progress_program_shows_its_line(forks):
-    done = forks.run_source(PROGRESS)
-    assert done.returncode == 0
-    last = done.stderr.replace("\r", "\n").splitlines()[-1]
-    shape = r"train: 100%.* 100/100 .*it/s, waiting \d+ %, limit: [a-z-]+"
-    assert re.match(shape, last)
-    assert re.search(f"^{shape}", text_of(WAITS), re.M)
+def test_summary_of_a_report_is_that_of_the_page(run):
+    *_, summary = run(REPORT + "print(loader.report().summary.replace(' ', '_'))")
+    shape = r"waiting \d+ %, limit: [a-z-]+, try concurrency=\d+"
+    assert re.fullmatch(shape, summary.replace("_", " "))
+    assert re.search(rf"^train: 100%.* 100/100 .*it/s, {shape}\]$", text_of(WAITS), re.M)
 
 
 def test_report_program_names_a_limit_of_the_page(run):

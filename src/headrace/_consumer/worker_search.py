@@ -30,7 +30,7 @@ START_SECONDS = 10.0  # maximum time until a new worker counts, if the worker ma
 # Seconds between two looks without a change, doubled after each look.
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
 # Seconds without a trial after a failed trial, doubled after each failed trial.
-HOLD, LONGEST_HOLD = (30.0, 1800.0)
+HOLD, LONGEST_HOLD = 5.0, 1800.0
 
 
 class _Trial(NamedTuple):

@@ -25,8 +25,8 @@ class Report(Figures):
     Attributes:
         limit: the limit of the loader. ``"consumer"`` if the loop hardly waits, ``"few-batches"``
             if the limit is unknown. Otherwise ``"latency"``, ``"throttling"``, ``"source"``,
-            ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
-            ``"copy"``, ``"start-up"``, ``"memory-budget"`` or ``"look-ahead"``.
+            ``"event-loop"``, ``"cores"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
+            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"`` or ``"look-ahead"``.
         evidence: the numbers behind `limit`.
         advice: the change to make. Empty if no change is needed.
         predicted: share of the time, from 0 to 1, that the loop would wait after the change, under

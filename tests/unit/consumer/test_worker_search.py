@@ -107,7 +107,7 @@ def test_batches_in_workers_stay_within_the_memory_budget():
 
 def test_worker_without_half_the_gain_is_taken_back(said):
     machine = Machine(work=0.08, real_cores=2)
-    assert machine.run(25) == [2, 3, 2]
+    assert machine.run(12) == [2, 3, 2]
     assert said()[1].startswith("num_workers=2, not 3: 1.00 times the rate with 2, where 1.50 were")
 
 

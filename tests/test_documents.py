@@ -32,9 +32,11 @@ from tests.rendezvous import Rendezvous
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 _, SAVING = python_blocks("README.md")
-PHOTOS, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks("docs/your-own-dataset.md")
+PHOTOS, BLOCKING, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks(
+    "docs/your-own-dataset.md"
+)
 WAITS = "docs/my-gpu-waits.md"
-REPORT, HEADSPACE, PROGRESS, METRICS, TRACE = python_blocks(WAITS)
+REPORT, HEADSPACE, METRICS, TRACE = python_blocks(WAITS)
 RANKS, BY_COST, TENSOR_PARALLEL, ENGINES, _ = python_blocks("docs/ranks.md")
 (ON_DEVICE,) = python_blocks("docs/devices.md")
 FROM_TORCH, FROM_WEBDATASET, FROM_LITDATA, FROM_MOSAIC, FROM_TORCHDATA = python_blocks(
@@ -146,13 +148,20 @@ def test_websocket_program_runs(run):
     assert numbers == list(range(40))
 
 
-def test_aiohttp_program_runs(run):
+@pytest.mark.parametrize(
+    ("program", "sums"),
+    [
+        (PHOTOS, ["0", str(sum(range(200))), str(sum(range(200)))]),
+        (BLOCKING, [str(sum(range(200)))]),
+    ],
+)
+def test_programs_with_a_client_read_each_sample(run, program, sums):
     async def photo(request):
         return web.Response(body=bytes(int(request.match_info["index"])))
 
     with served("/{index}", photo) as port:
-        printed = run(located(PHOTOS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
-    assert printed == ["0", str(sum(range(200))), str(sum(range(200)))]
+        printed = run(located(program, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+    assert printed == sums
 
 
 def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):
@@ -302,13 +311,11 @@ thread.join()
         assert line in printed
 
 
-def test_progress_program_shows_its_line(forks):
-    done = forks.run_source(PROGRESS)
-    assert done.returncode == 0
-    last = done.stderr.replace("\r", "\n").splitlines()[-1]
-    shape = r"train: 100%.* 100/100 .*it/s, waiting \d+ %, limit: [a-z-]+"
-    assert re.match(shape, last)
-    assert re.search(f"^{shape}", text_of(WAITS), re.M)
+def test_summary_of_a_report_is_that_of_the_page(run):
+    *_, summary = run(REPORT + "print(loader.report().summary.replace(' ', '_'))")
+    shape = r"waiting \d+ %, limit: [a-z-]+, try concurrency=\d+"
+    assert re.fullmatch(shape, summary.replace("_", " "))
+    assert re.search(rf"^train: 100%.* 100/100 .*it/s, {shape}\]$", text_of(WAITS), re.M)
 
 
 def test_report_program_names_a_limit_of_the_page(run):
@@ -360,6 +367,16 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
     assert sorted(ours) == list(range(50))
     with forks.start_source(BY_COST) as process:
         assert numbers_in(process.communicate()[0]) == [2000]
+
+
+def test_ranks_of_the_page_of_validation_evaluate_each_sample_once(forks, photos):
+    *_, evaluate = python_blocks("docs/train-and-validate.md")
+    (Path(photos.removeprefix("file://")) / "7/photo.jpg").unlink()  # 49 samples for two ranks
+    ranks, source = Rendezvous(2), located(evaluate, "s3://bucket/val", photos)
+    with contextlib.ExitStack() as stack:
+        begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
+        printed = [stack.enter_context(each).communicate()[0] for each in begun]
+    assert printed == ["49 samples\n"] * 2
 
 
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])

@@ -19,7 +19,7 @@ def documents(tmp_path_factory):
     """The first programs of the documents, in a package: pyproject.toml names it, with what they leave out."""
     package = tmp_path_factory.mktemp("typed") / "documents"
     package.mkdir()
-    files, photos, resumed = python_blocks("docs/quickstart.md")
+    files, photos, _, resumed = python_blocks("docs/quickstart.md")
     programs = {"readme": python_blocks("README.md")[0], "agents": python_blocks("AGENTS.md")[0]}
     for name, program in {
         **programs,

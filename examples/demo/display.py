@@ -18,7 +18,6 @@ __all__ = ["Display", "Live"]
 LABEL_WIDTH = 10
 BAR_WIDTH = 24
 LIVE_INTERVAL = 0.1  # s between two updates of the live line
-LOG_INTERVAL = 5.0  # s between two lines of progress without a terminal
 
 
 class Live(Protocol):
@@ -64,16 +63,13 @@ class Display:
 
     @contextlib.contextmanager
     def live(self, label: str, total: int, unit: str) -> Iterator[Live]:
-        """Show progress during the block; erased afterwards on a terminal.
+        """Show progress on a terminal during the block; a log has the results alone.
 
         Args:
             label: name of the activity.
             total: number of units to complete.
             unit: name of the unit.
         """
-        if not self._console.is_terminal:
-            yield _Log(self, label, total, unit)
-            return
         columns = (
             TextColumn("  {task.description}"),
             BarColumn(BAR_WIDTH, complete_style="cyan", finished_style="cyan"),
@@ -82,8 +78,13 @@ class Display:
             ),
         )
         # Drawn on updates: a thread that redraws would compete with the training loop.
+        # Not by `is_terminal`, which FORCE_COLOR makes True for a file too.
         with Progress(
-            *columns, console=self._console, transient=True, auto_refresh=False
+            *columns,
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            disable=not self._console.file.isatty(),
         ) as progress:
             task = progress.add_task(label, total=total, unit=unit, text="")
             progress.refresh()
@@ -117,17 +118,3 @@ class _Line:
         if now - self._drawn >= LIVE_INTERVAL:
             self._drawn = now
             self._progress.refresh()
-
-
-class _Log:
-    def __init__(self, display: Display, label: str, total: int, unit: str) -> None:
-        self._display = display
-        self._label = label
-        self._of = f"{total} {unit}"
-        self._drawn = time.monotonic()
-
-    def update(self, done: int, text: str) -> None:
-        now = time.monotonic()
-        if now - self._drawn >= LOG_INTERVAL:
-            self._drawn = now
-            self._display.line(f"{self._label}  {done}/{self._of}  {text}")

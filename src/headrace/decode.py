@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from headrace._extras import require
 
 if TYPE_CHECKING:
     from PIL import Image
+    from typing_extensions import Buffer
 
 __all__ = ["audio", "fields", "image", "video"]
 
@@ -34,12 +35,21 @@ _TAG = 1024  # bytes; largest tag at the end of an MP3
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
 
 
+class _DecodeFunction(Protocol):
+    """A function of bytes, or of a sample with bytes and perhaps a label."""
+
+    @overload
+    def __call__(self, sample: Buffer, /) -> torch.Tensor: ...
+    @overload
+    def __call__(self, sample: Any, /) -> Any: ...
+
+
 def image(
     size: int | tuple[int, int] | None = None,
     *,
     mode: Literal["rgb", "rgba", "gray"] = "rgb",
     dtype: torch.dtype = torch.uint8,
-) -> Callable[[Any], Any]:
+) -> _DecodeFunction:
     """Make a decoder of images.
 
     The decoder reads JPEG, PNG, WebP and all other formats of Pillow. The EXIF orientation is
@@ -80,7 +90,7 @@ def image(
 
 def video(
     size: int | tuple[int, int] | None = None, *, frames: int | None = None
-) -> Callable[[Any], Any]:
+) -> _DecodeFunction:
     """Make a decoder of videos.
 
     The decoder uses PyAV, and reads whole files and the clips of a `headrace.VideoDataset`.
@@ -104,7 +114,7 @@ def video(
     return partial(_decode_video, size=_checked(size), count=frames)
 
 
-def audio(sample_rate: int | None = None, *, mono: bool = False) -> Callable[[Any], Any]:
+def audio(sample_rate: int | None = None, *, mono: bool = False) -> _DecodeFunction:
     """Make a decoder of whole audio files.
 
     The decoder uses soundfile, and reads WAV, FLAC, Ogg, MP3 and others. libsndfile

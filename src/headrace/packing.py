@@ -96,15 +96,15 @@ def pack(
     holds the same number of consecutive samples. Rank r of W writes the shards r, r + W, ...: into
     a temporary file, which is uploaded in parts while the next shards are written. The directory
     ``_pack`` beside the shards has a record of each complete shard: number, samples, size and
-    SHA-256. When all shards of the tar format are complete, `pack` also writes the index for
-    `TarDataset.index`.
+    SHA-256. ``_pack/header.json`` has the class names of ``labels="folder"``. When all shards of
+    the tar format are complete, `pack` also writes the index for `TarDataset.index`.
 
     After an interruption, also by SIGKILL, the same call writes the shards without a record. The
     number of ranks may differ. The bytes do not depend on interruptions and ranks. Ranks do not
     communicate, and a rank does not take shards of other ranks. With other arguments, another
-    `transform`, or another length or index of the dataset, the call is an error. The comparison of
-    a `transform` covers code, closure, arguments and repr, but not the functions that the
-    `transform` calls.
+    `transform`, or another length, index or class of the dataset, the call is an error. The
+    comparison of a `transform` covers code, closure, arguments and repr, but not the functions that
+    the `transform` calls.
 
     Args:
         dataset: a map-style dataset. Of a stream of shards, use the index, as
@@ -218,14 +218,15 @@ def pack(
 
 
 def _identity(source: Any, dataset: Any) -> _Json:
-    """Return the length of a dataset, and a hash of the shards of the dataset."""
+    """Return length and class names of a dataset, and a hash of the shards of the dataset."""
     if kind_of(source).is_iterable:
         raise TypeError(
             f"{type(source).__name__} is a stream, and shards are ranges of a map-style dataset: "
             "use an index, as of headrace.TarDataset.index(...)"
         )
     digest = source.stream().digest if isinstance(source, IndexedShards) else None
-    return {"length": len(dataset), "source": digest}
+    classes = getattr(source, "_classes", None)
+    return {"length": len(dataset), "source": digest, "classes": classes and [*classes]}
 
 
 def _batches(numbers: range, size: Any) -> list[range]:

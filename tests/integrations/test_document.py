@@ -1,5 +1,6 @@
-"""The programs of docs/trainers.md run, with datasets and models of the test."""
+"""The programs of docs/trainers.md, and of others that need what `make test` does not install."""
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -238,3 +239,26 @@ def test_example_of_trainers_ends_with_the_loss_of_a_plain_loop_in_each(launcher
         return runpy.run_path(path, run_name="__main__")["losses"]
 
     assert len(set(launcher.run(main)[0].values())) == 1
+
+
+def test_image_and_mask_of_the_page_of_validation_are_cropped_alike(launcher, tmp_path):
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    for number in range(8):
+        left = np.indices((100, 120))[1] < 50 + number
+        Image.fromarray(left.astype(np.uint8) * 200).save(tmp_path / f"images/{number}.jpg")
+        mask = Image.fromarray(left.astype(np.uint8), "P")
+        mask.putpalette([0, 0, 0, 200, 0, 0])
+        mask.save(tmp_path / f"masks/{number}.png")
+    _, source, _ = python_blocks("docs/train-and-validate.md")
+    for name in ("images", "masks"):
+        assert f"s3://bucket/{name}" in source
+        source = source.replace(f"s3://bucket/{name}", str(tmp_path / name))
+
+    def main(source=source):
+        names = {"__name__": "__main__"}
+        exec(compile(source, "docs/train-and-validate.md", "exec"), names)
+        bright = names["images"].mean(1) > 0.4
+        return (bright == names["classes"].bool()).float().mean().item()
+
+    assert launcher.run(main)[0] > 0.98

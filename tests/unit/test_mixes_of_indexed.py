@@ -119,7 +119,7 @@ def test_a_rank_reads_blocks_of_its_own(ranks):
     assert {len(each) for each in readers.values()} == {1}
 
 
-def test_schedule_changes_the_weights_at_its_steps():
+def test_schedule_changes_the_weights_at_its_numbers_of_samples():
     schedule = [(0, [1, 0]), (996, [0, 1]), (2996, [1, 1]), (3000, [1, 3])]
     sources = sources_of(joined(order_of([20_000] * 2, schedule, lanes=12)), [20_000] * 2)
     assert not sources[:996].any()

@@ -393,6 +393,17 @@ def test_another_index_of_the_same_length_is_refused(tmp_path):
         hr.pack(hr.TarDataset.index(tmp_path / "b"), tmp_path / "out")
 
 
+def test_another_number_of_a_class_is_refused(tmp_path):
+    for folder in ("cat", "dog"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        (tmp_path / "data" / folder / "0.txt").write_text(folder)
+    data, out = tmp_path / "data", tmp_path / "out"
+    hr.pack(hr.FileDataset(data, labels="folder"), out, samples_per_shard=1)
+    classes = ["bird", "cat", "dog"]
+    with pytest.raises(ValueError, match=r"packed with classes=\['cat', 'dog'\]"):
+        hr.pack(hr.FileDataset(data, labels="folder", classes=classes), out, samples_per_shard=1)
+
+
 def test_streams_are_refused(tmp_path):
     hr.pack(dataset({"txt": b"a"}), tmp_path / "shards")
     stream = hr.TarDataset(tmp_path / "shards")

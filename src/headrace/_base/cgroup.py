@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -74,3 +75,10 @@ def usable_cores() -> float:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     return min(cores, CgroupLimits.here().cores)
+
+
+def queued_seconds() -> float:
+    """Return the seconds in which this thread has waited for a core so far; 0.0 if unknown."""
+    with contextlib.suppress(OSError, IndexError):  # not Linux, or no descriptor is left
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    return 0.0

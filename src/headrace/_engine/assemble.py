@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace._base.cgroup import queued_seconds
 from headrace._random.randomized import CurrentSample, current_sample
 from headrace._random.seeding import TransformGenerators
 from headrace._ranks.rankinfo import bound
@@ -29,6 +30,9 @@ CONSUMER_CATCH = (Exception, GeneratorExit, asyncio.CancelledError)
 Catch = type[BaseException] | tuple[type[BaseException], ...]
 # Time by `time.perf_counter`, and CPU time of the thread by `time.thread_time`, in seconds.
 Moment = tuple[float, float]
+# Seconds without CPU time. With more, the thread may have waited for a core: reading this takes
+# 35 µs.
+LONG_WAIT = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,11 @@ def now() -> Moment:
 
 def times_since(began: Moment) -> StageTimes:
     at, cpu = began
+    ended, cpu = time.perf_counter(), time.thread_time() - cpu
     return StageTimes(
         work_began=at,
-        work_ended=time.perf_counter(),
-        work_cpu=time.thread_time() - cpu,
+        work_ended=ended,
+        work_cpu=cpu,
+        work_queued=queued_seconds() if ended - at - cpu > LONG_WAIT else 0.0,
         worked_by=(os.getpid(), threading.get_native_id(), _worker),
     )

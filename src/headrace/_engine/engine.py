@@ -420,6 +420,7 @@ class EngineSession:
             worker_deaths=deaths,
             engine_queued=watch.queued_seconds,
             work_cpu=work.work_cpu,
+            work_queued=work.work_queued,
             worked_by=work.worked_by,
             functions_seconds=self._functions.seconds,
             load=load,

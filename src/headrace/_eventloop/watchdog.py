@@ -22,6 +22,8 @@ import types
 from contextlib import suppress
 from pathlib import Path
 
+from headrace._base.cgroup import queued_seconds
+
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
 TICK = 0.01  # seconds between samples
@@ -56,8 +58,6 @@ class LoopWatch:
         self.due = math.inf  # time of the next beat; infinite while no session runs
         self._dataset = dataset
         self._thread = 0
-        # File of the loop's thread: nanoseconds on a core, nanoseconds of waiting for a core.
-        self._times = Path()
         self._sessions = 0
         self._beats: asyncio.TimerHandle | None = None
         self._watchdog: threading.Thread | None = None
@@ -70,7 +70,6 @@ class LoopWatch:
         if self._sessions == 1:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
-            self._times = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
             self._beat()
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
@@ -99,8 +98,7 @@ class LoopWatch:
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)
-        with suppress(OSError, IndexError):  # not Linux, or no descriptor is left
-            self.queued_seconds = int(self._times.read_bytes().split()[1]) / 1e9
+        self.queued_seconds = queued_seconds() or self.queued_seconds
         self.due = time.monotonic() + BEAT
 
     def _run(self) -> None:

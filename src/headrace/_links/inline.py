@@ -129,6 +129,7 @@ class WorkOnConsumersThread:
             work_began=work.work_began,
             work_ended=work.work_ended,
             work_cpu=work.work_cpu,
+            work_queued=work.work_queued,
             worked_by=work.worked_by,
         )
         return made.with_failures_of(host)._replace(times=times)

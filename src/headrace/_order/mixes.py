@@ -115,8 +115,8 @@ class MixPlan:
             self.lanes //= 2
         every_lane = np.arange(self.lanes)
         # Weights for less than a row have no effect.
-        steps = np.array([step for step, _ in schedule])
-        self.starts = -(-steps // self.lanes)
+        starts = np.array([start for start, _ in schedule])
+        self.starts = -(-starts // self.lanes)
         self.ends = np.append(self.starts[1:], LARGEST)
         self._pieces: list[Piece] = []
         drawn = np.zeros((len(sources), self.lanes), dtype=np.int64)
@@ -191,21 +191,21 @@ class MixOrder:
         plan, each = self.plan, np.arange(len(positions))
         rows, lane = np.divmod(positions, plan.lanes)
         piece = np.searchsorted(plan.ends, rows, side="right")
-        step = (rows - plan.starts[piece]) % _ROWS
-        start = rows - step
+        within = (rows - plan.starts[piece]) % _ROWS
+        start = rows - within
         size = np.minimum(plan.ends[piece] - start, _ROWS)
         before = plan.drawn(start, lane)
         counts = plan.drawn(start + size, lane) - before
         # Each source has neighbouring slots of the window.
         key = batch_seed(self.seed, self.epoch if self.shuffle else 0, _OF_WINDOWS)
         turns = Permutation(LARGEST, key)[start * plan.lanes + lane]
-        steps = np.arange(_ROWS)[:, None]
-        slots = (steps * _STRIDE + turns) % size
+        window = np.arange(_ROWS)[:, None]
+        slots = (window * _STRIDE + turns) % size
         ends = counts.cumsum(axis=0)
-        source = (ends <= slots[step, each]).sum(axis=0)
+        source = (ends <= slots[within, each]).sum(axis=0)
         end = ends[source, each]
         is_same = (slots < end) & (slots >= end - counts[source, each])
-        draws = before[source, each] + (is_same & (steps < step)).sum(axis=0)
+        draws = before[source, each] + (is_same & (window < within)).sum(axis=0)
         return source, draws * plan.lanes + lane
 
     def _indices_of(self, source: int, numbers: IntArray) -> IntArray:

@@ -120,6 +120,8 @@ class StageTimes(NamedTuple):
         worker_deaths: number of workers that died since the previous batch was assembled.
         engine_queued: seconds in which the engine's thread has waited for a core so far.
         work_cpu: CPU seconds of transforms and collation.
+        work_queued: seconds in which the thread of the transforms has waited for a core so far;
+            0.0 if unknown, or if this batch took hardly longer than its CPU seconds.
         worked_by: process, native thread and worker (-1 without a worker); None if unknown.
         functions_seconds: seconds in a stream's functions before batching, since the session began.
         load: load of the fetch stage when the last sample arrived.
@@ -139,6 +141,7 @@ class StageTimes(NamedTuple):
     worker_deaths: int = 0
     engine_queued: float = 0.0
     work_cpu: float = 0.0
+    work_queued: float = 0.0
     worked_by: tuple[int, int, int] | None = None
     functions_seconds: float = 0.0
     load: FetchLoad = FetchLoad()

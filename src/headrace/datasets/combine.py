@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, get_args, overload
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from headrace._streams.iterable_style import (
     ConcatenatedStreams,
     OperatedStream,
 )
-from headrace._streams.map_style import IndexedParts, MixedParts
+from headrace._streams.map_style import AsyncDataset, IndexedParts, MixedParts
 from headrace._streams.mixing import Mix, Stop
 from headrace._streams.resumable import is_stateful, start_stream
 from headrace._streams.torch_views import require_async
@@ -26,8 +26,24 @@ from headrace._streams.torch_views import require_async
 __all__ = ["concat", "from_async_iterable", "mix"]
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", AsyncDataset[Any], AsyncIterableDataset[Any])
+MixWeights = Sequence[float] | Mapping[str, float]
+_Weights = MixWeights | Sequence[tuple[int, MixWeights]]
 
 
+class _MixOptions(TypedDict, total=False):
+    """Options of `mix`."""
+
+    temperature: float
+    seed: int | None
+    stop: Stop
+    unit: Literal["samples", "lengths"]
+
+
+@overload
+def concat(datasets: Sequence[Kind]) -> Kind: ...
+@overload
+def concat(datasets: Sequence[object]) -> Any: ...
 def concat(datasets: Sequence[object]) -> Any:
     """Concatenate datasets: all map-style, or all streams.
 
@@ -60,9 +76,21 @@ def concat(datasets: Sequence[object]) -> Any:
     return ConcatenatedStreams(datasets) if are_streams else IndexedParts(datasets)
 
 
+@overload
+def mix(
+    datasets: Sequence[Kind] | Mapping[str, Kind],
+    weights: _Weights,
+    **options: Unpack[_MixOptions],
+) -> Kind: ...
+@overload
 def mix(
     datasets: Sequence[object] | Mapping[str, object],
-    weights: MixWeights | Sequence[tuple[int, MixWeights]],
+    weights: _Weights,
+    **options: Unpack[_MixOptions],
+) -> Any: ...
+def mix(
+    datasets: Sequence[object] | Mapping[str, object],
+    weights: _Weights,
     *,
     temperature: float = 1.0,
     seed: int | None = None,
@@ -89,11 +117,11 @@ def mix(
     Args:
         datasets: at least one dataset. A dict names the datasets for states and reports.
         weights: how often each dataset is drawn from. The sum need not be 1. Give a dict of weights
-            for a dict of datasets. A schedule is a list of ``(step, weights)`` with ascending steps
-            from 0. Here a step is a sample of the mix, not a batch, and samples that raised an
-            error count. For map-style datasets, and for streams below `split`, steps count the
-            samples of all ranks. For other streams, steps count the samples of each rank. Weights
-            in a schedule may be zero.
+            for a dict of datasets. A schedule is a list of ``(samples, weights)``: from this number
+            of samples on, draw by these weights. The numbers ascend from 0, and count samples that
+            raised an error too. For map-style datasets, and for streams below `split`, the samples
+            of all ranks count. For other streams, the samples of each rank count. Weights in a
+            schedule may be zero.
         temperature: draw by ``weight ** (1 / temperature)``. With sizes as weights, 1 draws by size
             and larger values draw more evenly.
         seed: seed of the order, combined with the epoch. None takes the seed of the loader, else 0.
@@ -109,9 +137,10 @@ def mix(
             map-style datasets with `lengths` (`TokenDataset`, or an index made with ``--length``).
 
     Raises:
-        ValueError: a weight is not positive, there is not one weight for each dataset, steps do not
-            ascend from 0, a dataset has no lengths, or another argument is unknown or only for
-            streams. A loader raises the error if a map-style dataset with a weight is empty.
+        ValueError: a weight is not positive, there is not one weight for each dataset, the numbers
+            of a schedule do not ascend from 0, a dataset has no lengths, or another argument is
+            unknown or only for streams. A loader raises the error if a map-style dataset with a
+            weight is empty.
         TypeError: a dataset is not async, the kinds differ, or a map-style dataset is itself a mix.
 
     Example:
@@ -142,9 +171,10 @@ def mix(
     schedule: Any
     if not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
         entries = cast("Sequence[Any]", weights)
-        schedule = [[whole_number("step", step), weights_at(each)] for step, each in entries]
-        if schedule[0][0] or any(one[0] >= other[0] for one, other in itertools.pairwise(schedule)):
-            raise ValueError(f"the steps {[step for step, _ in schedule]} must ascend from 0")
+        schedule = [[whole_number("samples", start), weights_at(each)] for start, each in entries]
+        starts = [start for start, _ in schedule]
+        if starts[0] or any(one >= other for one, other in itertools.pairwise(starts)):
+            raise ValueError(f"the numbers of samples in weights={starts} must ascend from 0")
     else:
         if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
@@ -175,9 +205,6 @@ def mix(
         seed=seed,
         ranks=RankChoice(None, None),
     )
-
-
-MixWeights = Sequence[float] | Mapping[str, float]
 
 
 def _mean_length(name: str, dataset: Any) -> float:

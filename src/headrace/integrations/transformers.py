@@ -14,7 +14,6 @@ import transformers
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
 
@@ -28,6 +27,11 @@ from headrace.integrations.accelerate import PreparedLoader, _divided
 from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler
 
+try:
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+except ImportError as error:
+    found = transformers.__version__
+    raise ImportError(f"headrace needs transformers 5.23 or later, not {found}") from error
 if is_datasets_available():
     import datasets.distributed
 
@@ -94,7 +98,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         if missing := [name for name in names if not hasattr(transformers.Trainer, name)]:
             raise NotImplementedError(
-                f"transformers {transformers.__version__} has no Trainer.{missing[0]}"
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}: "
+                "take 5.23, with which headrace was tested"
             )
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None

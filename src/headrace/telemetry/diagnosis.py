@@ -40,6 +40,7 @@ TURNS = 10  # consecutive fetches; then concurrency="auto" has tried more fetche
 MANY_CORES = 3
 IDLE_WORKERS = 0.7  # share of busy workers; with less, more workers would not help
 BUSY_WORKERS = 0.9  # share of busy workers; with more, workers are the limit, whatever the wait
+TAKEN = 0.2  # share of the time; threads that wait less for a core have cores enough
 GAIN = 1.05  # factor of batches a second after a change; a change with less is not advised
 
 # Steps of waits in `next()`, by the cause of the wait.
@@ -190,6 +191,14 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
             f"and the loop itself {seconds(figures.compute)} for each batch"
         )
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
+    used = figures.workers_cpu + setup.engines * figures.engine_cpu + figures.consumer_cpu
+    queued = max(figures.engine_queued, figures.workers_queued / max(1, setup.num_workers))
+    if queued > max(TAKEN, figures.wait_share / 2) and used < BUSY_LOOP * setup.cores:
+        return Diagnosis(
+            "cores",
+            f"a thread of the loader waits for a core {share(queued)} of the time, while loader "
+            f"and loop use {used:.1f} of {setup.cores} cores",
+        )
     if busy:
         return _working(model)
     waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}

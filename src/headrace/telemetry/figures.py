@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
@@ -51,6 +52,7 @@ class Figures:
         nbytes: approximate size of the fetched samples.
         workers_busy: mean number of batches transformed and collated at the same time.
         workers_cpu: CPU seconds of transforms and collation per second, of all workers together.
+        workers_queued: seconds per second in which workers waited for a core, of all together.
         engine_cpu: CPU seconds of the engine's thread per second.
         engine_queued: seconds per second in which the engine's thread could have computed and had
             no core.
@@ -82,6 +84,7 @@ class Figures:
     nbytes: int = 0
     workers_busy: float = 0.0
     workers_cpu: float = 0.0
+    workers_queued: float = 0.0
     # Mean number of concurrent calls of a stream's functions before batching.
     functions_busy: float = 0.0
     engine_cpu: float = 0.0
@@ -121,6 +124,10 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     end = max((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(each.work_ended - each.work_began for each in times)
+    queued: dict[Any, list[float]] = {}  # of each thread that has waited for a core
+    for each in times:
+        if each.work_queued:
+            queued.setdefault(each.worked_by, []).append(each.work_queued)
     in_call = [
         each.work_ended - each.work_began for each in times if each.work_began >= each.assembled
     ]
@@ -152,6 +159,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         nbytes=sum(each.nbytes for each in times),
         workers_busy=worked / seconds,
         workers_cpu=sum(each.work_cpu for each in times) / seconds,
+        workers_queued=sum(max(each) - min(each) for each in queued.values()) / seconds,
         functions_busy=(end.functions_seconds - begin.functions_seconds) / engine_seconds,
         engine_cpu=(end.engine_cpu - begin.engine_cpu) / engine_seconds,
         engine_queued=(end.engine_queued - begin.engine_queued) / engine_seconds,

@@ -25,8 +25,8 @@ class Report(Figures):
     Attributes:
         limit: the limit of the loader. ``"consumer"`` if the loop hardly waits, ``"few-batches"``
             if the limit is unknown. Otherwise ``"latency"``, ``"throttling"``, ``"source"``,
-            ``"event-loop"``, ``"blocked-loop"``, ``"workers"``, ``"order"``, ``"transport"``,
-            ``"copy"``, ``"start-up"``, ``"memory-budget"`` or ``"look-ahead"``.
+            ``"event-loop"``, ``"cores"``, ``"blocked-loop"``, ``"workers"``, ``"order"``,
+            ``"transport"``, ``"copy"``, ``"start-up"``, ``"memory-budget"`` or ``"look-ahead"``.
         evidence: the numbers behind `limit`.
         advice: the change to make. Empty if no change is needed.
         predicted: share of the time, from 0 to 1, that the loop would wait after the change, under
@@ -112,6 +112,7 @@ _LIMITS = {
     ),
     "source": ("The source, or the link to it, is the limit", "if it gives as much as now"),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
+    "cores": ("The limit is cores that other processes or threads take", ""),
     "blocked-loop": ("A blocking call on the event loop is the limit", ""),
     "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
     "order": ("The order of batches is the limit", "if the others take as long as now"),

@@ -26,7 +26,7 @@ def drawn(samples):
     return collections.Counter(sample // 10_000 for sample in samples)
 
 
-def test_schedule_changes_weights_at_its_steps():
+def test_schedule_changes_weights_at_its_numbers_of_samples():
     samples = list(mix([(0, [1, 0]), (100, [0, 1]), (150, [1, 3])]).take(2150))
     assert drawn(samples[:100]) == {0: 100}
     assert drawn(samples[100:150]) == {1: 50}

@@ -39,6 +39,7 @@ def records(
     blocked=0.0,
     start_up=0.0,
     work_cpu=0.0,
+    work_queued=0.0,
     **steps,
 ):
     """Batches, each of which waits in `next()` for the given steps, one after the other, of so many seconds.
@@ -73,6 +74,7 @@ def records(
             blocked=blocked * (at - 100.0),
             engine_queued=queued * at,
             work_cpu=work_cpu * lengths["work"],
+            work_queued=work_queued * at,
         )
         taken = points["hand-over"]
         rest = called, times, called, taken, taken, at, 0, requests, consumer_cpu * at
@@ -110,7 +112,9 @@ def report(setup=SETUP, **steps):
         ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
-        ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
+        ("cores", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
+        ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.7, "queued": 0.3}),
+        ("cores", {"worker_queue": 0.001, "work": 0.04, "work_cpu": 0.05, "work_queued": 3.6}),
         ("transport", {"loop": 0.02, "cpu": 0.3}),
         ("workers", {"worker_queue": 0.001, "work": 0.04}),
         ("transport", {"hand_over": 0.02}),
@@ -123,8 +127,8 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
     setup = SETUP._replace(num_workers=1) if limit == "workers" else SETUP
     found = report(setup, **steps)
     assert found.limit == limit
-    assert bool(found.advice) == (limit != "consumer")
-    assert (found.advice or "not the limit") in str(found)
+    assert bool(found.advice) == (limit not in ("consumer", "cores"))
+    assert (found.advice or found.evidence) in str(found)
 
 
 @pytest.mark.parametrize(

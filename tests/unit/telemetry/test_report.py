@@ -1,11 +1,14 @@
 """`loader.report()` and `loader.stats()` of real loaders, in each placement."""
 
 import asyncio
+import contextlib
 import copy
 import logging
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -109,6 +112,34 @@ def test_cpu_of_the_workers_is_timed(tmp_path):
         list(loader)
         report = loader.report()
     assert 0.0 < report.workers_cpu < report.workers_busy
+
+
+def spin(sample):
+    os.sched_setaffinity(0, {CORE})
+    until = time.thread_time() + 0.005
+    while time.thread_time() < until:
+        pass
+    return sample
+
+
+CORE = min(os.sched_getaffinity(0))
+
+
+def test_cores_that_other_processes_take_are_the_limit():
+    hog = f"import os\nos.sched_setaffinity(0, {{{CORE}}})\nprint(flush=True)\nwhile True: pass"
+    options = {"collate_fn": len, "transform": spin, "num_workers": 1}
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            command = [sys.executable, "-c", hog]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            process.stdout.readline()
+        loader = stack.enter_context(hr.DataLoader(Numbers(24), 1, **options))
+        list(loader)
+        report = loader.report()
+    assert report.limit == "cores"
+    assert report.workers_queued > report.workers_cpu
+    assert not report.advice
 
 
 class Throttled(Numbers):

@@ -14,7 +14,6 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._extras import require
-from headrace._store.answers import answerable
 from headrace._store.errors import NO_LISTING
 from headrace._store.head import LARGEST, Head, strong
 from headrace._store.ranges import map_all
@@ -67,10 +66,6 @@ class StringArray(Sequence[str]):
         self._offsets.extend(offsets)
         self._text += b"".join(encoded)
 
-    def buffers(self) -> tuple[memoryview, memoryview]:
-        """Return the UTF-8 text and the offsets."""
-        return memoryview(self._text), memoryview(self._offsets).cast("B")
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if protocol < 5:
             return _from_buffers, (bytes(self._text), bytes(self._offsets))
@@ -118,20 +113,6 @@ class Catalog:
     etags: StringArray | None = None
     # ``algorithm:hexadecimal`` of the bytes, or an empty string; None if no object has a checksum.
     checksums: StringArray | None = None
-
-    def buffers(self) -> list[memoryview]:
-        """Return the columns of a listing as bytes."""
-        etags = self.etags or StringArray([""] * len(self.keys))
-        return [
-            *self.keys.buffers(),
-            memoryview(self.sizes or array("q")).cast("B"),
-            *etags.buffers(),
-        ]
-
-    @classmethod
-    def from_buffers(cls, buffers: Sequence[memoryview]) -> Catalog:
-        keys, offsets, sizes, etags, ends = map(bytes, buffers)
-        return cls(_from_buffers(keys, offsets), array("q", sizes), _from_buffers(etags, ends))
 
 
 def _join_pages(pages: Iterable[Catalog], url: str) -> Catalog:
@@ -304,11 +285,7 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
         EmptyListingError: no object is listed.
         StoreError: the store refused or failed, or lists without end.
     """
-    return Catalog.from_buffers(await _list_objects(store, suffix))
 
-
-@answerable
-async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
     def take(page: Sequence[ObjectMeta]) -> Catalog:
         entries = [each for each in page if suffix is None or each["path"].endswith(suffix)]
         return Catalog(
@@ -319,7 +296,7 @@ async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> l
 
     catalog = _join_pages(await _list_in_parts(store, "", take), store.url)
     if len(catalog.keys):
-        return catalog.buffers()
+        return catalog
     named = "" if suffix is None else f" whose key ends in suffix={suffix!r}"
     message = (
         f"no object{named} is listed; a URL names a whole directory, not a file or the beginning "
@@ -338,7 +315,6 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
     )
 
 
-@answerable
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """List the metadata of all objects in a directory, sorted by key.
 
@@ -358,7 +334,6 @@ def _distinct(heads: Sequence[Head], store: Store) -> list[Head]:
     return [heads[position] for position in found]
 
 
-@answerable
 async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
     """List the objects and directories in `folder` with matching names.
 

@@ -24,8 +24,6 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from headrace._base.cgroup import CgroupLimits, available_memory
-from headrace._eventloop.loop_thread import carried
-from headrace._store.answers import answerable
 from headrace._store.backoff import RetryGate, Tries
 from headrace._store.errors import (
     CREDENTIAL_HOST,
@@ -389,8 +387,6 @@ class Store:
         if not self.if_match:
             etag = size = modified = None
         wanted = _Range(key, start, stop, index, size, etag, modified, checksum)
-        if carried.get() is not None:
-            return await answerable(Store._read)(self, wanted, None)
         if stop - start > LARGE and not self._ranges_ignored:
             return await self._read_parts(wanted)
         return await self._read(wanted, None)
@@ -591,7 +587,6 @@ class Store:
         doing = f"reading the end of {key!r}"
         return InitialRead(*await self._read_initial(_Range(key, -length, 0), doing))
 
-    @answerable
     async def _read_initial(self, wanted: _Range, doing: str) -> tuple[memoryview, Head]:
         request = partial(self._get, wanted, True)
         data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
@@ -657,7 +652,6 @@ class Store:
             tries,
         )
 
-    @answerable
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request the size and the version of an object.
 

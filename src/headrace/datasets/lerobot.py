@@ -41,7 +41,7 @@ class LeRobotDataset(MappedDataset[_Fields]):
     batches at once. Frames are decoded where functions of `map` run: in the loader's workers.
 
     The constructor lists the files, and reads the metadata, the footers and the index of each
-    video. `headrace.open_cached` keeps the responses. The dataset keeps 100 bytes for each frame
+    video. A pickled dataset needs no request for them. The dataset keeps 100 bytes for each frame
     of a video. Cameras without 3 channels, as of depth, are refused.
 
     Args:

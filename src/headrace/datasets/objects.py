@@ -64,7 +64,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each.
 
     A sample is an `ObjectSample(key, data, label)`. The store is listed once, when the dataset is
-    made (`headrace.open_cached` keeps the listing in a file). The keys are sorted, so an index
+    made (a pickled dataset has the listing). The keys are sorted, so an index
     means the same object every time.
 
     The listing has the sizes, so a sample is one GET of a known range. An object of more than 16

@@ -4,9 +4,8 @@ import numpy as np
 import pandas
 import pytest
 
-import headrace as hr
 from headrace.datasets.objects import ObjectDataset
-from headrace.errors import ChecksumError, EmptyListingError, ObjectChangedError
+from headrace.errors import ChecksumError, ObjectChangedError
 
 COLUMNS = {"key": ["d.txt", "a.jpg", "a.jpg"], "species": ["cat", "dog", "dog"]}
 TABLES = {
@@ -105,22 +104,3 @@ def test_columns_that_make_no_sense_are_refused_before_any_request(columns, why)
     with pytest.raises(ValueError, match=why) as refused:
         ObjectDataset("s3://bucket/train", **columns)
     assert "hush" not in str(refused.value)
-
-
-# A listing that is kept
-
-
-@pytest.mark.counts
-def test_listing_is_kept_in_a_file(server, store, tmp_path):
-    def opened(suffix=None):
-        return hr.open_cached(tmp_path / "opened", lambda: ObjectDataset(store, suffix=suffix))
-
-    first = opened()
-    server.put("train/later.jpg", b"later")
-    second = opened()
-    assert server.requests()["LIST"] == 1
-    assert second.extent(4) == first.extent(4)
-    assert len(second) == 5
-    assert len(opened((".jpg",))) == 3, "another suffix is another listing"
-    with pytest.raises(EmptyListingError):
-        opened(".gif")

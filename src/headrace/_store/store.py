@@ -592,9 +592,7 @@ class Store:
         data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
         return data, Head.of(wanted.key, meta)
 
-    async def pages(
-        self, prefix: str | None = None, *, after: str | None = None
-    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
+    async def pages(self, prefix: str | None = None) -> AsyncGenerator[Sequence[ObjectMeta], None]:
         """List the store, a page at a time.
 
         If a page fails, the listing continues after the last key so far. Some stores must begin the
@@ -605,7 +603,7 @@ class Store:
             StoreError: the store refused or failed, or lists without end.
         """
         tries = self._tries("listing")
-        last = after
+        last: str | None = None
         pages: Any = None  # the listing that goes on; None to begin after `last`
         returns: Counter[str] = Counter()
 

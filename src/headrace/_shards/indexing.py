@@ -315,14 +315,16 @@ def _as_indexed(
     format = indexing.decoder_of(shard).format
     if row.format != format:
         raise error(f"indexed as {row.format} in {index.name}, and not as {format}")
-    head = Head(shard.key, row.size, row.etag, row.modified)
-    if folder != index.folder:  # a copy has another tag and time, known only from a listing
-        head = shard.head or replace(head, etag=None, modified=None)
+    known = Head(shard.key, row.size, row.etag, row.modified)
+    if folder != index.folder:  # a copy has another tag and time
+        known = replace(known, etag=None, modified=None)
+    if shard.head is None:
+        return replace(shard, head=known)
     try:
-        check_version(row.size, head.etag, head.modified, shard.head or head)
+        check_version(known, shard.head)
     except RequestFailure:
         raise error(f"replaced since the index {index.name} was made") from None
-    return replace(shard, head=head)
+    return shard
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 from headrace._base.text import check_names, sample_repr
-from headrace._store.head import check_form, strong
+from headrace._store.head import Head, check_form, strong
 from headrace._store.listing import (
     UNKNOWN,
     Catalog,
@@ -181,10 +181,11 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors as of `aget`."""
         found = self.extent(index)
-        version: Any = {"index": index, "etag": found.version, "checksum": found.checksum}
-        if found.length is None:
-            return self._store.read_all(found.key, **version)
-        return self._store.read(found.key, 0, found.length, size=found.length, **version)
+        key, size, checksum = found.key, found.length, found.checksum
+        if size is None:
+            return self._store.read_all(key, index=index, etag=found.version, checksum=checksum)
+        head = Head(key, size, found.version)
+        return self._store.read(key, 0, size, index=index, head=head, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """Make the sample at `index` from the object's bytes."""

@@ -66,10 +66,6 @@ class Indexing(NamedTuple):
     decoder_of: DecoderOf
     length: Callable[[Any], int] | None = None
 
-    def identity(self, shard: Shard) -> tuple[str, ...]:
-        """Return the options by which the entry of a shard is made."""
-        return self.decoder_of(shard).format, describe_functions(self.length)
-
 
 def describe_functions(*functions: Any) -> str:
     """Describe functions by module, code, constants and closure, without addresses.
@@ -403,7 +399,8 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
         shard.name,
         head.size,
         head.version,
-        *indexing.identity(shard),
+        indexing.decoder_of(shard).format,
+        describe_functions(indexing.length),
     )
     return _hash(identity) + ".part"
 

@@ -258,7 +258,7 @@ def _select(
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
-    """Return the columns that an expression refers to, and columns that the text names by chance."""
+    """Return the columns that the text of an expression names."""
     import pyarrow
 
     try:

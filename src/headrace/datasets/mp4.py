@@ -122,12 +122,10 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
         b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1",
         "the frames are in another file",
     )
-    mvhd, mdhd, (constant, count) = (
-        movie[b"mvhd"],
-        track[b"mdhd"],
-        struct.unpack_from(">II", track[b"stsz"], 4),
-    )
-    at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
+    mvhd, mdhd = movie[b"mvhd"], track[b"mdhd"]
+    constant, count = struct.unpack_from(">II", track[b"stsz"], 4)
+    at = 20 if mvhd[0] else 12
+    (scale,) = struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
     most = min(_MOST_FRAMES, size // max(1, constant))
     check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
     frames = np.zeros(count, _FRAME)
@@ -172,10 +170,8 @@ def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
     """
     places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
-    runs, inside = (
-        np.diff(rows["f0"], append=len(places) + 1).astype(np.int64),
-        rows["f1"].astype(np.int64),
-    )
+    runs = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64)
+    inside = rows["f1"].astype(np.int64)
     counted = (
         (rows["f0"][:1] == 1).any()
         and (runs > 0).all()

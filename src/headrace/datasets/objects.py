@@ -19,7 +19,7 @@ from headrace._store.listing import (
     StringArray,
     list_objects,
 )
-from headrace._store.store import Store, StoreLike, as_store
+from headrace._store.store import StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
@@ -105,6 +105,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         StoreError: the store refused, failed or did not respond (`StoreUnreachableError`), on every
             attempt.
         ForkedError: this process is a fork of a process that had used a store.
+        TypeError: a key is not text.
         ValueError: an argument makes no sense, or a value is not a key under the store's URL, a
             size or a checksum.
 
@@ -146,7 +147,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
                 if column is not None and len(column) != len(keys):
                     raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
             self._catalog = Catalog(
-                StringArray(_key(value, self._store, row) for row, value in enumerate(keys)),
+                StringArray(map(self._store.key_of, keys)),
                 None if sizes is None else array("q", map(_size, sizes)),
                 None if etags is None else StringArray(map(_etag, etags)),
                 None if checksums is None else StringArray(map(_checksum, checksums)),
@@ -163,11 +164,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         Raises:
             IndexError: `index` is out of range.
         """
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        catalog = self._catalog
+        key, catalog = self._keys[index], self._catalog
         size = UNKNOWN if catalog.sizes is None else catalog.sizes[index]
         return Extent(
             store=self._store.store_id,
@@ -192,21 +189,6 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
         )
-
-
-def _key(value: object, store: Store, row: int) -> str:
-    """Return the key, relative to the store's URL.
-
-    Accepts full URLs under the store's URL, and paths in the store's directory.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"row {row}: the key must be text, but got {value!r}")
-    try:
-        if "://" in value or (store.local_root is not None and value.startswith("/")):
-            return store.key_of(value)
-        return value
-    except ValueError as error:
-        raise ValueError(f"row {row}: {error}") from None
 
 
 def _size(value: Any) -> int:

@@ -181,7 +181,7 @@ def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
 @pytest.mark.parametrize(
     ("archive", "why"),
     [
-        (gzip.compress(tars.shard("ab")), "it begins with no header of a tar"),
+        (gzip.compress(tars.shard("ab")), r"(truncated|corrupt) tar"),
         (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
         (tars.shard("ab")[:1500], "truncated tar"),
     ],

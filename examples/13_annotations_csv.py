@@ -15,6 +15,7 @@ The store is a local one with 20 ms to the first byte. For a real one, leave the
 import csv
 import io
 import pathlib
+import pickle
 import random
 import tempfile
 
@@ -92,8 +93,8 @@ with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirec
     dataset = hr.ObjectDataset(images, keys=table["key"], labels=table["class"])
     print(f"{dataset}, {server.requests()['LIST']} listings: ink {ink_by_class(dataset)}")
 
-    # A listing can be kept in a file, with sizes and ETags.
-    for _ in range(2):
-        file = pathlib.Path(folder, "images.opened")
-        listed = hr.open_cached(file, lambda: hr.ObjectDataset(images, suffix=".png"))
+    # A pickled dataset keeps the listing, with sizes and ETags.
+    file = pathlib.Path(folder, "images.pickle")
+    file.write_bytes(pickle.dumps(hr.ObjectDataset(images, suffix=".png")))
+    listed = pickle.loads(file.read_bytes())
     print(f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts")

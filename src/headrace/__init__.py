@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from headrace.datasets.litdata import LitDataset as LitDataset
     from headrace.datasets.mds import MDSDataset as MDSDataset
     from headrace.datasets.objects import ObjectDataset as ObjectDataset
-    from headrace.datasets.opening import open_cached as open_cached
     from headrace.datasets.parquet import ParquetDataset as ParquetDataset
     from headrace.datasets.tar import TarDataset as TarDataset
     from headrace.datasets.tfrecord import TFRecordDataset as TFRecordDataset
@@ -104,7 +103,6 @@ _NAMES = {
     "headrace.datasets.litdata": ("LitDataset",),
     "headrace.datasets.mds": ("MDSDataset",),
     "headrace.datasets.objects": ("ObjectDataset",),
-    "headrace.datasets.opening": ("open_cached",),
     "headrace.datasets.parquet": ("ParquetDataset",),
     "headrace.datasets.tar": ("TarDataset",),
     "headrace.datasets.tfrecord": ("TFRecordDataset",),

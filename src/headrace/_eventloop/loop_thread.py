@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from headrace._base.descriptors import check_free
@@ -86,10 +85,6 @@ async def end_tasks(deadline: float) -> str:
     return ""
 
 
-carried: ContextVar[object] = ContextVar("headrace_carried", default=None)
-"""Value of the caller's context that code on the loop sees too."""
-
-
 class LoopThread:
     """Event loop that runs in a daemon thread until `close`.
 
@@ -147,8 +142,8 @@ class LoopThread:
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         try:
+            # In a new context, without the caller's variables.
             context = contextvars.Context()
-            context.run(carried.set, carried.get())
             future = context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
         except RuntimeError as error:
             coroutine.close()

@@ -69,13 +69,7 @@ class Shard:
 
     def read(self, start: int, stop: int, *, index: Any = None) -> Awaitable[memoryview]:
         """Read bytes of this version of the object; see `Store.read`."""
-        head = self.head
-        size, etag, modified = (
-            (None, None, None) if head is None else (head.size, head.etag, head.modified)
-        )
-        return self.store.read(
-            self.key, start, stop, size=size, etag=etag, modified=modified, index=index
-        )
+        return self.store.read(self.key, start, stop, head=self.head, index=index)
 
     async def read_version(self, stop: int) -> tuple[Shard, memoryview]:
         """Read bytes up to `stop`, or all if the store ignores ranges.

@@ -6,7 +6,6 @@ An index is built in parts, a part for each shard. The parts are joined at the e
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import functools
 import json
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 NAME = "headrace.index"
 PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
-MOST_SHARDS = 1024  # objects of shards in memory
 PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
@@ -67,10 +65,6 @@ class Indexing(NamedTuple):
 
     decoder_of: DecoderOf
     length: Callable[[Any], int] | None = None
-
-    def identity(self, shard: Shard) -> tuple[str, ...]:
-        """Return the options by which the entry of a shard is made."""
-        return self.decoder_of(shard).format, describe_functions(self.length)
 
 
 def describe_functions(*functions: Any) -> str:
@@ -158,9 +152,10 @@ class IndexingDecoder(Decoder):
             samples=len(self._borders) - 1,
             end=self._borders[-1],
             problem=self._problem,
-            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
+            pieces=len(begins),
         )
-        return dump_index("", [row], np.array(self._borders[:-1]), np.array(self._lengths))
+        starts, lengths = np.array(self._borders[:-1]), np.array(self._lengths)
+        return dump_index("", [row], np.array(begins), starts, lengths)
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -287,14 +282,13 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    rows = [index.shard(number) for number in range(len(index))]
-    known = {row.name: number for number, row in enumerate(rows)}
+    known = {row.name: number for number, row in enumerate(index.shards)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions = [], []
     for shard in shards:
         number = known.get(shard.name.removeprefix(folder))
-        row = None if number is None else rows[number]
+        row = None if number is None else index.shards[number]
         versions.append(_as_indexed(index, row, shard, indexing, folder))
         numbers.append(number)
     return OpenedIndex(index, versions, np.array(numbers, np.int64))
@@ -317,38 +311,16 @@ def _as_indexed(
     format = indexing.decoder_of(shard).format
     if row.format != format:
         raise error(f"indexed as {row.format} in {index.name}, and not as {format}")
-    head = Head(shard.key, row.size, row.etag, row.modified)
-    if folder != index.folder:  # a copy has another tag and time, known only from a listing
-        head = shard.head or replace(head, etag=None, modified=None)
+    known = Head(shard.key, row.size, row.etag, row.modified)
+    if folder != index.folder:  # a copy has another tag and time
+        known = replace(known, etag=None, modified=None)
+    if shard.head is None:
+        return replace(shard, head=known)
     try:
-        check_version(row.size, head.etag, head.modified, shard.head or head)
+        check_version(known, shard.head)
     except RequestFailure:
         raise error(f"replaced since the index {index.name} was made") from None
-    return replace(shard, head=head)
-
-
-class _AllShards(Sequence[Shard]):
-    """All shards of an index, each made at the first access."""
-
-    def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
-        self._index, self._indexing, self._folder = index, indexing, folder
-        self._made: dict[int, Shard] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _AllShards, (self._index, self._indexing, self._folder)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, number: Any) -> Any:
-        if (shard := self._made.get(number)) is None:
-            row, folder = self._index.shard(number), self._folder
-            shard = replace(folder, key=folder.key + row.name)
-            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
-            if len(self._made) >= MOST_SHARDS:
-                self._made.clear()
-            self._made[number] = shard
-        return shard
+    return shard
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
@@ -368,10 +340,9 @@ async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> Ope
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
-    shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
-    for number in index.kinds:
-        shards[number]  # raises an error for another format
-    return OpenedIndex(index, shards, np.arange(len(index)))
+    store = store or Store(base)
+    shards = [Shard(store, folder + row.name) for row in index.shards]
+    return match(index, shards, indexing)
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
@@ -428,7 +399,8 @@ def part_name(shard: Shard, indexing: Indexing) -> str:
         shard.name,
         head.size,
         head.version,
-        *indexing.identity(shard),
+        indexing.decoder_of(shard).format,
+        describe_functions(indexing.length),
     )
     return _hash(identity) + ".part"
 

@@ -200,11 +200,10 @@ class RowGroup:
         ranges = []
         for leaf in self.footer.leaves(self.selection.columns):
             chunk = stored.column(leaf)
-            start, length = (
-                chunk.dictionary_page_offset or chunk.data_page_offset,
-                chunk.total_compressed_size,
+            length = chunk.total_compressed_size
+            start = min(
+                chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
             )
-            start = min(start, chunk.data_page_offset)
             if start < 0 or length < 0 or start + length > size:
                 raise self.error(
                     f"corrupt footer: bytes {start} to {start + length} lie outside a file "

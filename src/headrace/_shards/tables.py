@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -257,24 +258,20 @@ def _select(
 
 
 def _columns_of(filters: Any, there: Any, name: str) -> list[str]:
-    """Return the columns that an expression refers to.
-
-    If a returned column is missing, pyarrow refuses the expression.
-    """
+    """Return the columns that the text of an expression names."""
     import pyarrow
 
-    def refused(fields: Sequence[Any]) -> Exception | None:
-        try:
-            passing_rows(pyarrow.schema(fields).empty_table(), filters)
-        except pyarrow.ArrowException as error:
-            return error  # type: ignore[no-any-return]
-        return None
-
-    if (error := refused(there)) is not None:
-        raise ValueError(f"filters={filters} does not fit {name}: {' '.join(str(error).split())}")
+    try:
+        passing_rows(there.empty_table(), filters)
+    except pyarrow.ArrowException as error:
+        cause = " ".join(str(error).split())
+        raise ValueError(f"filters={filters} does not fit {name}: {cause}") from None
     text = str(filters)
-    names = [each for each in dict.fromkeys(there.names) if each in text]
-    return [each for each in names if refused([field for field in there if field.name != each])]
+    return [
+        column
+        for column in dict.fromkeys(there.names)
+        if re.search(rf"(?<!\w){re.escape(column)}(?!\w)", text)
+    ]
 
 
 def _unify(one: Any, other: Any) -> Any:

@@ -81,9 +81,8 @@ class RetryGate:
         """
         with self._lock:
             now, successes = time.monotonic(), self.successes
-            earned = (successes - self._seen) * policy.retry_ratio + (
-                now - self._at
-            ) * policy.burst / 10
+            earned = (successes - self._seen) * policy.retry_ratio
+            earned += (now - self._at) * policy.burst / 10  # a tenth of `burst` a second
             self._tokens = min(float(policy.burst), self._tokens + earned)
             self._at, self._seen = now, successes
             if self._tokens >= 1.0:

@@ -54,31 +54,33 @@ class InitialRead(NamedTuple):
     head: Head
 
 
-def check_version(size: int | None, etag: str | None, modified: str | None, found: Head) -> None:
-    """Raise `RequestFailure` if `found` is another version of the object.
+def check_version(known: Head, found: Head, *, sized: bool = True) -> None:
+    """Raise `RequestFailure` if `found` is another version than `known`.
 
-    None for `size`, `etag` or `modified` means unknown. Weak entity tags are compared too. The
+    An entity tag or a modification time of None is unknown. Weak entity tags are compared too. The
     modification times are compared unless both versions have strong tags.
+
+    Args:
+        known: the expected version.
+        found: the version of an answer.
+        sized: whether the size is known.
     """
-    untagged = strong(etag) is None or strong(found.etag) is None
+    untagged = strong(known.etag) is None or strong(found.etag) is None
     # Listings give fractions of seconds; `Last-Modified` does not.
     moved = (
         untagged
-        and modified is not None
+        and known.modified is not None
         and found.modified is not None
-        and modified[:19] != found.modified[:19]
+        and known.modified[:19] != found.modified[:19]
     )
-    resized = size not in (None, found.size)
-    if (
-        not same_tag(etag, found.etag)
-        or moved
-        or (resized and (etag is None or found.etag is None))
-    ):
+    resized = sized and known.size != found.size
+    without_tag = known.etag is None or found.etag is None
+    if not same_tag(known.etag, found.etag) or moved or (resized and without_tag):
         raise RequestFailure(Cause.CHANGED)
     if resized:
         # Two sizes under one entity tag: the answer is wrong. The next answer may be right.
-        detail = f"it has {found.size} bytes under the same entity tag, and {size} were expected"
-        raise RequestFailure(Cause.WRONG_LENGTH, detail=detail)
+        sizes = f"it has {found.size} bytes under the same entity tag, and {known.size}"
+        raise RequestFailure(Cause.WRONG_LENGTH, detail=f"{sizes} were expected")
 
 
 def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> None:

@@ -9,12 +9,11 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from headrace._extras import require
-from headrace._store.answers import answerable
 from headrace._store.errors import NO_LISTING
 from headrace._store.head import LARGEST, Head, strong
 from headrace._store.ranges import map_all
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AT_ONCE = 16  # parts of a listing
-PART = 2 * PAGE  # least expected number of objects of a part
+AT_ONCE = 16  # directories listed at the same time
+MOST_FOLDERS = 4  # on the first page of a directory that is listed by directories
 
 UNKNOWN = -1
 """Stands for an unknown size of an object."""
@@ -66,10 +65,6 @@ class StringArray(Sequence[str]):
         offsets = accumulate(map(len, encoded), initial=self._offsets.pop())
         self._offsets.extend(offsets)
         self._text += b"".join(encoded)
-
-    def buffers(self) -> tuple[memoryview, memoryview]:
-        """Return the UTF-8 text and the offsets."""
-        return memoryview(self._text), memoryview(self._offsets).cast("B")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if protocol < 5:
@@ -118,20 +113,6 @@ class Catalog:
     etags: StringArray | None = None
     # ``algorithm:hexadecimal`` of the bytes, or an empty string; None if no object has a checksum.
     checksums: StringArray | None = None
-
-    def buffers(self) -> list[memoryview]:
-        """Return the columns of a listing as bytes."""
-        etags = self.etags or StringArray([""] * len(self.keys))
-        return [
-            *self.keys.buffers(),
-            memoryview(self.sizes or array("q")).cast("B"),
-            *etags.buffers(),
-        ]
-
-    @classmethod
-    def from_buffers(cls, buffers: Sequence[memoryview]) -> Catalog:
-        keys, offsets, sizes, etags, ends = map(bytes, buffers)
-        return cls(_from_buffers(keys, offsets), array("q", sizes), _from_buffers(etags, ends))
 
 
 def _join_pages(pages: Iterable[Catalog], url: str) -> Catalog:
@@ -304,11 +285,7 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
         EmptyListingError: no object is listed.
         StoreError: the store refused or failed, or lists without end.
     """
-    return Catalog.from_buffers(await _list_objects(store, suffix))
 
-
-@answerable
-async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> list[memoryview]:
     def take(page: Sequence[ObjectMeta]) -> Catalog:
         entries = [each for each in page if suffix is None or each["path"].endswith(suffix)]
         return Catalog(
@@ -317,9 +294,9 @@ async def _list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> l
             StringArray([strong(entry["e_tag"]) or "" for entry in entries]),
         )
 
-    catalog = _join_pages(await _list_in_parts(store, "", take), store.url)
+    catalog = _join_pages(await _list_by_folders(store, "", take), store.url)
     if len(catalog.keys):
-        return catalog.buffers()
+        return catalog
     named = "" if suffix is None else f" whose key ends in suffix={suffix!r}"
     message = (
         f"no object{named} is listed; a URL names a whole directory, not a file or the beginning "
@@ -338,13 +315,12 @@ def nothing_listed(store: Store, problem: str, url: str) -> EmptyListingError:
     )
 
 
-@answerable
 async def list_heads(store: Store, prefix: str) -> list[Head]:
     """List the metadata of all objects in a directory, sorted by key.
 
     Raises `StoreError` as `list_objects` does.
     """
-    pages = await _list_in_parts(store, prefix.strip("/"), _heads)
+    pages = await _list_by_folders(store, prefix.strip("/"), _heads)
     return _distinct([*chain.from_iterable(pages)], store)
 
 
@@ -358,7 +334,6 @@ def _distinct(heads: Sequence[Head], store: Store) -> list[Head]:
     return [heads[position] for position in found]
 
 
-@answerable
 async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[Head]:
     """List the objects and directories in `folder` with matching names.
 
@@ -384,81 +359,40 @@ async def list_level(store: Store, glob: re.Pattern[str], folder: str) -> list[H
     ]
 
 
-class _UnorderedError(Exception):
-    """The keys do not come in order, so parts cannot be listed."""
-
-
-async def _list_in_parts(
+async def _list_by_folders(
     store: Store, prefix: str, take: Callable[[Sequence[ObjectMeta]], T]
 ) -> list[T]:
-    """List a directory, in parts if the first page is full.
+    """List a directory: directories of many objects concurrently.
 
     Each page of a listing names the start of the next page, so a million keys take a thousand round
-    trips in sequence. But a listing may begin after any key, and the directories in the listed
-    directory supply start keys for parts.
+    trips in sequence. If the first page shows directories of many objects, each directory is listed
+    by itself.
     """
-    folder = prefix or None
-
-    async def list_between(bounds: tuple[str, str]) -> list[T]:
-        """List the keys after the first bound, up to the second bound.
-
-        An empty second bound means no end.
-        """
-        part: list[T] = []
-        after, until = bounds
-        async with aclosing(store.pages(folder, after=after)) as pages:
-            async for page in pages:
-                keys = [entry["path"] for entry in page]
-                if keys != sorted(keys):
-                    raise _UnorderedError
-                inside = bisect.bisect_right(keys, until) if until else len(keys)
-                part.append(take(page[:inside]))
-                if inside < len(keys):
-                    break
-        return part
-
-    async with aclosing(store.pages(folder)) as pages:
+    async with aclosing(store.pages(prefix or None)) as pages:
         first = await anext(pages, None) or ()
-        bounds = await _find_bounds(store, prefix, first) if store.traits.list_in_order else []
-        if not bounds:
+        if not _has_large_folders(store, prefix, first):
             return [take(first), *[take(page) async for page in pages]]
-    try:
-        parts = await map_all(list_between, pairwise([*bounds, ""]))
-    except _UnorderedError:
-        return [take(page) async for page in store.pages(folder)]
-    return [take(first), *chain.from_iterable(parts)]
+    level = await store.level(prefix)
+
+    async def list_folder(folder: str) -> list[T]:
+        return await _list_by_folders(store, folder, take)
+
+    parts = await map_all(list_folder, level["common_prefixes"], AT_ONCE)
+    return [take(level["objects"]), *chain.from_iterable(parts)]
 
 
-async def _find_bounds(store: Store, prefix: str, page: Sequence[ObjectMeta]) -> list[str]:
-    """Return the keys after which the parts of a listing start.
+def _has_large_folders(store: Store, prefix: str, first: Sequence[ObjectMeta]) -> bool:
+    """Return whether the first page of a listing is full of objects of few directories.
 
-    The keys are borders of the directories directly in the listed directory. If the first page ends
-    with an object directly in the listed directory, there are no parts: to find the directories,
+    False if the page ends with an object directly in the listed directory: to find the directories,
     the store would list all these objects a second time.
-
-    Args:
-        store: the store to list.
-        prefix: key of the listed directory.
-        page: the first page of the listing.
-
-    Returns:
-        Sorted keys. Empty if there would be only a single part.
     """
-    keys = [entry["path"] for entry in page]
-    # The last page, or a store of another order.
-    if len(keys) < PAGE or keys != sorted(keys) or keys[-1].rpartition("/")[0] == prefix:
-        return []
-    try:
-        level = await store.level(prefix)
-    except StoreError:  # the listing itself reports errors
-        return []
-    borders = sorted(level["common_prefixes"])
-    passed = bisect.bisect_right(borders, keys[-1])
-    ahead = borders[passed:]
-    # Estimated from the number of objects between the borders so far.
-    count = min(AT_ONCE, len(page) * len(ahead) // (max(1, passed) * PART))
-    starts = [ahead[len(ahead) * part // count] for part in range(1, count)]
-    return [keys[-1], *starts] if starts else []
+    if len(first) < PAGE or not store.traits.remote or store.traits.web_server:
+        return False
+    depth = len(prefix) + 1 if prefix else 0
+    folders = [entry["path"][depth:].partition("/")[0] for entry in first]
+    in_folder = first[-1]["path"][depth:] != folders[-1]
+    return in_folder and len({*folders}) <= MOST_FOLDERS
 
 
 def require_pyarrow(what: str) -> Any:

@@ -74,7 +74,6 @@ class StoreTraits:
     web_server: bool = False
     # The last bytes of an object can be requested without the size of the object.
     suffix_ranges: bool = True
-    list_in_order: bool = False  # keys are listed in order, and a listing may begin after any key
     # The URL names a commit of the Hugging Face Hub, so objects never change.
     commit: bool = False
     shared: bool = True  # other processes find the same objects
@@ -87,11 +86,8 @@ TRAITS = (
         prefix="aws_",
         endpoint_options=(("endpoint_url_s3",), ("endpoint", "endpoint_url")),
         credential_options=("access_key_id", "skip_signature", "credential_provider"),
-        list_in_order=True,
     ),
-    StoreTraits(
-        ("gs",), GCSStore, prefix="google_", endpoint_options=(("base_url",),), list_in_order=True
-    ),
+    StoreTraits(("gs",), GCSStore, prefix="google_", endpoint_options=(("base_url",),)),
     StoreTraits(
         ("az", "adl", "azure", "abfs", "abfss"),
         AzureStore,

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -24,8 +25,6 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import LocalStore
 
 from headrace._base.cgroup import CgroupLimits, available_memory
-from headrace._eventloop.loop_thread import carried
-from headrace._store.answers import answerable
 from headrace._store.backoff import RetryGate, Tries
 from headrace._store.errors import (
     CREDENTIAL_HOST,
@@ -88,18 +87,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Range(NamedTuple):
-    """Bytes to read, and known metadata of the object.
-
-    The fields are the arguments of `Store.read`; `sample` is the argument `index`.
-    """
+    """Bytes to read."""
 
     key: str
     start: int
     stop: int
-    sample: object = None
-    size: int | None = None
-    etag: str | None = None
-    modified: str | None = None
+    sample: object = None  # index of the sample
+    head: Head | None = None  # the expected version, if known
     checksum: str | None = None
 
 
@@ -358,9 +352,7 @@ class Store:
         stop: int,
         *,
         index: object = None,
-        size: int | None = None,
-        etag: str | None = None,
-        modified: str | None = None,
+        head: Head | None = None,
         checksum: str | None = None,
     ) -> memoryview:
         """Read the bytes of an object from `start` up to `stop`.
@@ -372,9 +364,7 @@ class Store:
             start: first byte, from 0.
             stop: end, exclusive. An empty range needs no request.
             index: index of the sample, for errors.
-            size: length of the whole object in bytes, if known.
-            etag: version of the object, as in `Head`, if known.
-            modified: time of the last modification, as in `Head`, if known.
+            head: the version of the object, if known. Only this version is read.
             checksum: ``algorithm:hexadecimal`` of the requested bytes; None for no check.
 
         Raises:
@@ -386,11 +376,7 @@ class Store:
         """
         if stop <= start:
             return _NOTHING
-        if not self.if_match:
-            etag = size = modified = None
-        wanted = _Range(key, start, stop, index, size, etag, modified, checksum)
-        if carried.get() is not None:
-            return await answerable(Store._read)(self, wanted, None)
+        wanted = _Range(key, start, stop, index, head if self.if_match else None, checksum)
         if stop - start > LARGE and not self._ranges_ignored:
             return await self._read_parts(wanted)
         return await self._read(wanted, None)
@@ -401,7 +387,7 @@ class Store:
         `whole` has the deadline of the object if the range is a part of a longer read.
         """
         doing = f"reading bytes {wanted.start} to {wanted.stop} of {wanted.key!r}"
-        if (wanted.start, wanted.stop) == (0, wanted.size):
+        if not wanted.start and wanted.head is not None and wanted.stop == wanted.head.size:
             doing = f"reading object {wanted.key!r}"
         tries = self._tries(doing, wanted.key, wanted.sample, whole)
         data, _ = await self._attempt(partial(self._get, wanted, False), tries)
@@ -417,12 +403,12 @@ class Store:
         store ignores ranges. A negative `start` means the last bytes. The checksum of an initial
         read is of the whole object.
         """
-        key, start, stop = wanted.key, wanted.start, wanted.stop
-        size, etag, modified = wanted.size, wanted.etag, wanted.modified
+        key, start, stop, known = wanted.key, wanted.start, wanted.stop, wanted.head
         if initial and not key.strip("/"):  # a web server would answer with a page
             raise RequestFailure(Cause.NO_KEY, detail="it is empty")
-        stats, whole, tag = self.stats, self._ranges_ignored, strong(etag)
-        if (size, etag, modified) == (None, None, None) and not (initial or whole):
+        stats, whole = self.stats, self._ranges_ignored
+        tag = None if known is None else strong(known.etag)
+        if known is None and not (initial or whole):
             try:
                 data = memoryview(await get_range_async(store, key, start=start, end=stop))
             except NATIVE_ERRORS as error:
@@ -463,9 +449,12 @@ class Store:
             options["if_match"] = tag
             result = await obstore.get_async(store, key, options=options)  # type: ignore[arg-type]
             meta = result.meta
-        # Most answers are equal to the listing, and the comparison is a twentieth of the CPU time.
-        if meta["e_tag"] != etag or meta["size"] != size or modified is not None:
-            check_version(size, etag, modified, Head.of(key, meta))
+        if known is not None:
+            # Most answers are equal to the listing, and the comparison is a twentieth of the CPU
+            # time.
+            is_listed = meta["e_tag"] == known.etag and meta["size"] == known.size
+            if not is_listed or known.modified is not None:
+                check_version(known, Head.of(key, meta), sized=not initial)
         length = min(stop - start, meta["size"]) if initial else stop - start
         if whole:
             data = await self._take_whole(result)
@@ -508,14 +497,13 @@ class Store:
         """
         start, stop = wanted.start, wanted.stop
         tries = self._tries(f"reading object {wanted.key!r}", wanted.key, wanted.sample)
-        unknown = wanted.size is None or (wanted.etag or wanted.modified) is None
-        # All parts must come from the same version, so unknown metadata is requested first.
-        if unknown and not first and not self.traits.commit:
+        known = wanted.head
+        is_versioned = known is not None and known.version is not None
+        # All parts must come from the same version, so an unknown version is requested first.
+        if not (first or is_versioned or self.traits.commit):
             found = await self.head(wanted.key, index=wanted.sample)
             wanted = wanted._replace(
-                size=wanted.size or found.size,
-                etag=wanted.etag or found.etag,
-                modified=wanted.modified or found.modified,
+                head=replace(found, size=found.size if known is None else known.size)
             )
         view = self._allocate(stop - start, tries)
         view[: len(first)] = first
@@ -556,14 +544,12 @@ class Store:
         All parts come from the same version of the object, also without `etag`. Arguments and
         errors are as in `read`; `checksum` is of the whole object.
         """
-        wanted = _Range(key, 0, LARGE, index, etag=etag, checksum=checksum)
+        known = None if etag is None else Head(key, 0, etag)
+        wanted = _Range(key, 0, LARGE, index, known, checksum)
         first, found = await self._read_initial(wanted, f"reading object {key!r}")
         if len(first) == found.size:
             return first
-        wanted = wanted._replace(
-            stop=found.size, size=found.size, etag=etag or found.etag, modified=found.modified
-        )
-        return await self._read_parts(wanted, first)
+        return await self._read_parts(wanted._replace(stop=found.size, head=found), first)
 
     async def read_start(self, key: str, stop: int) -> InitialRead:
         """Read bytes up to `stop` of an object of unknown size.
@@ -571,7 +557,7 @@ class Store:
         Returns all bytes if the store ignores ranges. The errors are as in `read`.
         """
         doing = f"reading object {key!r}"
-        return InitialRead(*await self._read_initial(_Range(key, 0, stop), doing))
+        return await self._read_initial(_Range(key, 0, stop), doing)
 
     async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
         """Read the last `length` bytes of an object.
@@ -584,22 +570,16 @@ class Store:
             head = await self.head(key)
         if head is not None:
             start = max(0, head.size - length)
-            data = await self.read(
-                key, start, head.size, size=head.size, etag=head.etag, modified=head.modified
-            )
-            return InitialRead(data, head)
+            return InitialRead(await self.read(key, start, head.size, head=head), head)
         doing = f"reading the end of {key!r}"
-        return InitialRead(*await self._read_initial(_Range(key, -length, 0), doing))
+        return await self._read_initial(_Range(key, -length, 0), doing)
 
-    @answerable
-    async def _read_initial(self, wanted: _Range, doing: str) -> tuple[memoryview, Head]:
+    async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
         request = partial(self._get, wanted, True)
         data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
-        return data, Head.of(wanted.key, meta)
+        return InitialRead(data, Head.of(wanted.key, meta))
 
-    async def pages(
-        self, prefix: str | None = None, *, after: str | None = None
-    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
+    async def pages(self, prefix: str | None = None) -> AsyncGenerator[Sequence[ObjectMeta], None]:
         """List the store, a page at a time.
 
         If a page fails, the listing continues after the last key so far. Some stores must begin the
@@ -610,7 +590,7 @@ class Store:
             StoreError: the store refused or failed, or lists without end.
         """
         tries = self._tries("listing")
-        last = after
+        last: str | None = None
         pages: Any = None  # the listing that goes on; None to begin after `last`
         returns: Counter[str] = Counter()
 
@@ -657,7 +637,6 @@ class Store:
             tries,
         )
 
-    @answerable
     async def head(self, key: str, *, index: object = None) -> Head:
         """Request the size and the version of an object.
 

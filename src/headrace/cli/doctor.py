@@ -85,11 +85,9 @@ def _check_memory() -> Iterator[Finding]:
 
 def _check_cores() -> Iterator[Finding]:
     """Check the number of usable cores and of library threads."""
-    machine, affinity, quota = (
-        os.cpu_count() or 1,
-        len(os.sched_getaffinity(0)),
-        CgroupLimits.here().cores,
-    )
+    machine = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0))
+    quota = CgroupLimits.here().cores
     granted = min(affinity, quota)
     text, remedy = f"{granted:g} of {machine}", "a machine with more cores"
     if quota < affinity:

@@ -148,19 +148,13 @@ async def _open(shard: Shard) -> _ArrowFile:
     import pyarrow
 
     shard, first = await shard.read_version(_PIECE)
-    reader, size, is_file = (
-        HeaderReader(shard, first, _PIECE),
-        shard.size,
-        first[: len(_MAGIC)] == _MAGIC,
-    )
-    at, schema, message, rows, extents, dictionaries = (
-        8 * is_file,
-        None,
-        b"",
-        list[int](),
-        [],
-        list[tuple[int, int]](),
-    )
+    reader, size = HeaderReader(shard, first, _PIECE), shard.size
+    is_file = first[: len(_MAGIC)] == _MAGIC
+    at = 8 * is_file
+    schema, message = None, b""
+    rows = list[int]()
+    extents = []
+    dictionaries = list[tuple[int, int]]()
     if bytes(first[:4]) == b"FEA1":
         raise shard.error("Feather 1: read it with pyarrow.feather, and write it again")
     while True:

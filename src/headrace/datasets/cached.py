@@ -24,7 +24,6 @@ from headrace._streams.kinds import (
     T_co,
     blocks_of,
     capabilities,
-    propagate_epoch,
     sample_key,
 )
 from headrace._streams.map_style import AsyncDataset, RangedDataset, positions
@@ -223,10 +222,6 @@ class CachedDataset(AsyncDataset[T_co]):
     def sample_key(self, index: int) -> str | None:
         """Return the name of the sample in the dataset."""
         return sample_key(self.dataset, index)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset."""
-        propagate_epoch(self.dataset, epoch)
 
     @property
     def blocks(self) -> Blocks | None:

@@ -102,11 +102,8 @@ class _IndexIterator(StreamOperation[Any]):
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset
-        self._shards, self._shuffle, self._blocks = (
-            stream.digest,
-            stream._shuffle,
-            list(dataset.blocks.shown),
-        )
+        self._shards, self._shuffle = stream.digest, stream._shuffle
+        self._blocks = list(dataset.blocks.shown)
         self._reader = [reader.index, reader.count]
         self._order = order
         self._given = 0
@@ -140,7 +137,8 @@ class _IndexIterator(StreamOperation[Any]):
     async def _next_block(self) -> deque[Any]:
         blocks = self._dataset.blocks
         in_order = self._sampler.order_of == "samples"
-        at_once = blocks.size * _IN_ORDER if in_order else -(-blocks.samples // self._reader[1])
+        side_by_side = -(-blocks.samples // self._reader[1])
+        at_once = blocks.size * _IN_ORDER if in_order else side_by_side
         indices = list(itertools.islice(self._rest, min(at_once, _AT_MOST)))
         try:
             return deque(await self._dataset.agets(indices) if indices else ())

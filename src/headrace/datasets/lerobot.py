@@ -18,6 +18,7 @@ from headrace._store.ranges import Ranges, read_ranges
 from headrace._store.store import StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._streams.map_style import MappedDataset, positions
+from headrace.datasets.mp4 import check
 from headrace.datasets.parquet import ParquetDataset
 from headrace.datasets.video import VideoDataset
 
@@ -41,7 +42,7 @@ class LeRobotDataset(MappedDataset[_Fields]):
     batches at once. Frames are decoded where functions of `map` run: in the loader's workers.
 
     The constructor lists the files, and reads the metadata, the footers and the index of each
-    video. `headrace.open_cached` keeps the responses. The dataset keeps 100 bytes for each frame
+    video. A pickled dataset needs no request for them. The dataset keeps 100 bytes for each frame
     of a video. Cameras without 3 channels, as of depth, are refused.
 
     Args:
@@ -89,7 +90,7 @@ class LeRobotDataset(MappedDataset[_Fields]):
             steps = [time * fps for time in times]
             near = all(abs(step - round(step)) <= tolerance_s * fps for step in steps)
             what = f"{key!r} is no feature, or its times are no multiples of 1/{fps:g} s"
-            _check(key in rows.kinds and steps and near, f"delta_timestamps: {what}")
+            check(key in rows.kinds and steps and near, f"delta_timestamps: {what}")
             rows.offsets[key] = [*map(round, steps)]
         super().__init__(rows, partial(_decoded, not return_uint8))
         self.borders = rows.borders
@@ -123,7 +124,7 @@ class _EncodedRows(ParquetDataset):
         for key, feature in info["features"].items():
             self.kinds[key] = kind = feature["dtype"]
             known = kind not in ("video", "image") or 3 in feature["shape"]
-            _check(known, f"{key!r} is a camera without 3 channels")
+            check(known, f"{key!r} is a camera without 3 channels")
         cameras = [key for key, kind in self.kinds.items() if kind == "video"]
         stored = [key for key in self.kinds if key not in cameras]
         super().__init__(_under(files, "data/"), columns=stored)
@@ -133,7 +134,7 @@ class _EncodedRows(ParquetDataset):
         ends = [row["dataset_to_index"] for row in self._episodes]
         self.borders, self.offsets = np.array([0, *ends], np.int64), dict[str, list[int]]()
         good = (np.diff(self.borders) > 0).all() and self.borders[-1] == len(self)
-        _check(good, f"its episodes are not those of {len(self)} rows")
+        check(good, f"its episodes are not those of {len(self)} rows")
         self._tolerance = tolerance
         if not cameras:
             return
@@ -204,7 +205,7 @@ class _EncodedRows(ParquetDataset):
         nearest = first + np.searchsorted(self._middles[first : end - 1], times)
         found = videos.clips["seconds"][nearest]
         what = f"no frames of {shard.name} at {times} s; the nearest are at {found} s"
-        _check((abs(found - times) < self._tolerance).all(), what)
+        check((abs(found - times) < self._tolerance).all(), what)
         clips = videos.clips[np.unique(nearest)]
         # Clips with bytes that touch are read and decoded as a single clip.
         apart = np.flatnonzero(clips["start"][1:] > clips["stop"][:-1]) + 1
@@ -214,11 +215,6 @@ class _EncodedRows(ParquetDataset):
             for name in ("last", "end", "stop"):
                 joined[-1][name] = some[name].max()
         return _Encoded(shard.name, joined, torch.from_numpy(found), len(times) > 1)
-
-
-def _check(good: object, what: str) -> None:
-    if not good:
-        raise ValueError(what)
 
 
 def _json(files: _Files, path: str) -> Any:

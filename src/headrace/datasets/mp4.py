@@ -11,7 +11,7 @@ import numpy as np
 from headrace._shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
-__all__ = ["VideoTrack", "clip_file", "read_track"]
+__all__ = ["VideoTrack", "check", "clip_file", "read_track"]
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +35,8 @@ _PARENTS = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 _COPIED = ((b"tkhd",), (b"mdhd", b"hdlr"), (b"vmhd", b"dinf"), (b"stsd",))
 
 
-def _check(good: object, what: str) -> None:
+def check(good: object, what: str) -> None:
+    """Raise `ValueError` unless `good`."""
     if not good:
         raise ValueError(what)
 
@@ -80,7 +81,7 @@ def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
 def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     while len(data) >= 8:
         kind, header, length = _header(data, len(data))
-        _check(
+        check(
             header <= length <= len(data),
             f"box {kind!r} of {length} bytes where there are {len(data)}",
         )
@@ -103,7 +104,7 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
     A row of the table is a number of repetitions and a value.
     """
     rows = _rows(box, dtype)
-    _check(rows["f0"].sum(dtype=float) == count, f"a table of times that is not for {count} frames")
+    check(rows["f0"].sum(dtype=float) == count, f"a table of times that is not for {count} frames")
     return np.repeat(rows["f1"].astype(np.int64), rows["f0"])
 
 
@@ -112,23 +113,21 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     # Of several boxes of the same kind, the first counts.
     tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]
     kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
-    _check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
+    check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
     track = kinds[b"vide"]
-    _check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
+    check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
     codecs = bytes(track[b"stsd"][4:16])
-    _check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
-    _check(
+    check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
+    check(
         b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1",
         "the frames are in another file",
     )
-    mvhd, mdhd, (constant, count) = (
-        movie[b"mvhd"],
-        track[b"mdhd"],
-        struct.unpack_from(">II", track[b"stsz"], 4),
-    )
-    at, (scale,) = 20 if mvhd[0] else 12, struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
+    mvhd, mdhd = movie[b"mvhd"], track[b"mdhd"]
+    constant, count = struct.unpack_from(">II", track[b"stsz"], 4)
+    at = 20 if mvhd[0] else 12
+    (scale,) = struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
     most = min(_MOST_FRAMES, size // max(1, constant))
-    _check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
+    check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
     frames = np.zeros(count, _FRAME)
     frames["size"] = constant or _rows(track[b"stsz"], ">u4", 8)
     frames["offset"] = _offsets(track, frames["size"].astype(np.int64))
@@ -146,7 +145,7 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
             and (edits["f1"][-1:] >= 0).all()
             and (edits["f2"][-1:] == 1 << 16).all()
         )
-        _check(len(edits) and plain, "an edit list of several parts, or of another speed")
+        check(len(edits) and plain, "an edit list of several parts, or of another speed")
         movie_scale = max(1, *struct.unpack_from(">I", mvhd, at))
         *empty, length = (
             (2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"]
@@ -154,7 +153,7 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
         shown = (pts >= edits["f1"][-1]) & (pts - int(edits["f1"][-1]) < length)
         # Not from the edit's begin: FFmpeg shows the first frame at once.
         shift = sum(empty) - int(pts[shown].min())
-    _check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
+    check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
     frames["pts"], frames["shown"] = pts + shift, shown
     # The movie gets the track's time scale: edits of clips are in ticks.
     head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])
@@ -171,22 +170,20 @@ def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
     """
     places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
-    runs, inside = (
-        np.diff(rows["f0"], append=len(places) + 1).astype(np.int64),
-        rows["f1"].astype(np.int64),
-    )
+    runs = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64)
+    inside = rows["f1"].astype(np.int64)
     counted = (
         (rows["f0"][:1] == 1).any()
         and (runs > 0).all()
         and runs.astype(float) @ inside == len(sizes)
     )
-    _check(
+    check(
         counted and places.max() < 1 << 60, "tables of chunks and sizes that contradict each other"
     )
     inside, before = np.repeat(inside, runs), np.cumsum(sizes) - sizes
     first = np.repeat(before[np.minimum(np.cumsum(inside) - inside, len(sizes) - 1)], inside)
     offsets: Array = np.repeat(places.astype(np.int64), inside) + before - first
-    _check(
+    check(
         (offsets[1:] >= offsets[:-1] + sizes[:-1]).all(),
         "frames that overlap, or are not in the order of decoding",
     )

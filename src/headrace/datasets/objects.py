@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 from headrace._base.text import check_names, sample_repr
-from headrace._store.head import check_form, strong
+from headrace._store.head import Head, check_form, strong
 from headrace._store.listing import (
     UNKNOWN,
     Catalog,
@@ -19,7 +19,7 @@ from headrace._store.listing import (
     StringArray,
     list_objects,
 )
-from headrace._store.store import Store, StoreLike, as_store
+from headrace._store.store import StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
@@ -64,7 +64,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     """The objects under a URL, one sample each.
 
     A sample is an `ObjectSample(key, data, label)`. The store is listed once, when the dataset is
-    made (`headrace.open_cached` keeps the listing in a file). The keys are sorted, so an index
+    made (a pickled dataset has the listing). The keys are sorted, so an index
     means the same object every time.
 
     The listing has the sizes, so a sample is one GET of a known range. An object of more than 16
@@ -105,6 +105,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         StoreError: the store refused, failed or did not respond (`StoreUnreachableError`), on every
             attempt.
         ForkedError: this process is a fork of a process that had used a store.
+        TypeError: a key is not text.
         ValueError: an argument makes no sense, or a value is not a key under the store's URL, a
             size or a checksum.
 
@@ -146,7 +147,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
                 if column is not None and len(column) != len(keys):
                     raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
             self._catalog = Catalog(
-                StringArray(_key(value, self._store, row) for row, value in enumerate(keys)),
+                StringArray(map(self._store.key_of, keys)),
                 None if sizes is None else array("q", map(_size, sizes)),
                 None if etags is None else StringArray(map(_etag, etags)),
                 None if checksums is None else StringArray(map(_checksum, checksums)),
@@ -163,11 +164,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         Raises:
             IndexError: `index` is out of range.
         """
-        try:
-            key = self._keys[index]
-        except IndexError:
-            raise IndexError(f"index {index} is out of range for {self!r}") from None
-        catalog = self._catalog
+        key, catalog = self._keys[index], self._catalog
         size = UNKNOWN if catalog.sizes is None else catalog.sizes[index]
         return Extent(
             store=self._store.store_id,
@@ -181,31 +178,17 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
         """Fetch the bytes of the object at `index`; errors as of `aget`."""
         found = self.extent(index)
-        version: Any = {"index": index, "etag": found.version, "checksum": found.checksum}
-        if found.length is None:
-            return self._store.read_all(found.key, **version)
-        return self._store.read(found.key, 0, found.length, size=found.length, **version)
+        key, size, checksum = found.key, found.length, found.checksum
+        if size is None:
+            return self._store.read_all(key, index=index, etag=found.version, checksum=checksum)
+        head = Head(key, size, found.version)
+        return self._store.read(key, 0, size, index=index, head=head, checksum=checksum)
 
     def sample_of(self, index: int, data: memoryview) -> ObjectSample:
         """Make the sample at `index` from the object's bytes."""
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
         )
-
-
-def _key(value: object, store: Store, row: int) -> str:
-    """Return the key, relative to the store's URL.
-
-    Accepts full URLs under the store's URL, and paths in the store's directory.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"row {row}: the key must be text, but got {value!r}")
-    try:
-        if "://" in value or (store.local_root is not None and value.startswith("/")):
-            return store.key_of(value)
-        return value
-    except ValueError as error:
-        raise ValueError(f"row {row}: {error}") from None
 
 
 def _size(value: Any) -> int:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
 from headrace._base.text import warn_user
-from headrace._eventloop.loop_thread import carried
-from headrace._ranks.rankinfo import bound
-from headrace._shards.discovery import map_shards, shard_errors
-from headrace._shards.index_file import content_digest
-from headrace._shards.indexing import place_of
-from headrace._store.answers import Answers
-from headrace._streams.blocking import background_loop
+from headrace._shards.discovery import map_shards
 from headrace.errors import ObjectNotFoundError, ShardError
 
-__all__ = ["OnOpeningError", "open_cached", "opened"]
+__all__ = ["OnOpeningError", "opened"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 OnOpeningError = Literal["raise", "skip"]
-_DIGEST = 32  # bytes of the hash
 
 
 def opened(
@@ -64,57 +55,3 @@ def opened(
         many = f"{len(errors):,} of {len(results):,} files"
         warn_user(f"{many} cannot be opened and are left out; the first error: {errors[0]}")
     return [each for each in results if not isinstance(each, Exception)]
-
-
-def open_cached(path: str | os.PathLike[str], make: Callable[[], T]) -> T:
-    """Open a dataset with responses kept in a file.
-
-    To open a dataset, the shards are listed, and their headers and indices are read. This takes
-    some requests for each shard, on each rank and at each start. The first call keeps the responses
-    in the file. Later calls request only the file.
-
-    Each response has the version of the object. Reading a shard that was replaced since then raises
-    `ObjectChangedError`. New shards are not noticed: delete the file, and the next call makes a new
-    file. The requests of `headrace.hub` are made each time.
-
-    Args:
-        path: path or URL of the file. Ranks starting at the same time may all write the file.
-        make: function to open the dataset, with any arguments. Called at each start.
-
-    Returns:
-        The result of `make`.
-
-    Raises:
-        ShardError: the file is damaged, or is not a file of `open_cached`.
-        StoreError: a request failed.
-
-    Example:
-        >>> table = "s3://bucket/table"
-        >>> rows = open_cached("table.opened", lambda: ParquetDataset(table))  # doctest: +SKIP
-    """
-    place, loop = place_of(path, None), background_loop()
-    try:
-        data = loop.run(place.store.read_all(place.key))
-    except ObjectNotFoundError:
-        answers = Answers({}, memoryview(b""))
-    else:
-        with shard_errors(
-            "no file of headrace.open_cached, or a damaged one; delete it", place.name
-        ):
-            answers = _parsed(data)
-    with bound(carried, answers):
-        made = make()
-    if answers.changed:
-        known, content = answers.dump()
-        header = json.dumps(known, separators=(",", ":")).encode()
-        whole = b"".join([len(header).to_bytes(8, "little"), header, content])
-        loop.run(place.store.put(place.key, content_digest(whole) + whole))
-    return made
-
-
-def _parsed(data: memoryview) -> Answers:
-    if content_digest(data[_DIGEST:]) != data[:_DIGEST]:
-        raise ValueError("its hash is not that of its content")
-    begin = _DIGEST + 8
-    end = begin + int.from_bytes(data[_DIGEST:begin], "little")
-    return Answers(json.loads(bytes(data[begin:end])), data[end:])

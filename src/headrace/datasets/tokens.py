@@ -191,13 +191,9 @@ async def _open_file(
     raw.
     """
     shard, data = await shard.read_version(_BEGINNING)
-    first, size, key, begin, bounds = (
-        bytes(data[:_BEGINNING]),
-        shard.size,
-        shard.key.lower(),
-        0,
-        None,
-    )
+    first, key = bytes(data[:_BEGINNING]), shard.key.lower()
+    size = shard.size
+    begin, bounds = 0, None
     if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
         layout = npy_layout(first, shard, " (raw tokens need dtype=)")
         begin, dtype, shape = layout.begin, layout.dtype, layout.shape

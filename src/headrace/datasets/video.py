@@ -160,10 +160,8 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
         starts = times[0] + np.round(
             np.arange(int(room + 1 + 1e-9) if room >= 0 else 0) * (stride * scale)
         )
-        low, high = (
-            np.searchsorted(times, starts, side="right") - 1,
-            np.searchsorted(times, starts + ticks),
-        )
+        low = np.searchsorted(times, starts, side="right") - 1
+        high = np.searchsorted(times, starts + ticks)
     clips = np.zeros(len(low), _CLIP)
     if not len(low):
         return clips
@@ -174,18 +172,13 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
     # Such frames need frames before the key frame.
     syncs = np.union1d(0, np.flatnonzero(frames["sync"]))
     by_time = np.searchsorted(np.maximum.accumulate(pts[syncs]), times[low], side="right")
-    clips["first"] = first = syncs[
-        np.maximum(np.minimum(by_time, np.searchsorted(syncs, lowest, side="right")), 1) - 1
-    ]
-    clips["begin"], clips["end"], clips["seconds"] = (
-        times[low],
-        np.append(times, ends)[high],
-        starts / scale,
-    )
-    clips["start"], clips["stop"] = (
-        frames["offset"][first],
-        frames["offset"][last - 1] + frames["size"][last - 1],
-    )
+    by_number = np.searchsorted(syncs, lowest, side="right")
+    keys = np.maximum(np.minimum(by_time, by_number), 1) - 1
+    clips["first"] = first = syncs[keys]
+    clips["begin"], clips["end"] = times[low], np.append(times, ends)[high]
+    clips["seconds"] = starts / scale
+    clips["start"] = frames["offset"][first]
+    clips["stop"] = frames["offset"][last - 1] + frames["size"][last - 1]
     needed = np.append(0, np.cumsum(frames["size"], dtype=np.int64))
     if (clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])).any():
         raise shard.error("the frames of a clip are spread over the file")

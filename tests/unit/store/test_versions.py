@@ -125,4 +125,4 @@ def test_cached_window_is_of_the_version_of_the_shard(headers, tmp_path):
 )
 def test_versions_are_compared_by_tag_and_else_by_time(known, found, same):
     with contextlib.nullcontext() if same else pytest.raises(RequestFailure):
-        check_version(10, *known, Head("x", 10, *found))
+        check_version(Head("x", 10, *known), Head("x", 10, *found))

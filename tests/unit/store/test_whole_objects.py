@@ -6,6 +6,7 @@ from collections import deque
 import pytest
 
 import headrace as hr
+from headrace._store.head import Head
 from headrace._store.store import LARGEST_WHOLE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
@@ -40,7 +41,10 @@ async def test_part_is_cut_out_of_the_whole_object_with_one_warning():
     with answering(server) as url:
         client = hr.Store(url, retry=QUICK)
         with pytest.warns(UserWarning, match="does not do ranges"):
-            assert bytes(await client.read("a", 10, 20, size=len(BODY))) == BODY[10:20]
+            assert (
+                bytes(await client.read("a", 10, 20, head=Head("a", len(BODY), None)))
+                == BODY[10:20]
+            )
         with warnings.catch_warnings(action="error"):
             assert bytes(await client.read("a", 0, 10)) == BODY[:10]
         assert bytes((await client.read_end("a", 5)).data)[-5:] == BODY[-5:]
@@ -65,7 +69,7 @@ async def test_version_is_compared():
         head = (await client.read_start("a", 10)).head
         server.modified = "Mon, 01 Jan 2024 00:00:02 GMT"
         with pytest.raises(ObjectChangedError):
-            await client.read("a", 0, 10, size=head.size, modified=head.modified)
+            await client.read("a", 0, 10, head=head)
 
 
 @pytest.mark.parametrize("read", ["read", "read_start"])

@@ -66,8 +66,8 @@ def test_errors_name_what_was_looked_for(root):
         dataset[4]
 
 
-@pytest.mark.parametrize("more", [0, 1])
-async def test_large_file_comes_whole(tmp_path, more):
+@pytest.mark.parametrize("more", [0, 1, files.PIECE + 1])
+async def test_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
     content = b"0123456789abcdef" * (files.LARGE // 16) + b"x" * more
     (tmp_path / "large").write_bytes(content)
     sample = await FileDataset(tmp_path).aget(0)

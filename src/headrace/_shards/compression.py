@@ -47,6 +47,12 @@ SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 _UNSUPPORTED = (".bz2", ".xz", ".lz4", ".snappy", ".br", ".tbz", ".tbz2", ".txz")
 _LOOKED_AT = 400  # bytes at the start of an object that are checked
 _HTML = (b"<!doctype html", b"<html")
+_BEGINNINGS = {
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"BZh91AY&SY": "bzip2",
+}
 
 
 class Codec:
@@ -89,6 +95,13 @@ class Codec:
         view = memoryview(data).cast("B")
         if not self.taken:
             check_content(view, self._shard, pages=self._pages)
+            for magic, name in _BEGINNINGS.items():
+                if not self.compressed and view[: len(magic)] == magic:
+                    what = (
+                        f"{name} by its first bytes, but not by its name; "
+                        f"only {', '.join(SUFFIXES)} are unpacked"
+                    )
+                    raise ShardError(what, shard=self._shard, offset=0)
         if not self.compressed:
             self.taken += len(view)
             yield data

@@ -181,7 +181,7 @@ def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
 @pytest.mark.parametrize(
     ("archive", "why"),
     [
-        (gzip.compress(tars.shard("ab")), r"(truncated|corrupt) tar"),
+        (gzip.compress(tars.shard("ab")), "gzip by its first bytes, but not by its name"),
         (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
         (tars.shard("ab")[:1500], "truncated tar"),
     ],

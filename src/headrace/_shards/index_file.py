@@ -4,13 +4,14 @@ An index has the places of the samples in the shards of a dataset.
 
 The first 64 bytes are the magic, a hash of all bytes after the hash, the length of the header, and
 the CRC-32 of the header and the arrays. The CRC-32 is checked when an index is mapped. The header
-is JSON, padded to 8 bytes, and has an `IndexedShard` for each shard, and the type and the size of
-each array. The arrays follow, in little-endian order:
+is JSON, padded to 8 bytes, and has the type and the size of each array. The arrays follow, in
+little-endian order:
 
-- for each piece of each compressed shard: the offset in the object and the offset in the unpacked
-  bytes (int64);
+- for each shard: columns of `IndexFile.counts`, of the sizes of the entries in the last array, of
+  `IndexFile.ends`, of `IndexFile.pieces` and of `IndexFile.flawed` (int64);
 - for each sample: the offset (uint32; int64 if a sample begins after 4 GiB);
-- for each sample: the length, if lengths were asked for (uint32).
+- for each sample: the length, if lengths were asked for (uint32);
+- for each shard: an `IndexedShard` as JSON (bytes).
 
 A sample ends where the next sample of the shard begins. Offsets in a compressed shard are offsets
 of the unpacked bytes.
@@ -18,6 +19,7 @@ of the unpacked bytes.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import mmap
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
-MAGIC = b"headrace index 6"
+MAGIC = b"headrace index 5"
 PREFIX = struct.Struct("<16s 32s Q Q")  # magic, hash, bytes of the header, CRC-32
 HASHED_FROM = 48  # after the hash
 
@@ -54,8 +56,8 @@ class IndexedShard(NamedTuple):
         samples: number of samples.
         end: the byte after the last sample, unpacked.
         problem: error of the first sample that breaks a rule of the shard; None without an error.
-        pieces: number of pieces of a compressed shard that can be unpacked alone; 0 if the shard is
-            not compressed.
+        begins: offset in the object and offset in the unpacked bytes of each piece of a compressed
+            shard that can be unpacked alone, as base 64 of int64.
     """
 
     name: str
@@ -66,14 +68,22 @@ class IndexedShard(NamedTuple):
     samples: int
     end: int
     problem: str | None
-    pieces: int
+    begins: str
+
+    def borders(self) -> IntArray:
+        """Return the borders of the pieces.
+
+        Shape [pieces + 1, 2]: offsets in the object and in the unpacked bytes.
+        """
+        begins = np.frombuffer(base64.b64decode(self.begins), "<i8")
+        return np.append(begins, (self.size, self.end)).reshape(-1, 2)
 
 
 class IndexFile:
     """An index, mapped from a file or held in memory.
 
-    The arrays of samples are views of the file. A pickled index is the path and the hash of the
-    file. Without a path, the pickle has the bytes.
+    All arrays are views of the file. An object for a shard is made when `shard` is called.
+    A pickled index is the path and the hash of the file. Without a path, the pickle has the bytes.
 
     Args:
         name: path or URL of the file, for errors.
@@ -84,11 +94,12 @@ class IndexFile:
     Attributes:
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
-        shards: the entries, sorted by name.
-        firsts: number of the first sample of each shard, int64.
+        kinds: for each format, the number of a shard of the format.
+        firsts: number of the first sample of each shard, int64. Shards are sorted by name.
         counts: number of samples of each shard, int64.
         ends: the byte after the last sample of each shard, unpacked, int64.
         pieces: number of pieces of each shard, int64; 0 if the shard is not compressed.
+        flawed: whether a sample of each shard breaks a rule, int64.
         lengths: length of each sample, uint32; empty without lengths.
 
     Raises:
@@ -120,34 +131,28 @@ class IndexFile:
         if zlib.crc32(data[PREFIX.size :]) != check:
             raise ValueError("its checksum is wrong")
         header = json.loads(bytes(data[PREFIX.size : PREFIX.size + length]))
-        self.folder = header["folder"]
-        self.shards = [IndexedShard(*entry) for entry in header["shards"]]
+        self.folder, self.kinds = header["folder"], header["kinds"]
         offset, arrays = PREFIX.size + length, []
         for kind, count in header["arrays"]:
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
-        pieces, self._begins, lengths = arrays
-        self._pieces = pieces.reshape(-1, 2)
+        columns, self._begins, lengths, self._texts = arrays
         self.lengths: NDArray[np.uint32] = lengths
-        self.counts = np.array([shard.samples for shard in self.shards], np.int64)
-        self.ends = np.array([shard.end for shard in self.shards], np.int64)
-        self.pieces = np.array([shard.pieces for shard in self.shards], np.int64)
+        self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
         self.firsts = np.cumsum(self.counts) - self.counts
-        self._first_pieces = np.cumsum(self.pieces) - self.pieces
+        self._text_ends = np.cumsum(sizes)
+        self._text_firsts = self._text_ends - sizes
         if offset != len(data) or self.counts.sum() != len(self._begins):
             raise ValueError("the lengths of its arrays are wrong")
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return len(self.counts)
 
-    def borders(self, number: int) -> IntArray:
-        """Return the borders of the pieces of a shard.
-
-        Shape [pieces + 1, 2]: offsets in the object and in the unpacked bytes.
-        """
-        shard, first = self.shards[number], self._first_pieces[number]
-        begins = self._pieces[first : first + shard.pieces]
-        return np.append(begins, [(shard.size, shard.end)], axis=0)
+    def shard(self, number: int) -> IndexedShard:
+        """Return the entry of a shard."""
+        text = self._texts[self._text_firsts[number] : self._text_ends[number]]
+        with shard_errors(DAMAGED, self.name):
+            return IndexedShard(*json.loads(text.tobytes()))
 
     def bounds(self, shards: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Return start and stop of samples.
@@ -171,13 +176,12 @@ class IndexFile:
     @staticmethod
     def joined(folder: str, parts: Sequence[IndexFile]) -> bytes:
         """Join indices of single shards in a folder; return the bytes."""
-        parts = sorted(parts, key=lambda part: part.shards[0].name)
-        shards = [part.shards[0] for part in parts]
+        parts = sorted(parts, key=lambda part: part.shard(0).name)
+        shards = [part.shard(0) for part in parts]
         shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
-        pieces = np.concatenate([part._pieces for part in parts])
         begins = np.concatenate([part._begins for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
-        return dump_index(folder, shards, pieces, begins, lengths)
+        return dump_index(folder, shards, begins, lengths)
 
 
 def map_index(path: str, digest: bytes | None = None) -> IndexFile:
@@ -195,29 +199,31 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 
 
 def dump_index(
-    folder: str,
-    shards: Sequence[IndexedShard],
-    pieces: NDArray[Any],
-    begins: NDArray[Any],
-    lengths: NDArray[Any],
+    folder: str, shards: Sequence[IndexedShard], begins: NDArray[Any], lengths: NDArray[Any]
 ) -> bytes:
     """Return the bytes of an index.
 
     Args:
         folder: URL of the folder that has all shards; empty for no folder.
         shards: the entries.
-        pieces: offsets in the object and in the unpacked bytes of each piece.
         begins: offset of each sample.
         lengths: length of each sample; empty without lengths.
     """
+    texts = [json.dumps(shard).encode() for shard in shards]
+    rows = [
+        (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
+        for shard, text in zip(shards, texts, strict=True)
+    ]
     arrays = [
-        pieces.astype("<i8"),
+        np.transpose(rows).astype("<i8"),
         begins.astype("<i8" if begins.max(initial=0) >> 32 else "<u4"),
         lengths.astype("<u4"),
+        np.frombuffer(b"".join(texts), "u1"),
     ]
+    kinds = {shard.format: number for number, shard in enumerate(shards)}
     content = {
         "folder": folder,
-        "shards": shards,
+        "kinds": [*kinds.values()],
         "arrays": [(array.dtype.str, array.size) for array in arrays],
     }
     header = json.dumps(content).encode()

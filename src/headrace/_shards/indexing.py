@@ -6,6 +6,7 @@ An index is built in parts, a part for each shard. The parts are joined at the e
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import json
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 NAME = "headrace.index"
 PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
+MOST_SHARDS = 1024  # objects of shards in memory
 PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
 AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
@@ -152,10 +154,9 @@ class IndexingDecoder(Decoder):
             samples=len(self._borders) - 1,
             end=self._borders[-1],
             problem=self._problem,
-            pieces=len(begins),
+            begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        starts, lengths = np.array(self._borders[:-1]), np.array(self._lengths)
-        return dump_index("", [row], np.array(begins), starts, lengths)
+        return dump_index("", [row], np.array(self._borders[:-1]), np.array(self._lengths))
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -282,13 +283,14 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
     Raises:
         ShardError: a shard is not in the index, was replaced, or is indexed as another format.
     """
-    known = {row.name: number for number, row in enumerate(index.shards)}
+    rows = [index.shard(number) for number in range(len(index))]
+    known = {row.name: number for number, row in enumerate(rows)}
     moved = not all(shard.name.startswith(index.folder) for shard in shards)
     folder = folder_of(shards) if moved else index.folder
     numbers, versions = [], []
     for shard in shards:
         number = known.get(shard.name.removeprefix(folder))
-        row = None if number is None else index.shards[number]
+        row = None if number is None else rows[number]
         versions.append(_as_indexed(index, row, shard, indexing, folder))
         numbers.append(number)
     return OpenedIndex(index, versions, np.array(numbers, np.int64))
@@ -323,6 +325,30 @@ def _as_indexed(
     return shard
 
 
+class _AllShards(Sequence[Shard]):
+    """All shards of an index, each made at the first access."""
+
+    def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
+        self._index, self._indexing, self._folder = index, indexing, folder
+        self._made: dict[int, Shard] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AllShards, (self._index, self._indexing, self._folder)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, number: Any) -> Any:
+        if (shard := self._made.get(number)) is None:
+            row, folder = self._index.shard(number), self._folder
+            shard = replace(folder, key=folder.key + row.name)
+            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
+            if len(self._made) >= MOST_SHARDS:
+                self._made.clear()
+            self._made[number] = shard
+        return shard
+
+
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
     """Open all shards of an index, in the folder of the index.
 
@@ -340,9 +366,10 @@ async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> Ope
     if not index.folder:
         raise ValueError(f"{index.name} has shards of several folders: name the shards")
     base, folder = split_url(index.folder)
-    store = store or Store(base)
-    shards = [Shard(store, folder + row.name) for row in index.shards]
-    return match(index, shards, indexing)
+    shards = _AllShards(index, indexing, Shard(store or Store(base), folder))
+    for number in index.kinds:
+        shards[number]  # raises an error for another format
+    return OpenedIndex(index, shards, np.arange(len(index)))
 
 
 async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:

@@ -102,7 +102,7 @@ class IndexedDataset(RangedShards[T_co]):
         place = self._numbers[number]
         if not self._index.pieces[place]:
             return await super().read_range(number, start, stop, index=index)
-        borders = self._index.borders(place)
+        borders = self._index.shard(place).borders()
         first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
         parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
 

@@ -121,7 +121,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[dict[str, Any]]:
         if self._member_limit != MEMBER_LIMIT:
             raise ValueError("member_limit= is an option of the stream alone")
-        problems = [opened.file.shards[number].problem for number in opened.numbers]
-        if self._uniform and self._fields is None and any(problems):
-            raise ShardError(next(filter(None, problems)))
+        flawed = opened.numbers[opened.file.flawed[opened.numbers] > 0]
+        if self._uniform and self._fields is None and len(flawed):
+            raise ShardError(opened.file.shard(flawed[0]).problem or "")
         return super()._indexed(opened, unpacked_bytes)

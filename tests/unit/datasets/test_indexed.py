@@ -348,9 +348,8 @@ def test_offsets_beyond_four_gib_are_exact():
     begins, end = np.cumsum(sizes) - sizes, int(sizes.sum())
     parts = []
     for name in ("0.tar", "1.tar"):
-        row = IndexedShard(name, "tar", end, None, None, len(sizes), end, None, 0)
-        none = np.empty((0, 2), np.int64), np.empty(0, np.uint32)
-        parts.append(IndexFile(name, dump_index("", [row], none[0], begins, none[1])))
+        row = IndexedShard(name, "tar", end, None, None, len(sizes), end, None, "")
+        parts.append(IndexFile(name, dump_index("", [row], begins, np.empty(0, np.uint32))))
     index = IndexFile("all", IndexFile.joined("", parts))
     starts, stops = index.bounds(np.repeat([0, 1], 40), np.tile(np.arange(40), 2))
     assert starts.tolist() == [*begins, *begins]
@@ -365,9 +364,10 @@ def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(fold
     path = folder / "headrace.index"
     data = path.read_bytes()
     draw = random.Random(0)
+    entries = data.index(b'["0000.tar"')  # after the offsets, 4 bytes each
     for _ in range(200):
         mutated = bytearray(data)
-        at = draw.randrange(len(data) - 60 * 4, len(data))  # in the offsets, 4 bytes each
+        at = draw.randrange(entries - 60 * 4, entries)
         mutated[at] ^= 1 << draw.randrange(8)
         mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
         mutated[16:48] = content_digest(mutated[HASHED_FROM:])
@@ -441,12 +441,16 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path, serve):
         hr.TarDataset.index()
 
 
-def test_a_dataset_of_all_shards_of_an_index_is_pickled_and_names_a_replaced_shard(folder):
+def test_an_object_of_a_shard_is_made_when_the_shard_is_read(folder):
     whole = list(hr.TarDataset.index(folder, save=True))
     dataset = hr.TarDataset.index(index=folder / "headrace.index")
-    assert (len(dataset), dataset.counts) == (60, (10,) * 6)
+    (first,) = dataset._shards._made  # whose format was compared
+    assert (len(dataset), len(dataset._shards), dataset.counts) == (60, 6, (10,) * 6)
     assert (dataset[35], dataset[-1]) == (whole[35], whole[-1])
-    assert pickle.loads(pickle.dumps(dataset))[59] == whole[59]
+    assert {*dataset._shards._made} == {first, 3, 5}
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 3_000
+    assert pickle.loads(pickled)[59] == whole[59]
     (folder / "0003.tar").write_bytes(tars.shard("abcd"))
     with pytest.raises(ObjectChangedError, match=r"0003\.tar"):
         dataset[30]
@@ -458,8 +462,10 @@ def test_each_shard_has_the_format_of_the_dataset(tmp_path):
     index = tmp_path / "headrace.index"
     assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == ["1", "", "2", "3"]
     assert len(hr.LinesDataset.index(index=index, format="text")) == 4
+    dataset = hr.LinesDataset.index(index=index)
+    assert dataset[3] == "3"
     with pytest.raises(ShardError, match=r"indexed as lines of text .* not as .*JSON.*a\.jsonl"):
-        hr.LinesDataset.index(index=index)
+        dataset[0]
 
 
 def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards(serve):

@@ -7,7 +7,10 @@ Run with torch 2.13.0; the sources of 2.6.0 were read. A failure with another re
 import ast
 import importlib.metadata
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,6 +25,17 @@ SOURCE = Path(hr.__file__).parent
 # that gives the plans, and the length that `len()` of a stream's loader has reported; and the
 # method that makes the iterator.
 ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
+
+# As proposed in https://github.com/pytorch/pytorch/pull/93841
+TWO_PARAMETERS = """
+from typing import TypeVar
+from torch.utils.data import DataLoader
+
+DataLoader.__parameters__ = (TypeVar("Sample"), TypeVar("Batch"))
+import headrace as hr
+
+print(list(hr.DataLoader[int]([1, 2], batch_size=None)), isinstance(hr.DataLoader([]), DataLoader))
+"""
 
 
 def test_supported_versions_of_torch_begin_with_the_oldest_that_was_checked():
@@ -55,3 +69,13 @@ def test_names_exist_and_do_what_they_say():
     assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
     assert private.pin_memory("text") == "text"
     assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
+
+
+def test_data_loader_of_torch_may_have_two_type_parameters():
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{SOURCE.parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [sys.executable, "-c", TWO_PARAMETERS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("[1, 2] True\n", 0), ended.stderr

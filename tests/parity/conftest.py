@@ -1,5 +1,6 @@
 """The fixtures of the parity tests: `same` runs one program with both loaders, in the setting of the test."""
 
+import multiprocessing
 from pathlib import Path
 
 import cloudpickle
@@ -15,6 +16,8 @@ for module in (
 ):  # what they define travels to processes that cannot import the tests
     cloudpickle.register_pickle_by_value(module)
 
+# Torch's workers start by forkserver from Python 3.14 on: import torch once, not in each of some hundred.
+multiprocessing.set_forkserver_preload(["headrace", "tests.parity.datasets"])
 HERE = Path(__file__).parent
 KINDS = {"map", "stream"}
 

@@ -16,8 +16,6 @@ for module in (
 ):  # what they define travels to processes that cannot import the tests
     cloudpickle.register_pickle_by_value(module)
 
-# Torch's workers start by forkserver from Python 3.14 on: import torch once, not in each of some hundred.
-multiprocessing.set_forkserver_preload(["headrace", "tests.parity.datasets"])
 HERE = Path(__file__).parent
 KINDS = {"map", "stream"}
 
@@ -55,3 +53,12 @@ def pytest_collection_modifyitems(config, items):
 def same(setting):
     """`same(program)`: the program's outcome with torch's loader and with ours, compared."""
     return harness.Same(setting)
+
+
+@pytest.fixture(autouse=True)
+def fork():
+    """Torch's workers start by fork, as before Python 3.14: by forkserver, torch cannot send a lambda."""
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(default, force=True)

@@ -1,7 +1,7 @@
 """Private names of torch: present, with the behaviour that headrace relies on, and used in one module only.
 
-Run with torch 2.13.0; the sources of 2.6.0 were read. A failure with another release means that
-`_torchcompat/private.py` has to follow it.
+`make test-torch TORCH=2.9.1` runs the tests with another release of torch. After a failure,
+`_torchcompat/private.py` has to follow that release.
 """
 
 import ast
@@ -19,7 +19,7 @@ from torch.utils import data
 import headrace as hr
 from headrace._torchcompat import private
 
-CHECKED = ("2.6.0", "2.13.0")  # the oldest that is supported, and the newest
+CHECKED = ("2.6.0", "2.15.0")  # the oldest that is supported, and the newest
 SOURCE = Path(hr.__file__).parent
 # Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler
 # that gives the plans, and the length that `len()` of a stream's loader has reported; and the

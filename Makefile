@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DEFAULT_GOAL := help
 PARTS  := $(addprefix test-,unit-data others unit-others model faults contract unit-engine)
 .PHONY: help demo test $(PARTS) test-integrations test-all model coverage environment-integrations azurite parity-table
-.PHONY: docs docs-links lint test-python newest lowest dist dist-check bench bench-quick clean
+.PHONY: docs docs-links lint test-python test-torch newest lowest dist dist-check bench bench-quick clean
 
 # Without bytecode each of some hundred interpreters that tests start would compile headrace again, in half a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -115,17 +115,26 @@ newest: $(VENV)/.dev ## some tests with the newest release of each required depe
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(addprefix tests/unit/,$(WITH_NEWEST)) || \
 	{ echo "That was with $${newer:-the releases of constraints.txt}"; exit 1; }
 
-# What users get whose other packages hold the dependencies back, torch included: gigabytes, unless UV_TORCH_BACKEND=cpu
-# is set where the index of torch can be reached.
+# What users get whose other packages hold the dependencies back. TORCH= adds a release of torch: gigabytes, unless
+# UV_TORCH_BACKEND=cpu is set where the index of torch can be reached.
 LOWEST := $(abspath $(VENV)/lowest)
+UV     := $(BIN)/uv pip
 
-lowest: $(VENV)/.dev ## the same tests, and those of torch's private names, with the lowest releases that pyproject.toml allows
+$(BIN)/uv: | $(VENV)/.dev
+	$(PIP) install --constraint constraints.txt uv
+
+lowest: $(VENV)/.dev $(BIN)/uv ## the same tests, with the lowest releases that pyproject.toml allows; of torch with TORCH=2.6.0
 	@rm -rf $(LOWEST)
-	@$(PIP) install --constraint constraints.txt uv
-	@$(BIN)/uv pip compile --quiet --resolution lowest-direct --python $(BIN)/python --output-file $(VENV)/lowest.txt pyproject.toml
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(LOWEST) --requirements $(VENV)/lowest.txt
+	@printf '%s\n' $(REQUIRED) $(TORCH:%=torch==%) | \
+		$(UV) compile --quiet --resolution lowest-direct --python $(BIN)/python --output-file $(VENV)/lowest.txt -
+	@$(UV) install --quiet --python $(BIN)/python --target $(LOWEST) --requirements $(VENV)/lowest.txt
 	@grep == $(VENV)/lowest.txt
 	PYTHONPATH=$(LOWEST) $(BIN)/python -m pytest $(addprefix tests/unit/,$(WITH_NEWEST) torchcompat)
+
+test-torch: $(VENV)/.dev $(BIN)/uv ## parity, and the private names of torch, with another release of torch: TORCH=2.9.1
+	@rm -rf $(VENV)/torch
+	@$(UV) install --quiet --python $(BIN)/python --target $(VENV)/torch torch==$(TORCH)
+	PYTHONPATH=$(abspath $(VENV)/torch) $(BIN)/python -m pytest tests/unit/torchcompat tests/parity
 
 # Parity with torch, processes, pickling, types and formats: what differs between releases of Python.
 BY_PYTHON := tests/parity tests/test_typing.py tests/test_public_api.py tests/test_lazy_import.py

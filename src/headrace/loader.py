@@ -6,10 +6,9 @@ import copy
 import typing
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, Unpack
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, Sampler
 
 from headrace._base.text import check_function, whole_number
@@ -19,7 +18,7 @@ from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator, LateIter
 from headrace._device.streams import resolve
 from headrace._links.select import check_automatic, check_engines
 from headrace._order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
-from headrace._order.spec import LoaderSpec
+from headrace._order.spec import LoaderSpec, TorchLoader
 from headrace._order.state import states_from_dict, states_to_dict
 from headrace._records.error_policy import error_policy
 from headrace._streams.kinds import DatasetKind, kind_of
@@ -41,7 +40,7 @@ else:
 __all__ = ["DataLoader"]
 
 
-class DataLoader(TorchDataLoader[T_co]):
+class DataLoader(TorchLoader, Generic[T_co]):
     """Load batches from async datasets and from torch datasets.
 
     `DataLoader` is a drop-in superset of `torch.utils.data.DataLoader`, for `for` and `async for`.

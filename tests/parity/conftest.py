@@ -1,5 +1,6 @@
 """The fixtures of the parity tests: `same` runs one program with both loaders, in the setting of the test."""
 
+import multiprocessing
 from pathlib import Path
 
 import cloudpickle
@@ -52,3 +53,12 @@ def pytest_collection_modifyitems(config, items):
 def same(setting):
     """`same(program)`: the program's outcome with torch's loader and with ours, compared."""
     return harness.Same(setting)
+
+
+@pytest.fixture(autouse=True)
+def fork():
+    """Torch's workers start by fork, as before Python 3.14: by forkserver, torch cannot send a lambda."""
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(default, force=True)

@@ -200,8 +200,9 @@ def test_iterator_without_any_next_call_ends_as_in_torch(DataLoader, stream):
 
 
 PRELUDE = """
-import asyncio, sys, time
+import asyncio, multiprocessing, sys, time
 import torch
+multiprocessing.set_start_method("fork", force=True)  # no main guard
 from torch.utils import data
 import headrace as hr
 

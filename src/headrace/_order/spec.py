@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
@@ -23,7 +23,11 @@ from headrace._records.error_policy import ErrorPolicy
 from headrace._streams.kinds import DatasetKind, joined_part
 from headrace.options import LoaderOptions, number_of_engines, remote_placement
 
-TorchLoader: TypeAlias = TorchDataLoader[object]
+if TYPE_CHECKING:
+    TorchLoader: TypeAlias = TorchDataLoader[Any]
+else:
+    # Unsubscripted: a later torch may have two type parameters (pull request 93841 of pytorch).
+    TorchLoader = TorchDataLoader
 
 
 def samplers_of(loader: TorchLoader) -> tuple[Any, Any, Any]:

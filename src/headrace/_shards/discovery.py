@@ -102,7 +102,12 @@ def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[N
         yield
     except HeadraceError:
         raise
-    except BaseException as error:
+    except BaseException as raised:
+        error = raised
+        while isinstance(error, BaseExceptionGroup):  # zarr 3.4 reads in a group of tasks
+            error = error.exceptions[0]
+        if isinstance(error, HeadraceError):
+            raise error from error.__cause__
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         cause = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"

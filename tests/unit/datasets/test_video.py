@@ -27,7 +27,8 @@ def with_edit(data, begin=None, length=None):
     if begin is None:
         data[at - 8 : at - 4] = b"free"
     else:
-        struct.pack_into(">Ii", data, at + 12, length, begin)
+        (ticks_a_second,) = struct.unpack_from(">I", data, data.index(b"mvhd") + 16)
+        struct.pack_into(">Ii", data, at + 12, length * ticks_a_second // 1000, begin)
     return bytes(data)
 
 

@@ -70,7 +70,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         kwargs: as for `transformers.Trainer`.
 
     Raises:
-        NotImplementedError: the installed version of transformers lacks a method to override.
         ValueError: headrace loaders do not support an option of the training arguments; or several
             ranks would evaluate a stream.
 
@@ -90,17 +89,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def __init__(
         self, *args: Any, loader_options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        names = (
-            "_get_dataloader",
-            "set_initial_training_values",
-            "_init_training_state",
-            "_run_epoch",
-        )
-        if missing := [name for name in names if not hasattr(transformers.Trainer, name)]:
-            raise NotImplementedError(
-                f"transformers {transformers.__version__} has no Trainer.{missing[0]}: "
-                "take 5.23, with which headrace was tested"
-            )
         self.loader_options = dict(loader_options or {})
         self._checkpoint: Path | None = None
         self._resumed: _ContinuedEpoch | None = None

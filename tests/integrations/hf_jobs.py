@@ -348,11 +348,6 @@ def refused(folder):
     """What cannot be honoured."""
     with pytest.raises(ValueError, match="even_batches"):
         train(folder, accelerator_config={"even_batches": False})
-    method = transformers.Trainer._run_epoch
-    del transformers.Trainer._run_epoch  # as a version without it
-    with pytest.raises(NotImplementedError, match="_run_epoch"):
-        trainer_of(folder)
-    transformers.Trainer._run_epoch = method
     with pytest.raises(TypeError, match="batch_size"):
         train(folder, of_trainer={"loader_options": {"batch_size": 3}})
     with pytest.raises(hr.StateError, match="cannot be saved"):

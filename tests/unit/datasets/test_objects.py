@@ -65,13 +65,6 @@ def test_samples_are_in_order_of_their_keys_and_each_is_one_request(server, data
     assert server.requests() == {"GET": 4, "HEAD": 0, "LIST": 1, "PUT": 0, "DELETE": 0}
 
 
-@pytest.mark.counts
-def test_given_keys_keep_their_order_and_nothing_is_listed(server):
-    dataset = opened(server, keys=["d.txt", "a.jpg"])
-    assert [bytes(sample.data) for sample in (dataset[0], dataset[1])] == [b"d.txt", b"a.jpg"]
-    assert server.requests() == {"GET": 2, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
-
-
 def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_is_refused(server):
     store = server.store("train", retry=1)
     digests = {name: hashlib.new(name, b"a.jpg").hexdigest() for name in ("sha256", "sha1", "md5")}

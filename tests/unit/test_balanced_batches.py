@@ -123,18 +123,6 @@ def test_limits_hold_in_each_batch_and_each_sample_comes_once(samples, max_token
         assert len(batch) <= 4
 
 
-def test_batches_by_cost_continue_on_another_number_of_ranks():
-    lengths, cost = LENGTHS["log-normal"], hr.quadratic(1, 1 / 8192)
-    first = samplers(lengths, 16_384, 3, cost=cost)
-    given_before = [*itertools.islice(zip(*first, strict=True), 5)]
-    second = samplers(lengths, 16_384, 2, cost=cost)
-    for part in second:
-        part.load_state_dict(first[0].state_dict())
-    rest = [*zip(*second, strict=True)]
-    indices, more = repeated(itertools.chain(*given_before, *rest))
-    assert (len(indices), more) == (len(lengths), 0)
-
-
 def timed(loader, seconds_of_step):
     """Replace the times of the loader's steps: from the return of `next()` to the next call."""
     kept, now, records = loader._control.counters._kept, 100.0, []
@@ -218,9 +206,10 @@ def test_ranks_take_the_batches_of_one_rank_in_turn_and_epochs_differ():
 @pytest.mark.parametrize("seed", range(3))
 def test_fifty_restarts_with_other_numbers_of_ranks_give_every_sample_once(seed):
     lengths, draw, state, given = np.tile(MIXED, 6), random.Random(seed), None, []
+    options = {"cost": hr.quadratic(1, 1e-3)} if seed == 1 else {}
     for restart in range(51):
         ranks = draw.randint(1, 9)
-        parts = samplers(lengths, 5000, ranks, seed=seed, window=500)
+        parts = samplers(lengths, 5000, ranks, seed=seed, window=500, **options)
         for part in parts if state else ():
             part.load_state_dict(json.loads(json.dumps(state)))
         steps = zip(*parts, strict=True)

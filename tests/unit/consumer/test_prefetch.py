@@ -63,21 +63,6 @@ def numbers(groups):
     return list(itertools.chain(*groups))
 
 
-def test_plans_are_sent_one_by_one_at_first_and_for_longer_after_each_stall():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    engine.run_without_waiting(PROMPT)
-    assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
-    for doubled in range(1, 6):
-        engine.run_without_waiting(20)
-        engine.stall()
-        before = len(engine.sent)
-        engine.run_without_waiting(PROMPT << doubled)
-        assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (
-            (PROMPT << doubled) - 1
-        )
-
-
 def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
@@ -95,19 +80,6 @@ def test_grouped_plans_stay_grouped_after_a_stall(size, group):
         assert 1 <= len(engine.ahead.under_way) <= size
     assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
-
-
-def test_plans_of_a_group_of_blocks_are_sent_together():
-    plans_of_four = (
-        BatchPlan(n, range(4), 0, positions=range(4 * n, 4 * n + 4)) for n in itertools.count()
-    )
-    engine = Engine(plans_of_four, 6, group=0.5, group_of=lambda position: position // 10)
-    engine.ahead.fill()
-    engine.run_without_waiting(200)
-    assert numbers(engine.sent) == list(range(len(numbers(engine.sent))))
-    groups = [{4 * number // 10 for number in sent} for sent in engine.sent[1:]]
-    assert len(groups) > 60
-    assert all(one.isdisjoint(other) for one, other in itertools.pairwise(groups))
 
 
 def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():

@@ -263,12 +263,8 @@ def test_no_error_shows_a_secret(silent):
 
 
 def test_arguments_that_make_no_sense_are_refused_before_any_request():
-    for wrong, why in (
-        ({"keys": []}, "keys= is empty"),
-        ({"keys": ["a"], "suffix": ".jpg"}, "suffix="),
-    ):
-        with pytest.raises(ValueError, match=why):
-            ObjectDataset("s3://b", **wrong)
+    with pytest.raises(ValueError, match="suffix="):
+        ObjectDataset("s3://b", keys=["a"], suffix=".jpg")
     with pytest.raises(TypeError, match="not one str"):
         ObjectDataset("s3://b", keys="a.jpg")
     with pytest.raises(ValueError, match="backend="):

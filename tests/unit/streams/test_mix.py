@@ -145,8 +145,6 @@ def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
             {"a": 1, "b": 2, "c": 1},
             "saved with names=['a', 'b'], but now there is names=['a', 'b', 'c']",
         ),
-        ({"b": 2}, "but now there is names=['b']"),
-        ({"b": 2, "a": 1}, "but now there is names=['b', 'a']"),
         (
             {"a": 1, "b": 5},
             "saved with weights=[[0, [1.0, 2.0]]], but now there is weights=[[0, [1.0, 5.0]]]",

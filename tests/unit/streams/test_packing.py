@@ -200,39 +200,6 @@ def test_limits_of_a_second_length_and_of_documents_are_those_of_grain(
     assert found == expected
 
 
-@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-def test_aligned_documents_are_those_of_grain(strategy):
-    aligned = pack(numbered([2, 3, 1]), 8, strategy, window=2, align=4)
-    assert [each["tokens"] for each in aligned] == [[1, 2, 0, 0, 3, 4, 5, 0], [6, *[0] * 7]]
-    assert [each["segment_ids"] for each in aligned] == [[1, 1, 0, 0, 2, 2, 2, 0], [1, *[0] * 7]]
-    assert [each["positions"] for each in aligned] == [
-        [0, 1, 0, 1, 0, 1, 2, 0],
-        [0, *range(7)],
-    ]
-
-
-def repeated(numbers):
-    """Documents of a number of as many tokens, with the number of the document."""
-    return [
-        {"tokens": [number] * number, "index": index, "documents": 1}
-        for index, number in enumerate(numbers, 1)
-    ]
-
-
-def test_documents_are_concatenated_within_limits_as_by_grain():
-    documents = repeated([1, 2, 3, 4, 5, 6, 7, 1, 2])
-    packed = pack(documents, 6, carry=("index",), limits={"documents": 2})
-    assert [(each["tokens"], each["segment_ids"], each["index"]) for each in packed] == [
-        ([1, 2, 2, 0, 0, 0], [1, 2, 2, 0, 0, 0], [1, 2]),
-        ([3, 3, 3, 4, 4, 4], [1, 1, 1, 2, 2, 2], [3, 4]),
-        ([4, 5, 5, 5, 5, 5], [1, 2, 2, 2, 2, 2], [4, 5]),
-        ([6, 6, 6, 6, 6, 6], [1, 1, 1, 1, 1, 1], [6]),
-        ([7, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1], [7]),
-        ([7, 1, 0, 0, 0, 0], [1, 2, 0, 0, 0, 0], [7, 8]),
-        ([2, 2, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [9]),
-    ]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=40),

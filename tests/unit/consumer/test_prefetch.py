@@ -3,9 +3,7 @@
 import itertools
 
 import pytest
-import torch
 
-import headrace as hr
 from headrace._consumer.prefetch import CALM, PROMPT, Prefetcher
 from headrace._engine.look_ahead import LookAheadSize
 from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
@@ -72,16 +70,6 @@ def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
 
 
-@pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
-def test_grouped_plans_stay_grouped_after_a_stall(size, group):
-    engine = Engine(plans(), size, group=0.5)
-    engine.ahead.fill()
-    for _ in sizes(engine, 40):
-        assert 1 <= len(engine.ahead.under_way) <= size
-    assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
-    assert numbers(engine.sent) == list(range(engine.ahead.planned))
-
-
 def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():
     engine = Engine(plans(), 2, group=0.5, group_of=lambda position: 0)
     engine.ahead.plans = (BatchPlan(n, (n,), 0, positions=range(n, n + 1)) for n in range(9))
@@ -138,24 +126,6 @@ def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     assert numbers([*engine.sent, [plan.number for plan in engine.ahead.held]]) == list(
         range(engine.ahead.planned)
     )
-
-
-class Own(torch.utils.data.SequentialSampler):
-    """May draw random numbers that the training loop draws too."""
-
-
-@pytest.mark.parametrize(
-    ("sampler", "most"),
-    [
-        ({"shuffle": True}, 32),
-        ({"sampler": Own(range(8))}, 4),
-        ({"batch_sampler": torch.utils.data.BatchSampler(Own(range(8)), 2, False)}, 4),
-    ],
-    ids=["torchs", "own", "own in batches"],
-)
-def test_samplers_of_the_user_are_drawn_no_further_ahead_than_by_torch(sampler, most):
-    loader = hr.DataLoader(range(8), num_workers=2, **sampler)
-    assert loader._control.spec.look_ahead(loader) == (4, most)
 
 
 def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():

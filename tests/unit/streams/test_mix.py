@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import json
 import math
 import re
 
@@ -109,20 +108,6 @@ def test_ranks_that_share_a_mix_draw_alike(as_rank, inside):
     assert sorted(itertools.chain(*of_ranks)) == [*range(150), *range(10_000, 10_150)]
     dealt = list(itertools.chain(*zip(*of_ranks, strict=True)))
     assert dealt == samples(0, 1)
-
-
-async def test_state_continues_the_draws_of_its_rank(as_rank):
-    as_rank(3, 8)
-    iterator = start_stream(mix([2, 1]).take(300))
-    begun = [await anext(iterator) for _ in range(100)]
-    state = json.loads(json.dumps(iterator.state_dict()))
-    rest = [sample async for sample in iterator]
-    as_rank(5, 8)
-    restored = start_stream(mix([2, 1]).take(300))
-    restored.load_state_dict(state)
-    assert [sample async for sample in restored] == rest
-    as_rank(3, 8)
-    assert list(mix([2, 1]).take(300)) == begun + rest
 
 
 def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():

@@ -1,7 +1,6 @@
 """Mixes with weights that change, named streams, counts, and streams that have changed since the state was saved."""
 
 import collections
-import itertools
 import math
 import re
 
@@ -96,18 +95,6 @@ def test_each_rank_draws_for_itself_and_again_the_same(as_rank):
     )
     assert sources(63, 64) == [step[63] for step in steps]
     assert sources(0, 1) == [step[0] for step in steps]
-
-
-@pytest.mark.parametrize("inside", [lambda stream: stream, lambda stream: stream.shuffle(7)])
-def test_ranks_that_share_a_mix_draw_alike(as_rank, inside):
-    def samples(rank, ranks):
-        as_rank(rank, ranks)
-        return list(inside(mix([3, 1], length=150, stop="once")).split())
-
-    of_ranks = [samples(rank, 3) for rank in range(3)]
-    assert sorted(itertools.chain(*of_ranks)) == [*range(150), *range(10_000, 10_150)]
-    dealt = list(itertools.chain(*zip(*of_ranks, strict=True)))
-    assert dealt == samples(0, 1)
 
 
 def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():

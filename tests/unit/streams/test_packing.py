@@ -142,16 +142,6 @@ async def test_documents_that_differ_after_a_restore_are_an_error():
     assert "the stream has other documents now" in str(await outcomes(restored))
 
 
-def inputs_and_targets(*lengths):
-    """Documents of numbered inputs, with a list of targets and its length."""
-    inputs = numbered([length for length, _ in lengths])
-    targets = numbered([length for _, length in lengths])
-    return [
-        {"tokens": tokens, "targets": values, "lengths": len(values), "documents": 1}
-        for tokens, values in zip(inputs, targets, strict=True)
-    ]
-
-
 # Test vectors of Grain 0.2.18: lengths of documents, length of a sequence, strategy, and the lengths
 # of the documents in each sequence.
 GRAIN = [
@@ -164,40 +154,12 @@ GRAIN = [
     ([10, 15, 4, 10], 20, "first_fit", [[10, 4], [15], [10]]),
     ([10, 15, 4, 10], 20, "best_fit", [[10, 10], [15, 4]]),
 ]
-# Numbers of inputs and targets.
-THREE = [(3, 1), (2, 3), (1, 2)]
 
 
 @pytest.mark.parametrize(("lengths", "seq_len", "strategy", "expected"), GRAIN)
 def test_documents_are_placed_as_by_grain(lengths, seq_len, strategy, expected):
     packed = pack(numbered(lengths), seq_len, strategy, window=3)
     assert sorted([len(each) for each in segments(one)] for one in packed) == sorted(expected)
-
-
-@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-@pytest.mark.parametrize(
-    ("most", "options", "sequences"),
-    [
-        ((3, 3), {}, [[0], [1], [2]]),
-        ((4, 4), {}, [[0, 2], [1]]),
-        ((5, 5), {}, [[0, 1], [2]]),
-        ((6, 6), {}, [[0, 1, 2]]),
-        ((6, 6), {"documents": 2}, [[0, 1], [2]]),
-    ],
-)
-def test_limits_of_a_second_length_and_of_documents_are_those_of_grain(
-    strategy, most, options, sequences
-):
-    documents = inputs_and_targets(*THREE)
-    limits = {"lengths": most[1], "documents": 9, **options}
-    packed = pack(documents, most[0], strategy, window=3, carry=("targets",), limits=limits)
-    found = {(*each["tokens"],): each["targets"] for each in packed}
-    expected = {}
-    for numbers in sequences:
-        tokens = [token for number in numbers for token in documents[number]["tokens"]]
-        padded = (*tokens, *[0] * (most[0] - len(tokens)))
-        expected[padded] = [documents[number]["targets"] for number in numbers]
-    assert found == expected
 
 
 @settings(max_examples=150, deadline=None)

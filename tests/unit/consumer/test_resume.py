@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    WeightedRandomSampler,
 )
 
 from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateError, merge_states
@@ -278,6 +279,37 @@ def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made)
 
 def noisy(sample):
     return sample, float(torch.rand(()))
+
+
+UNSEEDED = {
+    "sequential": lambda: {},
+    "shuffled": lambda: {"shuffle": True},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * N, N)},
+    "shuffled by a generator": lambda: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
+    "a sampler with a state": lambda: {"sampler": Shifted(N)},
+}
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("order", UNSEEDED.values(), ids=UNSEEDED)
+def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
+    def loader():
+        return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order())
+
+    first = loader()
+    for _ in range(epochs):
+        list(first)
+    second = restored(loader(), saved(first))
+    batches = iter(second)
+    for _ in range(3):
+        next(batches)
+        state = saved(second)
+        torch.manual_seed(0)  # the program that continues has other generators
+        rest = list(restored(loader(), state))
+    assert rest == list(batches)
 
 
 class Noise(Dataset):

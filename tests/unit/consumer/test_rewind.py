@@ -288,3 +288,19 @@ def test_orders_that_are_drawn_cannot_leave_samples_out():
     loader.exclude(keys=[1])
     with pytest.raises(hr.StateError):
         hr.DataLoader(Numbers(10), 2, seed=0).load_state_dict(loader.state_dict())
+
+
+def test_steps_of_another_batch_size_are_known_since_the_batch_size_changed():
+    before = hr.DataLoader(Numbers(40), 4, shuffle=True, seed=0)
+    batches = iter(before)
+    next(batches), next(batches), next(batches)
+    after = hr.DataLoader(Numbers(40), 2, shuffle=True, seed=0)
+    after.load_state_dict(before.state_dict())
+    rest = torch.cat(list(batches)).tolist()
+    assert next(iter(after)).tolist() == rest[:2]
+    for look in (lambda: after.batch_at(0, 1), lambda: after.exclude(steps={0: [1]})):
+        with pytest.raises(hr.StateError, match="before the number of ranks, batch_size="):
+            look()
+    assert after.samples_at(0, [3]) == [rest[:2]]
+    after.exclude(steps={0: [5]})  # the third batch of 2 samples from here on
+    assert torch.cat(list(after)).tolist() == rest[2:4] + rest[6:]

@@ -8,7 +8,7 @@ import pytest
 import headrace as hr
 from headrace.errors import ShardError, TruncatedShardError
 from tests.unit.datasets.formats import FORMATS
-from tests.unit.shards.resuming import in_memory, samples_and_errors
+from tests.unit.shards.resuming import in_memory, resumes_at_every_position, samples_and_errors
 
 FILES = FORMATS["tfrecord"].files
 
@@ -28,6 +28,13 @@ def framed(*records):
 def read(data, name="x.tfrecord", **options):
     """Samples and errors of a file."""
     return samples_and_errors(hr.TFRecordDataset(in_memory({name: data}), **options))
+
+
+def test_a_stream_continues_at_every_position():
+    store = in_memory(FILES)
+    options = {"chunk_bytes": 500, "shuffle": True, "buffer_size": 4, "shards_in_parallel": 2}
+    found = resumes_at_every_position(lambda: hr.TFRecordDataset(store, **options))
+    assert sorted(found) == sorted(FORMATS["tfrecord"].samples)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 13, 1000])

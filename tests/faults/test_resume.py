@@ -1,7 +1,4 @@
-"""Jobs that SIGKILL ends in mid-epoch, continued by other ranks where this is promised, read each sample once.
-
-Restarts at random, in one process: tests/unit/consumer/test_random_restarts.py.
-"""
+"""Jobs that SIGKILL ends in mid-epoch, continued by other ranks where this is promised, read each sample once."""
 
 from __future__ import annotations
 

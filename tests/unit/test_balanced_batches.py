@@ -40,25 +40,31 @@ def repeated(batches):
     return counts.keys(), counts.total() - len(counts)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=150),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=150),
     st.integers(20, 90),
     st.integers(1, 9),
     st.integers(1, 60),
+    st.integers(5, 9) | st.none(),
 )
 def test_each_sample_comes_once_and_only_fewer_samples_than_ranks_come_twice(
-    lengths, max_tokens, ranks, window
+    samples, max_tokens, ranks, window, most
 ):
-    steps = [*zip(*samplers(lengths, max_tokens, ranks, window=window), strict=True)]
+    """Without a cost and limits, or with both of them."""
+    lengths, images = map(np.array, zip(*samples, strict=True))
+    limits = {"images": (images, most), "samples": (np.ones_like(images), 4)}
+    options = {"cost": hr.quadratic(1, 0.5), "limits": limits} if most else {}
+    parts = samplers(lengths, max_tokens, ranks, window=window, **options)
+    steps = [*zip(*parts, strict=True)]
     indices, more = repeated(itertools.chain.from_iterable(steps))
     assert indices == set(range(len(lengths)))
     assert repeated(itertools.chain.from_iterable(steps[:-1]))[1] == 0
     assert more <= repeated(steps[-1])[1] < ranks
-    assert all(0 < len(batch) <= max_tokens for step in steps for batch in step)
-    assert all(
-        sum(lengths[index] for index in batch) <= max_tokens for step in steps for batch in step
-    )
+    for batch in itertools.chain.from_iterable(steps):
+        assert 0 < len(batch) <= (4 if most else max_tokens)
+        assert lengths[batch].sum() <= max_tokens
+        assert most is None or images[batch].sum() <= most
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
@@ -100,39 +106,6 @@ def test_batches_of_samples_that_cost_more_than_others_are_of_the_same_steps():
     assert before.mean() > 1.3
     assert after.mean() <= 1.03
     assert (after <= 1.03).mean() >= 0.95
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=100),
-    st.integers(20, 90),
-    st.integers(5, 9),
-    st.integers(1, 60),
-)
-def test_limits_hold_in_each_batch_and_each_sample_comes_once(samples, max_tokens, most, window):
-    lengths, images = map(np.array, zip(*samples, strict=True))
-    limits = {"images": (images, most), "samples": (np.ones_like(images), 4)}
-    sampler = hr.BalancedBatchSampler(
-        lengths, max_tokens, cost=hr.quadratic(1, 0.5), limits=limits, window=window
-    )
-    batches = [*sampler]
-    assert sorted(itertools.chain(*batches)) == [*range(len(samples))]
-    for batch in batches:
-        assert lengths[batch].sum() <= max_tokens
-        assert images[batch].sum() <= most
-        assert len(batch) <= 4
-
-
-def test_batches_by_cost_continue_on_another_number_of_ranks():
-    lengths, cost = LENGTHS["log-normal"], hr.quadratic(1, 1 / 8192)
-    first = samplers(lengths, 16_384, 3, cost=cost)
-    given_before = [*itertools.islice(zip(*first, strict=True), 5)]
-    second = samplers(lengths, 16_384, 2, cost=cost)
-    for part in second:
-        part.load_state_dict(first[0].state_dict())
-    rest = [*zip(*second, strict=True)]
-    indices, more = repeated(itertools.chain(*given_before, *rest))
-    assert (len(indices), more) == (len(lengths), 0)
 
 
 def timed(loader, seconds_of_step):
@@ -218,9 +191,10 @@ def test_ranks_take_the_batches_of_one_rank_in_turn_and_epochs_differ():
 @pytest.mark.parametrize("seed", range(3))
 def test_fifty_restarts_with_other_numbers_of_ranks_give_every_sample_once(seed):
     lengths, draw, state, given = np.tile(MIXED, 6), random.Random(seed), None, []
+    options = {"cost": hr.quadratic(1, 1e-3)} if seed == 1 else {}
     for restart in range(51):
         ranks = draw.randint(1, 9)
-        parts = samplers(lengths, 5000, ranks, seed=seed, window=500)
+        parts = samplers(lengths, 5000, ranks, seed=seed, window=500, **options)
         for part in parts if state else ():
             part.load_state_dict(json.loads(json.dumps(state)))
         steps = zip(*parts, strict=True)

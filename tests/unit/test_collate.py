@@ -2,7 +2,6 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -157,19 +156,3 @@ def test_columns_of_other_types_are_tensors_or_lists():
 def test_nulls_in_a_table_are_an_error(rows):
     with pytest.raises(ValueError, match="column 'x' has nulls"):
         hr.collate_table(pa.table({"x": rows}))
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"shuffle": True, "seed": 0}], ids=str)
-def test_batches_of_lists_are_those_of_the_rows(tmp_path, options):
-    rows = [{"id": n, "tokens": [*range(n, n + n % 5)]} for n in range(100)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "0.parquet", row_group_size=30)
-    tables = hr.ParquetDataset(tmp_path, format="arrow")
-    found = []
-    with hr.DataLoader(tables, 16, collate_fn=hr.collate_table, **options) as loader:
-        for batch in loader:
-            tokens = batch["tokens"]
-            lists = tokens["values"].split(tokens["lengths"].tolist())
-            pairs = zip(batch["id"].tolist(), lists, strict=True)
-            found += [{"id": number, "tokens": each.tolist()} for number, each in pairs]
-    assert sorted(found, key=lambda row: row["id"]) == rows
-    assert (found == rows) is ("shuffle" not in options)

@@ -11,7 +11,6 @@ import torch
 from PIL import Image, ImageOps
 
 import headrace as hr
-from headrace.errors import MissingExtraError
 
 ORIENTATION = 0x0112
 
@@ -130,12 +129,6 @@ def test_image_of_16_bits_is_an_error_and_not_clipped():
 def test_arguments_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hr.decode.image(**arguments)
-
-
-def test_without_pillow_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtraError, match=r"headrace\[image\]"):
-        hr.decode.image()
 
 
 @pytest.mark.parametrize("dataset", [hr.ObjectDataset, hr.FileDataset])

@@ -44,6 +44,10 @@ MISTAKES = {
         lambda: hr.DataLoader(Numbers(), transform=asynchronous),
         (TypeError, r"transform must not be async.*map\(\)"),
     ),
+    "an async filter": (
+        lambda: hr.from_async_iterable(stream).filter(asynchronous),
+        (TypeError, "filter must not be async"),
+    ),
     "a transform with a generator": (
         lambda: hr.DataLoader(Numbers(), transform=with_generator),
         (TypeError, "missing a required argument: 'generator'.*@headrace.randomized"),

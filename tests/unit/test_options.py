@@ -44,7 +44,6 @@ from headrace.options import MEMORY_BUDGET, OPTIONS, checked_options
         ({"seed": True}, TypeError, "True"),
         ({"seed": 1.5}, TypeError, "1.5"),
         ({"transform": 3}, TypeError, "transform must be callable"),
-        ({"transform": asyncio.sleep}, TypeError, "transform must not be async"),
         ({"retry": "3"}, TypeError, "RetryPolicy"),
         ({"device_prefetch": -1}, ValueError, "at least 0"),
         ({"device_prefetch": None}, TypeError, "None"),

@@ -163,22 +163,3 @@ def test_the_table_is_true(row, change):
 def test_ranks_never_draw_the_same_numbers(row):
     for make, common in ROWS[row]:
         assert len({number for _, number in numbers(make, common, world=3)}) == LENGTH
-
-
-@pytest.mark.parametrize(
-    "how", [{"dataset": Drawing(draw)}, {"dataset": range(LENGTH), "transform": draw}], ids=str
-)
-def test_torch_datasets_without_a_seed_and_workers_draw_from_the_programs_generators(how):
-    def read():
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        return [
-            sample
-            for batch in hr.DataLoader(**how, batch_size=4, collate_fn=list)
-            for sample in batch
-        ]
-
-    drawn = read()
-    assert drawn == read()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    torch.empty((), dtype=torch.int64).random_()  # the seed that is drawn for the epoch
-    assert drawn == [draw(index) for index in range(LENGTH)]

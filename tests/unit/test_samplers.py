@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import headrace as hr
 from headrace._order.blocks import BlockOrder
-from headrace._order.samplers import BlockSampler, batches
 from tests.datasets import Numbers
 
 SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
@@ -217,29 +216,3 @@ def test_blocks_of_different_sizes_have_every_index_once_at_a_computed_position(
     assert sorted(whole.tolist()) == [*range(sum(sizes))]
     some = np.arange(0, sum(sizes), 3)
     assert np.concatenate([*order.at(some)]).tolist() == whole[some].tolist()
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    *SIZES, st.integers(1, 3), st.integers(1, 20), st.booleans(), st.booleans(), st.integers(0, 400)
-)
-def test_batches_of_arrays_are_those_of_the_indices_one_by_one(
-    length, block, lanes, ranks, size, random, drop, start
-):
-    for sampler in (
-        BlockSampler(
-            length,
-            block_size=block,
-            blocks_at_once=lanes * ranks,
-            shuffle=random,
-            rank=0,
-            world_size=ranks,
-        ),
-        hr.ElasticSampler(length, shuffle=random, rank=ranks - 1, world_size=ranks),
-    ):
-        indices = list(sampler.indices_from(start))
-        found = list(batches(sampler.pieces_from(start), size, drop))
-        assert list(map(list, found)) == list(BatchSampler(indices, size, drop))
-        assert [list(pickle.loads(pickle.dumps(batch))) for batch in found[-1:]] == list(
-            map(list, found[-1:])
-        )

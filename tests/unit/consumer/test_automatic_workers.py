@@ -1,6 +1,5 @@
 """num_workers="auto": batches, states and ends of a loader whose number of workers changes while it runs."""
 
-import json
 import os
 import signal
 import threading
@@ -120,20 +119,6 @@ def test_engine_that_is_started_again_has_the_workers_that_were_found(numbers):
         process.signal(signal.SIGKILL)
         wait_readable(process.sentinel, timeout=120)
         assert set(torch.cat(list(automatic)).tolist()) == {0, 1, 2}
-
-
-def test_restored_batches_do_not_depend_on_the_number_of_workers(numbers):
-    numbers.update({2: 3})
-    with loader() as automatic:
-        batches = iter(automatic)
-        first = [next(batches) for _ in range(10)]
-        state = json.loads(json.dumps(automatic.state_dict()))
-        assert batches.state_dict() == automatic.state_dict()
-    with loader() as restored:
-        restored.load_state_dict(state)
-        rest = list(restored)
-    with loader(num_workers=2) as fixed:
-        assert [str(batch) for batch in fixed] == [str(batch) for batch in first + rest]
 
 
 def test_functions_are_in_workers_from_the_first_batch():

@@ -3,9 +3,7 @@
 import itertools
 
 import pytest
-import torch
 
-import headrace as hr
 from headrace._consumer.prefetch import CALM, PROMPT, Prefetcher
 from headrace._engine.look_ahead import LookAheadSize
 from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
@@ -63,21 +61,6 @@ def numbers(groups):
     return list(itertools.chain(*groups))
 
 
-def test_plans_are_sent_one_by_one_at_first_and_for_longer_after_each_stall():
-    engine = Engine(plans(), 6)
-    engine.ahead.fill()
-    engine.run_without_waiting(PROMPT)
-    assert engine.sent[1:] == [[6 + batch] for batch in range(PROMPT)]
-    for doubled in range(1, 6):
-        engine.run_without_waiting(20)
-        engine.stall()
-        before = len(engine.sent)
-        engine.run_without_waiting(PROMPT << doubled)
-        assert [len(group) for group in engine.sent[before + 1 :]] == [1] * (
-            (PROMPT << doubled) - 1
-        )
-
-
 def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
     engine = Engine(plans(), 6)
     engine.ahead.fill()
@@ -85,29 +68,6 @@ def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
     groups = engine.sent[PROMPT + 1 :]
     assert {len(group) for group in groups} == {5}
     assert numbers(engine.sent) == list(range(engine.ahead.planned))
-
-
-@pytest.mark.parametrize(("size", "group"), [(8, 4), (7, 3), (2, 1), (1, 1)])
-def test_grouped_plans_stay_grouped_after_a_stall(size, group):
-    engine = Engine(plans(), size, group=0.5)
-    engine.ahead.fill()
-    for _ in sizes(engine, 40):
-        assert 1 <= len(engine.ahead.under_way) <= size
-    assert [len(sent) for sent in engine.sent] == [size, *[group] * (len(engine.sent) - 1)]
-    assert numbers(engine.sent) == list(range(engine.ahead.planned))
-
-
-def test_plans_of_a_group_of_blocks_are_sent_together():
-    plans_of_four = (
-        BatchPlan(n, range(4), 0, positions=range(4 * n, 4 * n + 4)) for n in itertools.count()
-    )
-    engine = Engine(plans_of_four, 6, group=0.5, group_of=lambda position: position // 10)
-    engine.ahead.fill()
-    engine.run_without_waiting(200)
-    assert numbers(engine.sent) == list(range(len(numbers(engine.sent))))
-    groups = [{4 * number // 10 for number in sent} for sent in engine.sent[1:]]
-    assert len(groups) > 60
-    assert all(one.isdisjoint(other) for one, other in itertools.pairwise(groups))
 
 
 def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():
@@ -166,24 +126,6 @@ def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     assert numbers([*engine.sent, [plan.number for plan in engine.ahead.held]]) == list(
         range(engine.ahead.planned)
     )
-
-
-class Own(torch.utils.data.SequentialSampler):
-    """May draw random numbers that the training loop draws too."""
-
-
-@pytest.mark.parametrize(
-    ("sampler", "most"),
-    [
-        ({"shuffle": True}, 32),
-        ({"sampler": Own(range(8))}, 4),
-        ({"batch_sampler": torch.utils.data.BatchSampler(Own(range(8)), 2, False)}, 4),
-    ],
-    ids=["torchs", "own", "own in batches"],
-)
-def test_samplers_of_the_user_are_drawn_no_further_ahead_than_by_torch(sampler, most):
-    loader = hr.DataLoader(range(8), num_workers=2, **sampler)
-    assert loader._control.spec.look_ahead(loader) == (4, most)
 
 
 def test_look_ahead_of_workers_grows_while_their_batches_are_small_and_quick():

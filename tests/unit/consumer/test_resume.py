@@ -377,17 +377,6 @@ def test_order_of_a_sampler_whose_epoch_the_program_sets_is_restored():
         assert epochs(continued, 1) == [expected]
 
 
-def test_epoch_without_a_batch_is_at_its_beginning_until_next_was_asked_for():
-    sampler = ElasticSampler(2, rank=0, world_size=3, drop_last=True)
-    with DataLoader(Numbers(2), 1, sampler=sampler, seed=0) as loader:
-        iter(loader)
-        state = loader.state_dict()
-    alone = ElasticSampler(2, rank=0, world_size=1, drop_last=True)
-    with DataLoader(Numbers(2), 1, sampler=alone, seed=0, collate_fn=list) as loader:
-        loader.load_state_dict(state)
-        assert sorted(number for batch in loader for number in batch) == [0, 1]
-
-
 # States that are refused
 
 DIFFERENT = {

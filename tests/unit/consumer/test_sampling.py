@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import RandomSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 import headrace as hr
 from headrace._order.samplers import SeededRandomSampler
@@ -37,16 +37,6 @@ def test_torchs_own_loader_draws_the_same_orders():
     assert [order_of(loader) for _ in range(2)] == [
         hr.Permutation(40, 5, epoch)[:].tolist() for epoch in range(2)
     ]
-
-
-def test_without_set_epoch_each_iteration_is_the_next_epoch():
-    sampler = SeededRandomSampler(range(9), seed=1)
-    assert isinstance(sampler, RandomSampler)
-    assert [list(sampler) for _ in range(3)] == [
-        hr.Permutation(9, 1, epoch)[:].tolist() for epoch in range(3)
-    ]
-    iter(sampler)  # draws nothing, and counts for nothing
-    assert list(sampler) == hr.Permutation(9, 1, 3)[:].tolist()
 
 
 def test_memory_does_not_grow_with_the_length():

@@ -88,13 +88,6 @@ def test_shuffle_moves_no_sample_forward_beyond_its_buffer():
     assert -9 <= min(place - sample for sample, place in position.items()) < -5
 
 
-def test_mix_draws_otherwise_in_another_epoch():
-    mixed = hr.mix([stream(*["a"] * 300), stream(*["b"] * 300)], [3, 1])
-    drawn = list(mixed.take(200))
-    mixed.set_epoch(1)
-    assert drawn != list(mixed.take(200))
-
-
 def test_stream_without_a_sample_is_left_out_of_a_mix_that_ends_with_all():
     rejected = stream(*range(9)).filter(lambda number: False)
     for parts in (

@@ -23,6 +23,7 @@ ZSTD = ["backports", "backports.zstd", "compression", "compression.zstd"]
         ),
         (ZSTD, "zstd", lambda: list(hr.TarDataset(in_memory({"a.tar.zst": b""})))),
         (["google_crc32c"], "tfrecord", lambda: hr.TFRecordDataset("x.tfrecord")),
+        (["PIL.Image"], "image", hr.decode.image),
         (["av"], "video", hr.decode.video),
         (["soundfile"], "audio", hr.decode.audio),
     ],

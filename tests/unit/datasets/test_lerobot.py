@@ -1,7 +1,6 @@
 """Samples of LeRobot datasets are those of lerobot and of PyAV, and only the needed bytes are read."""
 
 import io
-import itertools
 import json
 import pickle
 import re
@@ -126,29 +125,6 @@ def test_a_dataset_without_videos_has_the_rows():
     actions = np.stack([ROWS[3]["action"], ROWS[6]["action"]]).astype(np.float32)
     assert rows[3]["action"].tolist() == actions.tolist()
     assert "front" not in rows[3]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_shuffled_loader_has_each_row_once_and_continues(folder, num_workers):
-    def loader():
-        rows = hr.LeRobotDataset(folder, TIMES)
-        options = {"shuffle": True, "seed": 5, "num_workers": num_workers, "collate_fn": list}
-        return hr.DataLoader(rows, batch_size=4, **options)
-
-    def indices(batches):
-        for sample in itertools.chain.from_iterable(batches):
-            check(sample, sample["index"].item(), TIMES)
-            yield sample["index"].item()
-
-    with loader() as first:
-        every = [*indices(first)]
-    assert sorted(every) == [*range(len(ROWS))] != every
-    with loader() as second:
-        begun = [*indices(itertools.islice(second, 5))]
-        state = json.loads(json.dumps(second.state_dict()))
-    with loader() as third:
-        third.load_state_dict(state)
-        assert [*begun, *indices(third)] == every
 
 
 def groups(video):

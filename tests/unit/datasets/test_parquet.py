@@ -10,14 +10,9 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError
+from tests.unit.datasets.formats import parquet as written
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
-
-
-def written(table, **options):
-    stream = io.BytesIO()
-    pq.write_table(table, stream, **options)
-    return stream.getvalue()
 
 
 def numbers(first, count=ROWS):

@@ -64,22 +64,6 @@ def test_compressed_shards_give_the_same_samples_as_plain_ones(tmp_path, suffix)
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    [
-        "{0000..0005}.tar",
-        "*.tar",
-        "000[0-5].tar",
-        "{0000,000[1-5]}.tar",
-        "",
-        "{000{0..2},000{3..5}}.tar",
-    ],
-)
-def test_braces_globs_and_directories_name_shards(folder, pattern):
-    assert sorted(keys(hr.TarDataset(f"{folder}/{pattern}"))) == ALL
-    assert sorted(keys(hr.TarDataset(f"{folder.as_uri()}/{pattern}"))) == ALL
-
-
-@pytest.mark.parametrize(
     "make",
     [
         hr.LinesDataset,
@@ -254,11 +238,6 @@ def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
             with pytest.raises(ValueError) as raised:
                 list(loader)
             assert expected in "\n".join(raised.value.__notes__)
-
-
-def test_unknown_option_is_refused(folder):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'options'"):
-        hr.TarDataset(folder / "0000.tar", options={"anonymous": True})
 
 
 def test_shuffling_a_stream_by_the_loader_is_refused_with_the_remedy(folder):

@@ -37,14 +37,6 @@ def batches(dataset=None, **options):
         return [batch.tolist() for _ in range(2) for batch in loader]
 
 
-def test_torchs_seed_applies_without_a_loader_seed():
-    drawn = []
-    for options in ({"num_workers": 0}, {"num_workers": 0, "placement": "process"}, *WORKERS):
-        torch.manual_seed(3)
-        drawn.append(batches(**options))
-    assert all(each == drawn[0] for each in drawn)
-
-
 def test_albumentations_draws_another_crop_for_each_batch_and_the_same_wherever_it_runs():
     albumentations = pytest.importorskip("albumentations")
     augment = albumentations.Compose(

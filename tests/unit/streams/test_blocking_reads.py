@@ -6,8 +6,6 @@ import os
 import signal
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from headrace._streams import blocking
 from headrace._streams.blocking import background_loop
@@ -15,7 +13,6 @@ from headrace._streams.iterable_style import AsyncIterableDataset
 from headrace._streams.map_style import AsyncDataset
 from headrace.errors import DeadlockError
 from tests.datasets import SlowDataset
-from tests.unit.streams.reading import Count
 
 SQUARES = SlowDataset(10, 0, make=lambda index: index * index)
 
@@ -66,12 +63,3 @@ def test_forked_process_has_its_own_background_loop(held):
 
 
 # In torch's own loader
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_torchs_loader_runs_async_datasets_in_forked_workers():
-    assert SQUARES[1] == 1  # the parent's background loop is in use before the fork
-    loader = DataLoader(SQUARES, batch_size=4, num_workers=2, multiprocessing_context="fork")
-    assert torch.cat(list(loader)).tolist() == [i * i for i in range(10)]
-    loader = DataLoader(Count(5), batch_size=2, num_workers=1, multiprocessing_context="fork")
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]

@@ -1,7 +1,6 @@
 """Packed sequences have every token of the documents once, in order, with segments, positions and labels."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import headrace as hr
 from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count, outcomes, stream
 
@@ -86,14 +84,6 @@ def test_labels_of_models_that_shift_them_leave_out_the_first_token_of_each_docu
     ]
 
 
-def test_positions_of_a_batch_give_cu_seqlens_with_padding_as_a_document():
-    packed = pack(numbered([3, 4, 2]), 6, "best_fit")
-    positions = torch.tensor([each["positions"] for each in packed])
-    starts = (positions.flatten() == 0).nonzero().flatten()
-    cu_seqlens = torch.cat([starts, starts.new_tensor([positions.numel()])]).int()
-    assert cu_seqlens.tolist() == [0, 4, 6, 9, 12]
-
-
 def test_fields_of_dicts_are_packed_beside_their_tokens():
     documents = [
         {
@@ -152,16 +142,6 @@ async def test_documents_that_differ_after_a_restore_are_an_error():
     assert "the stream has other documents now" in str(await outcomes(restored))
 
 
-def inputs_and_targets(*lengths):
-    """Documents of numbered inputs, with a list of targets and its length."""
-    inputs = numbered([length for length, _ in lengths])
-    targets = numbered([length for _, length in lengths])
-    return [
-        {"tokens": tokens, "targets": values, "lengths": len(values), "documents": 1}
-        for tokens, values in zip(inputs, targets, strict=True)
-    ]
-
-
 # Test vectors of Grain 0.2.18: lengths of documents, length of a sequence, strategy, and the lengths
 # of the documents in each sequence.
 GRAIN = [
@@ -174,94 +154,12 @@ GRAIN = [
     ([10, 15, 4, 10], 20, "first_fit", [[10, 4], [15], [10]]),
     ([10, 15, 4, 10], 20, "best_fit", [[10, 10], [15, 4]]),
 ]
-# Numbers of inputs and targets.
-THREE = [(3, 1), (2, 3), (1, 2)]
 
 
 @pytest.mark.parametrize(("lengths", "seq_len", "strategy", "expected"), GRAIN)
 def test_documents_are_placed_as_by_grain(lengths, seq_len, strategy, expected):
     packed = pack(numbered(lengths), seq_len, strategy, window=3)
     assert sorted([len(each) for each in segments(one)] for one in packed) == sorted(expected)
-
-
-@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-@pytest.mark.parametrize(
-    ("most", "options", "sequences"),
-    [
-        ((3, 3), {}, [[0], [1], [2]]),
-        ((3, 4), {}, [[0], [1], [2]]),
-        ((4, 4), {}, [[0, 2], [1]]),
-        ((5, 5), {}, [[0, 1], [2]]),
-        ((6, 6), {}, [[0, 1, 2]]),
-        ((7, 7), {}, [[0, 1, 2]]),
-        ((6, 6), {"documents": 2}, [[0, 1], [2]]),
-    ],
-)
-def test_limits_of_a_second_length_and_of_documents_are_those_of_grain(
-    strategy, most, options, sequences
-):
-    documents = inputs_and_targets(*THREE)
-    limits = {"lengths": most[1], "documents": 9, **options}
-    packed = pack(documents, most[0], strategy, window=3, carry=("targets",), limits=limits)
-    found = {(*each["tokens"],): each["targets"] for each in packed}
-    expected = {}
-    for numbers in sequences:
-        tokens = [token for number in numbers for token in documents[number]["tokens"]]
-        padded = (*tokens, *[0] * (most[0] - len(tokens)))
-        expected[padded] = [documents[number]["targets"] for number in numbers]
-    assert found == expected
-
-
-@pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-def test_aligned_documents_are_those_of_grain(strategy):
-    whole, *_ = pack(numbered([2, 3, 1]), 8, strategy, window=2, align=1)
-    assert whole["tokens"] == [1, 2, 3, 4, 5, 6, 0, 0]
-    assert whole["segment_ids"] == [1, 1, 2, 2, 2, 3, 0, 0]
-    aligned = pack(numbered([2, 3, 1]), 8, strategy, window=2, align=4)
-    assert [each["tokens"] for each in aligned] == [[1, 2, 0, 0, 3, 4, 5, 0], [6, *[0] * 7]]
-    assert [each["segment_ids"] for each in aligned] == [[1, 1, 0, 0, 2, 2, 2, 0], [1, *[0] * 7]]
-    assert [each["positions"] for each in aligned] == [
-        [0, 1, 0, 1, 0, 1, 2, 0],
-        [0, *range(7)],
-    ]
-
-
-def repeated(numbers):
-    """Documents of a number of as many tokens, with the number of the document."""
-    return [
-        {"tokens": [number] * number, "index": index, "documents": 1}
-        for index, number in enumerate(numbers, 1)
-    ]
-
-
-def test_documents_are_concatenated_as_by_grain():
-    documents = repeated([1, 2, 3, 4, 5, 6, 7, 1, 2])
-    packed = pack(documents, 6, carry=("index",), limits={"documents": 6})
-    assert [(each["tokens"], each["index"]) for each in packed] == [
-        ([1, 2, 2, 3, 3, 3], [1, 2, 3]),
-        ([4, 4, 4, 4, 5, 5], [4, 5]),
-        ([5, 5, 5, 6, 6, 6], [5, 6]),
-        ([6, 6, 6, 7, 7, 7], [6, 7]),
-        ([7, 7, 7, 7, 1, 2], [7, 8, 9]),
-        ([2, 0, 0, 0, 0, 0], [9]),
-    ]
-    packed = pack(documents, 6, carry=("index",), limits={"documents": 2})
-    assert [(each["tokens"], each["segment_ids"], each["index"]) for each in packed] == [
-        ([1, 2, 2, 0, 0, 0], [1, 2, 2, 0, 0, 0], [1, 2]),
-        ([3, 3, 3, 4, 4, 4], [1, 1, 1, 2, 2, 2], [3, 4]),
-        ([4, 5, 5, 5, 5, 5], [1, 2, 2, 2, 2, 2], [4, 5]),
-        ([6, 6, 6, 6, 6, 6], [1, 1, 1, 1, 1, 1], [6]),
-        ([7, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1], [7]),
-        ([7, 1, 0, 0, 0, 0], [1, 2, 0, 0, 0, 0], [7, 8]),
-        ([2, 2, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [9]),
-    ]
-    lengths = [[[*range(7)], [*range(25)]], 10]
-    assert [each["tokens"] for each in pack(*lengths)] == [
-        [0, 1, 2, 3, 4, 5, 6, 0, 1, 2],
-        [*range(3, 13)],
-        [*range(13, 23)],
-        [23, 24, *[0] * 8],
-    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -327,38 +225,3 @@ async def test_document_that_exceeds_a_limit_alone_is_an_error_of_its_own():
         with pytest.raises(ValueError, match=error):
             await anext(packed)
         assert (await anext(packed))["tokens"].tolist() == [7]
-
-
-def test_loader_gives_carried_values_and_continues_with_limits():
-    def make():
-        documents = Count(60).map(
-            lambda number: {
-                "tokens": [number] * (number % 9),
-                "grid": np.full((number % 3, 2), number),
-                "images": number % 3,
-            }
-        )
-        packed = documents.pack(
-            8, "best_fit", window=3, carry=("grid",), limits={"images": 4}, too_long="drop"
-        )
-        return hr.DataLoader(packed, 2, collate_fn=list, num_workers=1)
-
-    with make() as loader:
-        batches, states = [], []
-        for batch in loader:
-            batches.append(batch)
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    assert batches[-1][-1]["too_long"] == 0
-    for batch in itertools.chain(*batches):
-        firsts = [
-            int(batch["tokens"][batch["segment_ids"] == n][0])
-            for n in range(1, 1 + len(batch["grid"]))
-        ]
-        assert [grid.tolist() for grid in batch["grid"]] == [
-            [[first] * 2] * (first % 3) for first in firsts
-        ]
-    for number in (0, len(states) // 2):
-        with make() as restored:
-            restored.load_state_dict(states[number])
-            rest = [*restored]
-        assert str(rest) == str(batches[number + 1 :])

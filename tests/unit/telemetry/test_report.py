@@ -164,10 +164,20 @@ def slow_transform(sample):
     return sample
 
 
+class Limited(Numbers):
+    gate = asyncio.Lock()
+
+    async def aget(self, index):
+        async with self.gate:  # a source that serves one at a time
+            await asyncio.sleep(0.01)  # latency
+        return index
+
+
 @pytest.mark.parametrize(
     ("limit", "dataset", "options"),
     [
         ("latency", SlowDataset(64, 0.02), {"concurrency": 1}),
+        ("source", Limited(64), {"concurrency": 32}),
         ("throttling", Throttled(64), {"concurrency": 1}),
         ("look-ahead", Numbers(64), {"sampler": SlowSampler(), "concurrency": 2}),
         ("workers", list(range(64)), {"collate_fn": slow_transform}),
@@ -178,6 +188,7 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
         list(loader)
         report = loader.report()
     assert report.limit == limit
+    assert limit != "source" or "concurrency" not in report.change
     assert report.requests.throttled == (64 if limit == "throttling" else 0)
     assert ("Predicted wait" in str(report)) == ("Predicted wait after it, if " in str(report))
     assert len(repr(report)) < 100
@@ -198,23 +209,6 @@ def test_blocking_call_is_the_limit_where_all_is_fetched_before_the_first_batch_
         report = loader.report()
     assert report.limit == "blocked-loop"
     assert "in Blocking.aget" in report.evidence
-
-
-class Limited(Numbers):
-    gate = asyncio.Lock()
-
-    async def aget(self, index):
-        async with self.gate:  # a source that serves one at a time
-            await asyncio.sleep(0.01)  # latency
-        return index
-
-
-def test_source_that_serves_no_more_at_once_is_not_asked_for_more():
-    with hr.DataLoader(Limited(64), 2, concurrency=32) as loader:
-        list(loader)
-        report = loader.report()
-    assert report.limit == "source"
-    assert "concurrency" not in report.change
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])

@@ -218,14 +218,6 @@ class NeedsTwo(Exception):
         super().__init__(left)
 
 
-class Composes(Exception):
-    """Composes its message; a second call would compose it a second time."""
-
-    def __init__(self, path):
-        super().__init__(f"corrupt: {path}")
-        self.path = path
-
-
 class HasSlots(Exception):
     __slots__ = ("path",)
 
@@ -253,7 +245,6 @@ def raised(action, *args):
 
 EXACT = [
     NeedsTwo(1, 2),
-    Composes("a.jpg"),
     HasSlots("a.jpg", 3),
     Gone("k", "b"),
     NotUtf8("a.txt", b"\xff"),

@@ -32,8 +32,7 @@ from harness import Figure, Rounds, claim, describe_machine, interleave, parse_a
 
 import headrace as hr
 from headrace._consumer import control
-from headrace._device.copy import Copier
-from headrace._device.pinning import Registry
+from headrace._device.copy import Copier, Registry
 
 MIB = 2**20
 PEAKS = (1, 4, 16, 38, 64, 154, 256, 1024)

@@ -22,8 +22,7 @@ from headrace._consumer.deliver import Finish, checked_length, opened, should_pi
 from headrace._consumer.epoch import Epoch
 from headrace._consumer.position import Position
 from headrace._consumer.worker_search import RECORDS, WorkerSearch
-from headrace._device.copy import Copier
-from headrace._device.pinning import pin
+from headrace._device.copy import Copier, pin
 from headrace._device.stage import DeviceStage
 from headrace._device.streams import streams_of
 from headrace._engine.assemble import Assembler

@@ -33,8 +33,7 @@ from headrace._shards.index_file import (
     dump_index,
     map_index,
 )
-from headrace._shards.positions import PartPosition
-from headrace._shards.reading import BadRecord, Decoder, ReadAhead, ShardReader
+from headrace._shards.reading import BadRecord, Decoder, PartPosition, ReadAhead, ShardReader
 from headrace._store.disk_cache import secure_folder
 from headrace._store.errors import RequestFailure
 from headrace._store.head import Head, check_version

@@ -7,8 +7,7 @@ from collections import deque
 from typing import Any
 
 from headrace._ranks.distributed import ReaderShare
-from headrace._shards.positions import PartPosition
-from headrace._shards.reading import BadRecord, ShardReader
+from headrace._shards.reading import BadRecord, PartPosition, ShardReader
 from headrace._streams.epochs import Order
 from headrace._streams.resumable import ORIGINS, Origins, State, StreamOperation, close_all
 from headrace.errors import HeadraceError, StateError

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headrace._base.text import short_repr
 from headrace._shards.discovery import Shard
-from headrace._shards.positions import names_digest
+from headrace._shards.reading import names_digest
 from headrace._store.listing import require_pyarrow
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -14,8 +14,7 @@ from headrace._order.samplers import BlockSampler
 from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._records.failure import as_exception
 from headrace._shards.discovery import Shard
-from headrace._shards.positions import names_digest
-from headrace._shards.reading import BadRecord
+from headrace._shards.reading import BadRecord, names_digest
 from headrace._store.ranges import map_all
 from headrace._streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._streams.iterable_style import AsyncIterableDataset

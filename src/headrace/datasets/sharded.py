@@ -20,8 +20,7 @@ from headrace._shards.indexing import (
     open_index,
     place_of,
 )
-from headrace._shards.positions import names_digest
-from headrace._shards.reading import Decoder, ReadAhead
+from headrace._shards.reading import Decoder, ReadAhead, names_digest
 from headrace._shards.stream import ShardIterator
 from headrace._shards.unpacked import UNPACKED_BYTES
 from headrace._store.store import StoreLike, as_store

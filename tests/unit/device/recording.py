@@ -13,7 +13,7 @@ import torch
 from headrace import loader as loading
 from headrace._consumer import control
 from headrace._device import copy
-from headrace._device.pinning import Registry
+from headrace._device.copy import Registry
 from headrace.errors import CudaGraphError
 from tests.datasets import Numbers
 

@@ -5,8 +5,7 @@ from collections import OrderedDict, UserDict, namedtuple
 import pytest
 import torch
 
-from headrace._device.copy import Copier
-from headrace._device.pinning import Registry
+from headrace._device.copy import Copier, Registry
 
 Point = namedtuple("Point", ["x", "label"])
 

@@ -278,7 +278,6 @@ DAMAGES = {  # of a database of eight entries: what is done, how many are lost, 
         False,
     ),
     "cut": (lambda path: os.truncate(path, 5 * PAGE + 100), 8, True),
-    "empty": (lambda path: os.truncate(path, 0), 8, False),
     "not a database": (lambda path: path.write_bytes(os.urandom(50_000)), 8, True),
     "deleted": (lambda path: path.unlink(), 8, False),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), 8, True),
@@ -286,11 +285,6 @@ DAMAGES = {  # of a database of eight entries: what is done, how many are lost, 
     "a folder": (lambda path: (path.unlink(), path.mkdir()), 8, True),
     "of another library": (of_another_library, 8, True),
     "of another version": (lambda path: path.parent.rename(f"{path.parent}0"), 8, False),
-    "a log with garbage": (
-        lambda path: pathlib.Path(f"{path}-wal").write_bytes(os.urandom(500)),
-        0,
-        False,
-    ),
 }
 
 

@@ -87,15 +87,3 @@ def test_code_in_documents_and_docstrings_is_no_prose(check):
     docstring = '"""Read a shard.\n\n    >>> it = that\n"""\n'
     files = {"src/a.py": docstring, "docs/a.md": "Shards.\n```python\nit = that\n```\n"}
     assert check(files) == (0, [])
-
-
-def test_table_has_the_measures_of_each_file_and_of_all(check):
-    status, printed = check({"src/a.py": PLAIN, "docs/a.md": PRONOUNS}, "--table")
-    assert status == 0
-    rows = {row.split(maxsplit=5)[-1]: row.split(maxsplit=5)[:-1] for row in printed[1:]}
-    assert rows == {
-        "src/a.py": ["14", "7.0", "0", "0.0", "5.5"],
-        "docs/a.md": ["0", "0.0", "0", "400.0", "0.0"],
-        "all of src": ["14", "7.0", "0", "0.0", "5.5"],
-        "all of docs": ["0", "0.0", "0", "400.0", "0.0"],
-    }

@@ -1,4 +1,4 @@
-"""Every kind of dataset against ``python -m http.server``, which has neither ranges nor entity tags."""
+"""Shards from ``python -m http.server``, which has neither ranges nor entity tags."""
 
 import contextlib
 import os
@@ -7,9 +7,6 @@ import subprocess
 import sys
 import tarfile
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
@@ -26,10 +23,6 @@ def folder(tmp_path_factory):
             for i in range(SAMPLES):
                 (folder / f"{shard}{i:03}.bin").write_bytes(os.urandom(100_000))
                 archive.add(folder / f"{shard}{i:03}.bin", f"{shard}{i:03}.bin")
-    (folder / "a.txt").write_text("".join(f"{i:0100}\n" for i in range(3000)))
-    (folder / "empty.txt").write_text("")
-    np.save(folder / "tokens.npy", np.arange(100_000, dtype=np.uint16))
-    pq.write_table(pa.table({"a": range(10_000)}), folder / "a.parquet", row_group_size=1000)
     return folder
 
 
@@ -61,18 +54,3 @@ def test_tar_shards_are_read_from_http_server(folder, url, is_indexed):
     assert {sample["__key__"]: sample["bin"] for sample in samples} == {
         path.stem: path.read_bytes() for path in folder.glob("*.bin")
     }
-
-
-def test_lines_windows_and_rows_are_read_from_http_server(url):
-    assert list(hr.LinesDataset(f"{url}/a.txt", chunk_bytes=50_000)) == [
-        f"{i:0100}" for i in range(3000)
-    ]
-    assert list(hr.LinesDataset([f"{url}/empty.txt", f"{url}/a.txt"]))[-1] == f"{2999:0100}"
-    windows = read(hr.TokenDataset(f"{url}/tokens.npy", seq_len=10, stride=10), batch_size=100)
-    assert [window[0].item() % 65536 for window in windows] == [
-        i % 65536 for i in range(0, 100_000, 10)
-    ]
-    assert [row["a"] for row in hr.ParquetDataset(f"{url}/a.parquet")] == list(range(10_000))
-
-    with pytest.raises(hr.StoreError, match=r"\{000\.\.127\}\.tar"):  # it has no listing
-        hr.TarDataset(f"{url}/*.tar")

@@ -181,28 +181,6 @@ def test_epoch_of_a_tar_stream_delivers_every_sample_once(place, engine):
     assert came == collections.Counter(f"text of {key}" for key in SAMPLES)
 
 
-def test_epoch_of_indexed_tars_delivers_every_sample_once_and_stores_the_index(place):
-    for _ in range(2):  # made, then found
-        dataset = TarDataset.index(at(place, "tars/{0..2}.tar"), store=place.store())
-        with DataLoader(
-            dataset, batch_size=4, shuffle=True, transform=lambda sample: sample["__key__"]
-        ) as loader:
-            assert sorted(key for batch in loader for key in batch) == sorted(SAMPLES)
-
-
-def test_epochs_of_lines_and_windows_deliver_everything_once(place):
-    shards = [at(place, "lines/a.jsonl"), at(place, "lines/b.jsonl.gz")]
-    with DataLoader(
-        LinesDataset(shards, store=place.store()), batch_size=4, collate_fn=list
-    ) as loader:
-        rows = [row for batch in loader for row in batch]
-    assert sorted(rows, key=lambda row: row["row"]) == ROWS
-    dataset = TokenDataset(at(place, "tokens/{0..1}.bin"), seq_len=50, store=place.store())
-    with DataLoader(dataset, batch_size=4) as loader:
-        tokens = [token for batch in loader for token in batch.flatten().tolist()]
-    assert tokens == TOKENS.tolist()
-
-
 def test_large_object_is_read_whole_in_parts(place):
     if not place.lists:  # the first part tells the size
         dataset = ObjectDataset(place.store("large"), keys=["one.bin"])

@@ -126,10 +126,6 @@ def test_requests_are_unsigned_with_aws_skip_signature(monkeypatch, recorder):
     assert set(recorder.asked) == {""}
 
 
-def test_allow_http_beside_store_options_is_applied(recorder):
-    assert read_from(recorder, skip_signature=True, allow_http="true") == ""
-
-
 # Profiles
 
 

@@ -10,10 +10,8 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 import headrace as hr
 from headrace._pool import launch, supervisor
@@ -78,15 +76,6 @@ def test_the_first_iteration_uses_the_process_that_was_started_with_the_loader(r
     assert printed(run(program)) == ["True"] * 3
 
 
-def test_a_loader_that_is_never_iterated_leaves_no_process(run):
-    def program():
-        loader()
-        print(helper())
-
-    (pid,) = printed(run(program))
-    assert not Path("/proc", pid).exists()
-
-
 def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its_own(run):
     def program():
         made, (read, write) = loader(), os.pipe()
@@ -109,25 +98,6 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
             assert select.select([descriptor], [], [], 60)[0]
         finally:
             os.close(descriptor)
-
-
-def test_a_loader_without_processes_of_the_helper_starts_none(monkeypatch):
-    monkeypatch.setattr(launch, "_zygote", None)
-    loader(num_workers=0)
-    loader(multiprocessing_context="fork")
-    hr.DataLoader(torch.arange(4), num_workers=1)
-    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    loader()  # in a main module that a spawned process imports
-    assert launch._zygote is None
-
-
-def test_why_it_cannot_be_started_is_raised_by_the_first_iteration(monkeypatch):
-    monkeypatch.setattr(launch, "_zygote", None)
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    made = loader()
-    assert launch._zygote is None
-    with pytest.raises(OSError, match="python"):
-        iter(made)
 
 
 @pytest.mark.parametrize("how", ["blocks", "ignores"])

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
 import headrace as hr
 from object_server import Fault, ObjectServer
@@ -28,14 +28,13 @@ def _small_blocks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def started():
-    tar, tokens = tars.shard(range(64), bin=body_of), TOKENS.tobytes()
-    with ObjectServer({"0.bin": tokens, "1.bin": tokens, "0.tar": tar}) as server:
+    tar = tars.shard(range(64), bin=body_of)
+    with ObjectServer({"0.bin": TOKENS.tobytes(), "0.tar": tar}) as server:
         yield server
 
 
-def windows(server, *shards):
-    urls = [f"{server.url}/{shard}.bin" for shard in shards or (0,)]
-    return hr.TokenDataset(urls, seq_len=WINDOW, store=store_of(server))
+def windows(server):
+    return hr.TokenDataset(f"{server.url}/0.bin", seq_len=WINDOW, store=store_of(server))
 
 
 def tar(server):
@@ -119,20 +118,6 @@ def test_only_blocks_that_are_missing_or_damaged_are_fetched_each_once(server, f
     rows, _ = epoch(Subset(cached, numbers), batch_size=len(numbers))
     assert rows == rows_of(numbers)
     assert spans(server) == [(0, BLOCK * WINDOW * 2)]
-
-
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_subsets_and_concatenations_with_a_cached_part_join_reads(server, folder, concurrency):
-    first, second = windows(server, 0), windows(server, 1).cache(folder)
-    both = ConcatDataset([Subset(first, range(100)), Subset(second, range(100))])
-    for requests, hits, misses in ((True, 0, 10), (True, 10, 0)):
-        rows, counts = epoch(both, concurrency=concurrency)
-        assert rows == rows_of(range(100)) * 2
-        assert (0 < counts.requests < 20) == requests
-        assert counted(counts, "hits", "misses") == {"hits": hits, "misses": misses}
-    rows, counts = epoch(Subset(second, range(50, 150)), concurrency=concurrency)
-    assert rows == rows_of(range(50, 150))
-    assert counted(counts, "hits", "misses") == {"hits": 5, "misses": 5}
 
 
 def test_datasets_of_one_shard_share_blocks_and_a_replaced_shard_has_others(folder):

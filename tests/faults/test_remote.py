@@ -15,7 +15,7 @@ import torch
 
 import headrace as hr
 from headrace._links import remote
-from tests.datasets import Numbers, TorchStream
+from tests.datasets import Numbers
 from tests.tcp_host import TcpHost, TcpPlacement
 
 BATCHES = 60
@@ -31,13 +31,6 @@ class Slow(Numbers):
 
 class Slower(Slow):
     latency = 0.02  # most of the epoch is made after a kill
-
-
-class Broken(Numbers):
-    async def aget(self, index):
-        if index == 13:
-            raise LookupError("no sample 13")
-        return index
 
 
 def noisy(index):
@@ -128,15 +121,6 @@ def test_kill_loses_no_batch(expected, engines, whole_host):
     assert re.match(r"(the engine|engine 0 of 2) \(on node 127.0.0.1\) was lost: ", lost[0])
 
 
-def test_error_of_a_sample_names_the_sample():
-    with (
-        loader(TcpPlacement(), Broken(20), transform=None) as there,
-        pytest.raises(LookupError, match="no sample 13") as caught,
-    ):
-        list(there)
-    assert any("index 13" in note for note in caught.value.__notes__)
-
-
 def test_connection_without_the_token_is_closed(expected, monkeypatch):
     connect = TcpHost.connect
     tried = []
@@ -191,10 +175,7 @@ def test_arguments_that_exclude_each_other_are_refused():
     placement = TcpPlacement(engines=4)
     for options, reason in (
         ({"engines": 2}, r"use TcpPlacement\(engines=2"),
-        ({"num_workers": 2}, "num_workers must be 0 or at least 4, but got 2"),
         ({"num_workers": "auto"}, "engines on this machine"),
     ):
         with pytest.raises(ValueError, match=reason):
             loader(placement, **options)
-    with pytest.raises(ValueError, match="a torch dataset is read by num_workers"):
-        hr.DataLoader(TorchStream(3), placement=placement)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import headrace as hr
 from tests.documents import ROOT
 from tests.integrations import on_ray
 from tests.integrations.on_ray import (
@@ -112,18 +111,6 @@ def test_example_of_a_cluster_loses_a_node_and_no_batch():
     assert len(found) == 3
     assert len(set(found)) == 1
     assert "was lost" in run.stdout
-
-
-def test_arguments_that_exclude_each_other_are_refused():
-    placement = hr.RayPlacement(engines=4)
-    for options, reason in (
-        ({"engines": 2}, r"use RayPlacement\(engines=2"),
-        ({"num_workers": 2}, "num_workers must be 0 or at least 4, but got 2"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            made_loader(placement=placement, **options)
-    with pytest.raises(ValueError, match="a torch dataset is read by num_workers"):
-        hr.DataLoader([1, 2], placement=placement)
 
 
 # Ray Train.

@@ -185,49 +185,6 @@ def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, na
         assert batches(loader) == expected
 
 
-class Draws(torch.utils.data.Dataset):
-    """Random numbers of the worker's generator, which is the state."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return int(torch.randint(1000, (1,)))
-
-    def state_dict(self):
-        return {"rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state):
-        torch.set_rng_state(state["rng"])
-
-
-@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
-def test_worker_without_a_delivered_batch_draws_the_same_numbers_after_a_restore(loader_class):
-    loader = loader_class(Draws(), num_workers=3)
-    iterator = iter(loader)
-    next(iterator)  # of the first of three workers
-    state = loader.state_dict()
-    expected = batches(iterator)
-    restored = loader_class(Draws(), num_workers=3)
-    restored.load_state_dict(state)
-    assert batches(restored) == expected
-
-
-@pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
-def test_later_epochs_are_seeded_from_the_restored_generator(loader_class):
-    def make():
-        generator = torch.Generator().manual_seed(4)
-        return loader_class(Draws(), num_workers=2, generator=generator)
-
-    loader = make()
-    batches(loader)
-    state = loader.state_dict()
-    expected = batches(loader)
-    restored = make()
-    restored.load_state_dict(state)
-    assert batches(restored) == expected
-
-
 class Reversed(torch.utils.data.Sampler):
     """Indices that the training loop reverses from the present one on, as a curriculum does."""
 

@@ -12,11 +12,8 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Count, Map, Numbers, Stream
-from tests.parity.harness import NAMES, epochs, parity, raised_by
+from tests.parity.harness import epochs, parity, raised_by
 
-ASYNC = [name for name in NAMES if name.startswith("async")]
-NO_WORKERS = [NAMES[0], NAMES[2]]
-WITH_WORKERS = [NAMES[1], NAMES[3]]
 REFUSED = (
     {"batch_size": 0},
     {"batch_size": -1},

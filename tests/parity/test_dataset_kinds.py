@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.utils import data
-from torch.utils.data.datapipes.map import SequenceWrapper
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Count, Endless, Map, Numbers, Stream, tensors
@@ -256,11 +255,3 @@ class AsyncStream(hr.AsyncIterableDataset):
 )
 def test_blocking_reads_of_an_async_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
-
-
-@parity(
-    "a `MapDataPipe` is read as a map-style dataset",
-    not_for=dict.fromkeys(ASYNC, "data pipes are torch's"),
-)
-def test_map_data_pipe(same):
-    same(lambda DataLoader: list(DataLoader(SequenceWrapper(list(range(10))), batch_size=4)))

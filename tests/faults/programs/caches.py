@@ -62,17 +62,14 @@ def lock_for_ever(wire, database):
     time.sleep(1000)
 
 
-def read_objects(wire, store, folder, expected, epochs, cache_options):
+def read_objects(wire, store, folder, expected):
     """Read cached objects and check their bytes; sends hits, misses and damaged entries."""
-    dataset = hr.ObjectDataset(store).cache(folder, **cache_options)
+    dataset = hr.ObjectDataset(store).cache(folder)
     wire.send("ready")
     wire.recv()
-    with hr.DataLoader(
-        dataset, batch_size=3, collate_fn=lambda samples: samples, shuffle=True
-    ) as loader:
-        for _ in range(epochs):
-            for batch in loader:
-                for sample in batch:
-                    assert bytes(sample.data) == expected[sample.key], sample.key
+    with hr.DataLoader(dataset, batch_size=3, collate_fn=list, shuffle=True) as loader:
+        for batch in loader:
+            for sample in batch:
+                assert bytes(sample.data) == expected[f"train/{sample.key}"], sample.key
         counts = loader.stats().requests
     wire.send((counts.cache_hits, counts.cache_misses, counts.cache_damaged))

@@ -10,7 +10,7 @@ import contextlib
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from headrace._base.remote_placement import RemotePlacement
 from headrace._base.text import warn_user
@@ -46,7 +46,6 @@ class EngineGroup(Link):
         first: number of the first batch.
         cluster: the placement of engines on other machines. Such engines may take long to start.
             None for this machine.
-        later: engines to link after another engine has begun. The first batch needs a core.
     """
 
     guarded = True
@@ -59,7 +58,6 @@ class EngineGroup(Link):
         *,
         first: int,
         cluster: RemotePlacement | None = None,
-        later: Sequence[int] = (),
     ) -> None:
         self.messages: deque[Answer] = deque()
         self._connect = connect
@@ -77,7 +75,6 @@ class EngineGroup(Link):
         self._links: dict[int, Link] = {}
         # engines that run, or will run within a moment
         self._running = set(range(engines)) if cluster is None else set[int]()
-        self._later = later
         self._lost: dict[int, SessionEnd] = {}  # dead engines, and their last messages
         # Ctrl-C, as text: messages may be missing, so all engines must be linked again
         self._interruption: str | None = None
@@ -90,8 +87,7 @@ class EngineGroup(Link):
         self.source = self._selector.fileno()
         try:
             for number in range(engines):
-                if number not in later:
-                    self._add(number)
+                self._add(number)
         except BaseException:  # Ctrl-C too: nothing owns the links yet
             self.leave()
             self.close()
@@ -109,7 +105,6 @@ class EngineGroup(Link):
         if not isinstance(error, Exception):
             # Not the error: the frames of the traceback refer to this object.
             self._interruption = repr(error)
-            self._later = ()
 
     def _link_again(self, interruption: str) -> None:
         """Replace all links. Engines make missing batches again."""
@@ -162,14 +157,7 @@ class EngineGroup(Link):
         ready = [*self._links]
         if self._engines > 1 and self._cluster is None:
             ready = [key.data for key, _ in self._selector.select(0)]
-        arrived = self._take_in(ready)
-        if arrived and self._later:
-            later, self._later = self._later, ()
-            try:
-                for number in later:
-                    self._add(number)
-            except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
-                self._end(error)
+        self._take_in(ready)
         while self._lost and not self._over:
             # Find all dead engines first: no dead engine may get the batches of another.
             self._take_in([*self._links])
@@ -206,13 +194,11 @@ class EngineGroup(Link):
         self._over = True
         self.messages.append(SessionEnd(error))
 
-    def _take_in(self, numbers: Iterable[int]) -> bool:
-        arrived = False
+    def _take_in(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             link = self._links[number]
             link.receive()
             while link.messages and not self._over:
-                arrived = True
                 message = link.messages.popleft()
                 if isinstance(message, HostBatch):
                     times = self._times_of_all(link, message.times)
@@ -228,7 +214,6 @@ class EngineGroup(Link):
                 elif isinstance(message, SessionEnd):  # user code: set_epoch, imports
                     self._end(message.error)
         self._dealer.take_made(self.messages)
-        return arrived
 
     def _times_of_all(self, link: Link, times: StageTimes) -> StageTimes:
         """Return the times of a batch, with the load of all engines and mean times."""

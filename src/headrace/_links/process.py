@@ -76,8 +76,7 @@ class ProcessPlacement(Placement):
     ) -> Session:
         assert work is not None
         connect = functools.partial(self.connect, work, start)
-        later = [engine for engine in range(1, self._count) if engine not in self._engines]
-        return Session(EngineGroup(config, connect, self._count, first=start.batch, later=later))
+        return Session(EngineGroup(config, connect, self._count, first=start.batch))
 
     def _end(self) -> None:
         for engine in self._engines.values():

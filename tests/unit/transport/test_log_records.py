@@ -130,5 +130,7 @@ def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process
     with hr.DataLoader(Numbers(4), **options) as loader:
         assert [batch.tolist() for batch in loader] == [[os.getpid()] * 2] * 2
         assert loader.stats().placement == "thread"
-    with pytest.raises(ValueError, match="placement= and multiprocessing_context= exclude each other"):
+    with pytest.raises(
+        ValueError, match="placement= and multiprocessing_context= exclude each other"
+    ):
         iter(hr.DataLoader(Numbers(4), placement="process", **options))

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -279,13 +280,9 @@ def _collate_into_destination(batch: object, ours: _FunctionsByType = _OURS) -> 
     return collate(batch, collate_fn_map=functions)
 
 
-def _collate_as_torch_into_destination(batch: object) -> object:
-    return _collate_into_destination(batch, {})
-
-
 # Default collate functions, each with the variant that stacks into the destination.
 _DESTINED: tuple[tuple[CollateFn, CollateFn], ...] = (
-    (torch_default_collate, _collate_as_torch_into_destination),
+    (torch_default_collate, partial(_collate_into_destination, ours={})),
     (default_collate, _collate_into_destination),
 )
 

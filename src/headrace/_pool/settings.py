@@ -75,13 +75,6 @@ def _set_names_of_levels(names: dict[str, int]) -> None:
             logging.addLevelName(level, name)
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
 _SETTINGS = {
     "recursion limit": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     "time-out of sockets": _Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
@@ -99,6 +92,10 @@ _SETTINGS = {
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
     "deterministic algorithms of torch": _Setting(
-        _deterministic, lambda value: set_deterministic_algorithms(value[0], warn_only=value[1])
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: set_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
 }

@@ -108,19 +108,12 @@ def shard_errors(what: str, shard: str, offset: int | None = None) -> Iterator[N
             error = error.exceptions[0]
         if isinstance(error, HeadraceError):
             raise error from error.__cause__
-        if not isinstance(error, Exception) and not is_panic(error):
+        # `except Exception` does not catch a panic of Rust code.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = "it has no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
         message = " ".join(f"{what}: {cause} {error}".split())
         raise ShardError(message, shard=shard, offset=offset) from None
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of Rust code.
-
-    `except Exception` does not catch a panic.
-    """
-    return type(error).__name__ == "PanicException"
 
 
 class HeaderReader:

@@ -19,7 +19,7 @@ from headrace._store.listing import (
     StringArray,
     list_objects,
 )
-from headrace._store.store import StoreLike, as_store
+from headrace._store.store import Store, StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
@@ -147,7 +147,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
                 if column is not None and len(column) != len(keys):
                     raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
             self._catalog = Catalog(
-                StringArray(map(self._store.key_of, keys)),
+                StringArray(_key(self._store, row, value) for row, value in enumerate(keys)),
                 None if sizes is None else array("q", map(_size, sizes)),
                 None if etags is None else StringArray(map(_etag, etags)),
                 None if checksums is None else StringArray(map(_checksum, checksums)),
@@ -189,6 +189,12 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         return ObjectSample(
             self._keys[index], data, None if self._labels is None else self._labels[index]
         )
+
+
+def _key(store: Store, row: int, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"row {row}: a key must be text, but got {value!r}")
+    return store.key_of(value)
 
 
 def _size(value: Any) -> int:

@@ -164,7 +164,8 @@ class PreparedLoader(DataLoader[T_co]):
             with self._as_rank():
                 batch = next(batches, _END)
             while batch is not _END and error is None:
-                before, following = last_point(), cast(Any, None)
+                before = last_point()
+                following: Any = None
                 try:
                     with self._as_rank():
                         following = next(batches, _END)

@@ -30,8 +30,9 @@ from headrace.samplers import ElasticSampler
 try:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 except ImportError as error:
-    found = transformers.__version__
-    raise ImportError(f"headrace needs transformers 5.23 or later, not {found}") from error
+    raise ImportError(
+        f"headrace needs transformers 5.23 or later, not {transformers.__version__}"
+    ) from error
 if is_datasets_available():
     import datasets.distributed
 
@@ -229,8 +230,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 )
             state = LoaderState.from_dict(saved)
             if not sized and state.steps % accumulation:
-                steps = f"no whole steps of gradient_accumulation_steps={accumulation}"
-                raise StateError(f"{state.steps} batches of a stream of unknown length are {steps}")
+                raise StateError(
+                    f"{state.steps} batches of a stream of unknown length are "
+                    f"no whole steps of gradient_accumulation_steps={accumulation}"
+                )
             dataloader.load_state_dict(saved)
         except StateError as error:
             error.add_note(

@@ -255,5 +255,5 @@ def test_distributed_sampler_that_was_restored_at_its_end_gives_a_whole_next_epo
 
 def test_state_of_torchdata_is_refused_with_its_keys():
     state = CASES["random sampler"](torchdata.StatefulDataLoader).state_dict()
-    with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader .*: \{'_"):
+    with pytest.raises(hr.StateError, match=r"no state of a headrace\.DataLoader: \{'_"):
         CASES["random sampler"](hr.DataLoader).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Copies of batches to a device, executed while the device computes.
+"""Copies of batches to a device, executed while the device computes, and pinned memory.
 
 The consumer's thread enqueues the copies.
 """

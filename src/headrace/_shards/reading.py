@@ -1,4 +1,4 @@
-"""Reading of a shard by ranged requests: bytes in order, and samples."""
+"""Reading of a shard by ranged requests: bytes in order, samples, and positions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from headrace._shards.discovery import Shard
 from headrace._store.head import Head, InitialRead, same_tag
 from headrace._streams.resumable import State
 from headrace.errors import HeadraceError, ShardError, StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class PartPosition(NamedTuple):
@@ -73,10 +76,6 @@ def names_digest(names: Iterable[str]) -> str:
         digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
         count += 1
     return f"{count} ({digest.hexdigest()})"
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class BadRecord(NamedTuple):

@@ -13,10 +13,9 @@ import torch
 from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.compression import refuse_compressed
 from headrace._shards.discovery import Shard, Shards, find_shards
-from headrace._shards.token_index import read_index
+from headrace._shards.token_files import npy_layout, read_index
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
-from headrace.datasets.arrays import npy_layout
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.opening import OnOpeningError, opened
 

@@ -1,19 +1,50 @@
-"""Index files beside shards of tokens.
+"""Headers of ``.npy`` files, and index files beside shards of tokens.
 
 Megatron writes ``.idx``. datatrove writes ``.ds.index``.
 """
 
 from __future__ import annotations
 
+import io
 import struct
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace._base.array_types import AnyDType, IntArray
-from headrace._shards.discovery import Shard
+from headrace._shards.discovery import Shard, shard_errors
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
+
+_PARSERS: dict[tuple[int, int], Any] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class NpyLayout(NamedTuple):
+    """Layout of the array in a file."""
+
+    begin: int  # offset of the data
+    dtype: AnyDType
+    shape: tuple[int, ...]
+    columns_first: bool
+
+
+def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> NpyLayout:
+    """Return the layout of a file from the file's first bytes."""
+    stream = io.BytesIO(first)
+    with shard_errors(f"not a .npy file{remedy}", shard.name):
+        version = np.lib.format.read_magic(stream)
+        parse = _PARSERS.get(version)
+        if parse is None:
+            raise ValueError(f"version {version} is unknown")
+        shape, columns_first, dtype = parse(stream)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    return NpyLayout(stream.tell(), dtype, shape, columns_first)
+
 
 # Magic, version, type, number of sequences, number of bounds of documents.
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")

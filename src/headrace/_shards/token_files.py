@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import struct
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.discovery import Shard, shard_errors
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
-_PARSERS: dict[tuple[int, int], Any] = {
+_PARSERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
     (3, 0): np.lib.format.read_array_header_2_0,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from headrace._streams.kinds import DatasetKind, walk_datasets
 from headrace._streams.read_ahead import Chunk, Raised, ReadAhead, raised_by
-from headrace._streams.resumable import Reread, State
+from headrace._streams.resumable import Reread, State, close_all
 
 
 class Fetching(Protocol):
@@ -73,7 +73,7 @@ class FetchFunctions(ReadAhead):
         session = fetching.get()
         super().__init__(source, in_place=session is None)
         self._functions = functions
-        self._session: Any = session
+        self._session = cast(Fetching, session)  # None only in place
 
     async def __anext__(self) -> Any:
         if not self._in_place:
@@ -86,6 +86,9 @@ class FetchFunctions(ReadAhead):
             await self._reread.read(self._inner, self.operation)
         except Exception as error:  # the following rows are unknown
             self._outcomes.append(Raised(error))
+            self._read_all = True
+            self._changed.set()
+            return await close_all(self._inner)
         self._read += self._reread.count
         await super()._read_ahead()
 
@@ -102,12 +105,10 @@ class FetchFunctions(ReadAhead):
         return sample
 
     def _most_held(self) -> int:
-        most: int = self._session.most_held()
-        return most
+        return self._session.most_held()
 
     def _request(self, chunk: Chunk) -> asyncio.Future[list[Any]]:
-        request: asyncio.Future[list[Any]] = self._session.fetch(self._apply, chunk.samples[0])
-        return request
+        return self._session.fetch(self._apply, chunk.samples[0])
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)

@@ -96,7 +96,7 @@ class ReadAhead(ReplayOperation[Any]):
                 continue
             request = self._sent[0].request
             if request is not None and not request.done():
-                await asyncio.wait((request,))  # cancelling the wait loses nothing
+                await asyncio.wait([request])  # cancelling the wait loses nothing
             if not self._closed:
                 self._receive()
         return raised_or(self._outcomes.popleft())
@@ -110,8 +110,7 @@ class ReadAhead(ReplayOperation[Any]):
             outcomes.append(chunk.error)
         kept = [place for place, outcome in enumerate(outcomes) if outcome is not NOTHING]
         first = chunk.first - self._first
-        origin = lambda number: self._inner.origin(first + kept[number])  # noqa: E731
-        self._origins.append((self._given, origin))
+        self._origins.append((self._given, lambda number: self._inner.origin(first + kept[number])))
         self._outcomes.extend(outcomes[place] for place in kept)
         self._held -= len(outcomes)
         self._changed.set()

@@ -74,7 +74,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     position = loader._control.position
     order = position.order(copied(loader))
     own = position.fingerprint(loader, order)
-    if type(order.sampler) is SequentialSampler and not order.is_stream:
+    if type(order.sampler) is SequentialSampler:
         order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
     sampler = order.computed
     coordinated = position.spec.options["coordinated"]

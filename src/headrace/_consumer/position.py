@@ -11,7 +11,7 @@ import copy
 
 from torch.utils.data import DistributedSampler
 
-from headrace._order.order import EpochOrder
+from headrace._order.order import EpochOrder, StreamOrder
 from headrace._order.progress import EpochProgress
 from headrace._order.restore import (
     EpochSeeds,
@@ -48,6 +48,7 @@ class Position:
 
     def __init__(self, spec: LoaderSpec) -> None:
         self.spec = spec
+        self._order_class = StreamOrder if spec.kind.is_iterable else EpochOrder
         self.resumed: tuple[LoaderState, ...] = ()
         self.progress: EpochProgress | None = None
         self.past = Past()
@@ -116,7 +117,7 @@ class Position:
         return batches_left(order, state_for_rank(self.resumed, order.rank_of(rank)))
 
     def order(self, loader: TorchLoader) -> EpochOrder:
-        return EpochOrder(loader, stream=self.spec.kind.is_iterable)
+        return self._order_class(loader)
 
     def fingerprint(self, loader: TorchLoader, order: EpochOrder) -> Fingerprint:
         """Return the properties of the loader to compare with a state."""
@@ -225,7 +226,7 @@ class Position:
                 if resumed.sampler_epoch is not None:
                     sampler_epoch = resumed.sampler_epoch
         propagate_epoch(loader._index_sampler, sampler_epoch, only_wanted=keeps)
-        order = EpochOrder(loader, stream=kind.is_iterable, resumed=resumed, at_once=late_epoch)
+        order = self._order_class(loader, resumed=resumed, at_once=late_epoch)
         if resumed is not None:
             check_rank(resumed, order, rank)
             check_fit(resumed, self.fingerprint(loader, order))

@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ COMPUTED = (
     "use shuffle=True with seed=, an ElasticSampler (shuffle=False for the dataset's order), "
     "or a BlockShuffleSampler"
 )
+_SAMPLES_AT_MOST = 1 << 48  # more samples than a rank reads from a stream in an epoch
 # Arguments of samplers that decide on the order, whatever the number of ranks.
 _ARGUMENTS = (
     "order_of", "shuffle", "seed", "drop_last", "replacement", "block_size", "blocks_at_once",
@@ -78,11 +79,12 @@ _ARGUMENTS = (
 class EpochOrder:
     """Draws the indices of an epoch from a loader's sampler or batch sampler."""
 
+    is_stream: ClassVar[bool] = False  # whether the dataset decides on the order
+
     def __init__(
         self,
         loader: TorchLoader,
         *,
-        stream: bool,
         # State to continue from, or a state before the epoch. None for the whole epoch.
         resumed: LoaderState | None = None,
         # Whether a `DistributedSampler` decides on the order now, not at the first index.
@@ -91,7 +93,6 @@ class EpochOrder:
         self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
         self._dataset: Any = loader.dataset
         self._at_once = at_once
-        self.is_stream = stream  # whether the dataset decides on the order
         self._batch_sampler: Any = loader.batch_sampler
         self._decides: Any = deciding_sampler(loader)
         # Sampler of single indices. None if a user's batch sampler decides on the order.
@@ -109,15 +110,11 @@ class EpochOrder:
         # Whether every position in the order is computed. Otherwise a position is found only by
         # drawing all indices before.
         self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
-        self.is_walked = not (stream or self.is_by_arithmetic)
+        self.is_walked = not (self.is_stream or self.is_by_arithmetic)
         # If set, a batch sampler has the same state on all ranks, and any number of ranks can
         # continue the epoch. So the loader counts `samples_at_most` samples for each batch,
         # whatever the size of this rank's batch.
         self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
-        # Whether each rank may draw other indices, depending on the number of ranks.
-        self.may_be_divided = (
-            self.is_walked and type(self.sampler) not in _WHOLE and self.samples_at_most is None
-        )
         own = getattr(self.sampler, "generator", None)
         self._generator: torch.Generator | None = loader.generator if own is None else own
         self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
@@ -151,6 +148,22 @@ class EpochOrder:
         """
         has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
         return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
+
+    def division(self, saved: LoaderState) -> str | None:
+        """Return why the rest of the epoch depends on the number of ranks, or None."""
+        divides = self.is_walked and type(self.sampler) not in _WHOLE
+        if divides and self.samples_at_most is None and saved.rank is None and saved.batches:
+            return f"{self.sampler_name} may give each rank other samples"
+        return None
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Return the number of a batch's first sample, and the most samples in the batch.
+
+        Args:
+            first: Number of samples drawn before the batch.
+            count: Number of draws for the batch.
+        """
+        return first, count
 
     def rank_of(self, process: RankInfo) -> RankInfo:
         """Return the rank whose part is drawn.
@@ -211,8 +224,6 @@ class EpochOrder:
 
     def describe(self) -> str:
         """Return the sampler with its deciding arguments, as text."""
-        if self.is_stream:
-            return "stream"
         part = self._decides
         # A loader with a seed has the same order on any number of ranks.
         if type(part) is RankSampler and not part.shuffle:
@@ -241,10 +252,8 @@ class EpochOrder:
     def size(self) -> int | None:
         """Return the number of samples of the order, or None.
 
-        None means that the number is unknown, or that the dataset is a stream.
+        None means that the number is unknown.
         """
-        if self.is_stream:
-            return None
         if self.computed is not None:
             return self.computed.epoch_size
         try:
@@ -302,7 +311,7 @@ class EpochOrder:
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
-        if self.is_stream or (self.stateful is not None and resumed.sampler is not None):
+        if self.stateful is not None and resumed.sampler is not None:
             self.restore_sampler(resumed.sampler)  # before the sampler's iterator is made
             draws: Iterator[object] = iter(self._decides)
         else:
@@ -372,3 +381,26 @@ class EpochOrder:
                 f"load_state_dict(state)."
             )
         return draws
+
+
+class StreamOrder(EpochOrder):
+    """The order of a stream: the dataset decides on the samples, and draws only count batches."""
+
+    is_stream = True
+
+    def division(self, saved: LoaderState) -> str | None:
+        if saved.rank is None and (saved.over or saved.is_between_epochs):
+            return None
+        return "each rank reads a part of the stream"
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        return 0, _SAMPLES_AT_MOST  # only the reader knows how many samples are in a batch
+
+    def describe(self) -> str:
+        return "stream"
+
+    def size(self) -> int | None:
+        return None
+
+    def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
+        return iter(self._index_sampler)

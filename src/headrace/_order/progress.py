@@ -22,7 +22,6 @@ from headrace._records.failure import interrupted
 from headrace._streams.resumable import State, state_of_dataset
 
 KEPT_POINTS = 9  # the positions after the last 8 batches, and the position before these batches
-_SAMPLES_AT_MOST = 1 << 48  # more samples than a rank reads in an epoch
 
 
 class _Drawn(NamedTuple):
@@ -152,14 +151,13 @@ class EpochProgress(Iterator[BatchPlan]):
             indices = drawn if isinstance(drawn, COMPUTED_INDICES) else tuple(drawn)
         before = self._samples
         samples = before + (order.samples_at_most or len(indices))
-        # Only the reader of a stream knows how many samples are in a batch.
-        count = _SAMPLES_AT_MOST if order.is_stream else len(indices)
+        first, count = order.span(before, len(indices))
         plan = BatchPlan(
             number=number,
             indices=indices,
             seed=batch_seed(self.base_seed, self.begun.epoch, self._position(before)),
             epoch=self.begun.epoch,
-            positions=self._positions(0 if order.is_stream else before, count),
+            positions=self._positions(first, count),
             random_key=self._random_key,
             planned=time.perf_counter(),
             taken=self.taken,

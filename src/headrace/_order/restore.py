@@ -55,11 +55,7 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
     rank = order.rank_of(rank)
     if (saved.rank, saved.ranks) == (rank.rank, rank.world_size):
         return
-    divided = None
-    if order.is_stream and (saved.rank is not None or not (saved.over or saved.is_between_epochs)):
-        divided = "each rank reads a part of the stream"
-    elif saved.rank is None and saved.batches and order.may_be_divided:
-        divided = f"{order.sampler_name} may give each rank other samples"
+    divided = order.division(saved)
     if divided is not None and saved.ranks != rank.world_size:
         raise StateError(
             f"the state was saved with {saved.ranks} ranks, and there are {rank.world_size} now: "

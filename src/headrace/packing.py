@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from headrace._ranks.data_parallel import rank_among
-from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from headrace._shards.discovery import Shard
 from headrace._shards.indexing import (
     NAME,
@@ -195,7 +195,7 @@ def pack(
         return writer
 
     # The shards are divided among ranks, and not the samples of a shard.
-    alone = provided_rank(RankInfo(0, 1, "headrace.pack"))
+    alone = temporary_rank(RankInfo(0, 1, "headrace.pack"))
     temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")
     with loader, alone, temporary as folder, _Uploads(place) as uploads:
         if format == "parquet":

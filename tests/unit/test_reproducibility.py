@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 import headrace as hr
-from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from tests.datasets import Numbers
 from tests.unit.streams.reading import Count
 
@@ -109,7 +109,7 @@ def numbers(make, common, *, world=1, restore_after=None, **options):
     """Every sample of all ranks with its number."""
     found = []
     for rank in range(world):
-        with provided_rank(RankInfo(rank, world, "test")):
+        with temporary_rank(RankInfo(rank, world, "test")):
             options = {"batch_size": 4, "seed": 3, "collate_fn": list, **common, **options}
             with hr.DataLoader(**make(rank, world), **options) as loader:
                 if restore_after is None:

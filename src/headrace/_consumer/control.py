@@ -36,7 +36,7 @@ from headrace._order.spec import LoaderSpec, TorchLoader, is_automatic
 from headrace._pool.launch import start_early
 from headrace._random.seeding import batch_seed
 from headrace._ranks.data_parallel import group_of, rank_among
-from headrace._ranks.rankinfo import RankInfo, provided_rank, ranks_on_host
+from headrace._ranks.rankinfo import RankInfo, ranks_on_host, temporary_rank
 from headrace._records.messages import WorkersRequest
 from headrace._streams.composition import gives_tables
 from headrace._streams.kinds import DatasetKind, given_rank
@@ -118,7 +118,7 @@ class LoaderControl:
         data_parallel = self.spec.options["data_parallel"]
         of_stream = self.spec.kind.is_iterable and data_parallel is None
         rank = (given_rank(self.spec.source) if of_stream else None) or rank_among(data_parallel)
-        with contextlib.nullcontext() if data_parallel is None else provided_rank(rank):
+        with contextlib.nullcontext() if data_parallel is None else temporary_rank(rank):
             yield rank
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import SequentialSampler
 
 from headrace._base.array_types import IntArray
-from headrace._consumer.rewind import copied, with_exclusions
+from headrace._consumer.rewind import with_exclusions, with_own_samplers
 from headrace._order.order import COMPUTED
 from headrace._order.samplers import RankSampler
 from headrace._order.state import LoaderState
@@ -72,7 +72,7 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
         epoch 0, not ended: 4 once, 2 repeated (0, 1), 2 never (2, 5), 0 excluded
     """
     position = loader._control.position
-    order = position.order(copied(loader))
+    order = position.order(with_own_samplers(loader))
     own = position.fingerprint(loader, order)
     if type(order.sampler) is SequentialSampler:
         order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)

@@ -26,7 +26,7 @@ from headrace._order.progress import EpochProgress
 from headrace._order.samplers import BlockSampler
 from headrace._order.spec import TorchLoader, drawn_freely
 from headrace._order.state import states_to_dict
-from headrace._ranks.rankinfo import provided_rank
+from headrace._ranks.rankinfo import temporary_rank
 from headrace._records.batches import BatchPlan, HostBatch
 from headrace._records.failure import Stage
 from headrace._records.messages import Consumed, StatusRequest, TraceRequest
@@ -328,7 +328,7 @@ class Epoch:
             called, taken, self._called = self._called, time.perf_counter(), 0.0
             error, times = None, host.times
             if failures.skips or host.failures or host.empty:
-                with provided_rank(self._rank):
+                with temporary_rank(self._rank):
                     # The error is raised at this batch's turn, when the ranks have agreed on the
                     # step.
                     error = failures.judge(host)
@@ -358,7 +358,7 @@ class Epoch:
                 return step
 
     def _fill(self) -> None:
-        with provided_rank(self._rank):  # for the user's sampler
+        with temporary_rank(self._rank):  # for the user's sampler
             self._ahead.fill()
 
     def _follow_trace(self) -> None:

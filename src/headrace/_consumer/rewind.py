@@ -20,7 +20,7 @@ from headrace._order.order import COMPUTED, EpochOrder
 from headrace._order.progress import EpochProgress
 from headrace._order.state import LoaderState, Past, Run
 from headrace._ranks.distributed import RankChoice
-from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from headrace._streams.kinds import (
     DatasetKind,
     has_method,
@@ -64,7 +64,7 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
     """Leave samples out from the next `iter()` on, for `DataLoader.exclude`."""
     control: LoaderControl = loader._control
     position = control.position
-    order, states = position.order(copied(loader)), position.states(loader, 0)
+    order, states = position.order(with_own_samplers(loader)), position.states(loader, 0)
     if order.is_stream:
         raise ValueError("samples are left out of a stream by its .filter(function)")
     if steps:
@@ -122,7 +122,7 @@ def _indices_of(source: Any, keys: Iterable[Any]) -> list[int]:
     return indices
 
 
-def copied(loader: Any) -> Any:
+def with_own_samplers(loader: Any) -> Any:
     """Return a copy of a loader, with separate samplers."""
     clone = copy.copy(loader)
     batches, sampler = copy.copy(loader.batch_sampler), copy.copy(loader.sampler)
@@ -180,7 +180,7 @@ def _loader_at(
         propagate_epoch(clone._index_sampler, _sampler_epoch(order, present, epoch))
     there.skip(clone, number - run.batches, reader, run)
     try:
-        with provided_rank(reader), contextlib.closing(clone):
+        with temporary_rank(reader), contextlib.closing(clone):
             yield clone, there.next_progress(clone, reader, late_epoch=False)
     finally:
         # The copy has set the epoch of the dataset, which both loaders share. Set the epoch back.
@@ -294,7 +294,7 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
 
     The copy shares only the dataset and the functions with the loader.
     """
-    clone = copied(loader)
+    clone = with_own_samplers(loader)
     spec = clone._control.spec
     options = {**spec.options, "coordinated": False, "data_parallel": None}
     # A batch of an async map-style dataset does not depend on the reader.

@@ -36,7 +36,7 @@ from headrace._engine.worker_tasks import StartEpoch
 from headrace._eventloop.watchdog import LoopWatch
 from headrace._random.randomized import CurrentSample, current_sample
 from headrace._random.seeding import batch_seed
-from headrace._ranks.rankinfo import provide_rank
+from headrace._ranks.rankinfo import set_rank
 from headrace._records.batches import (
     BatchPlan,
     FetchLoad,
@@ -49,7 +49,7 @@ from headrace._records.failure import describe_samples
 from headrace._records.messages import (
     Answer,
     Consumed,
-    Request,
+    EngineRequest,
     SessionEnd,
     Status,
     StatusRequest,
@@ -116,7 +116,7 @@ class Engine:
         # Set in the context of the session's task. The fetchers copy this context.
         session_epoch.set(start.epoch)
         session_seed.set(self.config.options["seed"])
-        provide_rank(self.config.rank)
+        set_rank(self.config.rank)
         self.executor.open()
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
@@ -249,7 +249,7 @@ class EngineSession:
         self._task: asyncio.Task[Any] | None = None
         self._blocked_before = self._watch.blocked_seconds
 
-    def handle(self, message: Request) -> None:
+    def handle(self, message: EngineRequest) -> None:
         if isinstance(message, list):
             now = time.perf_counter()
             for plan in message:

@@ -22,7 +22,7 @@ from headrace._engine.look_ahead import QUICK
 from headrace._engine.sample_functions import Chunk, FunctionsTask, Outcomes, settle
 from headrace._pool.supervisor import PINNED_AHEAD, PINNED_QUICK, Job, Pool
 from headrace._pool.worker import Failed
-from headrace._ranks.rankinfo import RankInfo, provide_rank
+from headrace._ranks.rankinfo import RankInfo, set_rank
 from headrace._records.batches import HostBatch, RawBatch
 from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.resumable import is_stateful
@@ -111,7 +111,7 @@ class ThreadExecutor:
         pass  # there are no descriptors
 
     def _work(self) -> None:
-        provide_rank(self._rank)
+        set_rank(self._rank)
         while (call := self._calls.get()) is not None:
             if not call.answer.done():
                 try:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 from headrace._engine.assemble import Assembler, now, set_worker, times_since
 from headrace._engine.streams import Progress, StreamBatch, without_state
 from headrace._random.seeding import TransformGenerators, batch_seed
-from headrace._ranks.rankinfo import RankInfo, adopt_rank
+from headrace._ranks.rankinfo import RankInfo, set_process_rank
 from headrace._records.batches import NO_TIMES, BatchPlan, HostBatch, RawBatch, dump_state
 from headrace._records.failure import Failure, Stage
 from headrace._streams.epochs import session_epoch
@@ -59,7 +59,7 @@ class AssembleTask:
     worker_init_fn: Callable[[int], Any] | None = None
 
     def start(self, worker: int, workers: int) -> None:
-        adopt_rank(self.rank)
+        set_process_rank(self.rank)
         set_worker(worker)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)

@@ -21,10 +21,10 @@ from headrace._records.failure import interrupted
 from headrace._records.messages import (
     Answer,
     Consumed,
+    EngineRequest,
     Link,
-    Request,
     SessionEnd,
-    Started,
+    SessionStarted,
     Status,
     StatusRequest,
 )
@@ -81,7 +81,7 @@ class EngineGroup(Link):
         # times of the last batch of each link, and of each former link
         self._times: dict[Link, StageTimes] = {}
         # the last request to all engines, of each kind
-        self._standing: dict[type, Request] = {}
+        self._standing: dict[type, EngineRequest] = {}
         self._over = False
         self._selector = selectors.DefaultSelector()
         self.source = self._selector.fileno()
@@ -93,7 +93,7 @@ class EngineGroup(Link):
             self.close()
             raise
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         try:
             self._send(message)
         except BaseException as error:
@@ -118,7 +118,7 @@ class EngineGroup(Link):
             self._add(number)
         self._interruption = None
 
-    def _send(self, message: Request) -> None:
+    def _send(self, message: EngineRequest) -> None:
         if isinstance(message, list):
             self._dealer.waiting.extend(message)
             self._deal()
@@ -205,7 +205,7 @@ class EngineGroup(Link):
                     if times is not message.times:
                         message = message._replace(times=times)
                     self._dealer.receive(number, message)
-                elif isinstance(message, Started):
+                elif isinstance(message, SessionStarted):
                     self._running.add(number)
                 elif isinstance(message, Status):
                     self.messages.append(message)

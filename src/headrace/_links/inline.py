@@ -16,9 +16,9 @@ from headrace._engine.assemble import CONSUMER_CATCH
 from headrace._engine.config import EngineConfig
 from headrace._engine.worker_tasks import BatchReader, MapReader, StreamReader, cannot_start
 from headrace._random.seeding import isolated_generators
-from headrace._ranks.rankinfo import bound, provided_rank
+from headrace._ranks.rankinfo import bound, temporary_rank
 from headrace._records.batches import BatchPlan, HostBatch, RawBatch, SessionStart
-from headrace._records.messages import Answer, Link, Request
+from headrace._records.messages import Answer, EngineRequest, Link
 from headrace._streams.epochs import session_epoch
 from headrace._streams.kinds import sample_key
 from headrace._streams.resumable import State, warn_of_rereading
@@ -36,7 +36,7 @@ class InlineLink(Link):
 
     def __init__(self, config: EngineConfig, start: SessionStart) -> None:
         self._epoch = bound(session_epoch, start.epoch)
-        self._rank = provided_rank(config.rank)
+        self._rank = temporary_rank(config.rank)
         self._isolates = config.options["seed"] is not None
         make = functools.partial(
             StreamReader if config.kind.is_iterable else MapReader,
@@ -65,7 +65,7 @@ class InlineLink(Link):
             self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
         )
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         if isinstance(message, list):  # other requests need no answer here
             self._plans.extend(message)
 
@@ -111,7 +111,7 @@ class WorkOnConsumersThread:
         self.skips = config.assembler.tolerance.skips
 
     def call(self, function: Callable[[], None]) -> None:
-        with isolated_generators(), provided_rank(self._rank):
+        with isolated_generators(), temporary_rank(self._rank):
             function()
 
     def finish(self, host: HostBatch) -> HostBatch:
@@ -121,7 +121,7 @@ class WorkOnConsumersThread:
         """
         if not isinstance(host.data, RawBatch):
             return host
-        with isolated_generators(), provided_rank(self._rank):
+        with isolated_generators(), temporary_rank(self._rank):
             self._generators.seed(host.plan.seed)
             made = self._assembler(host.data).located(host.data.origin or self._sample_key)
         work = made.times

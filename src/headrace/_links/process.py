@@ -27,7 +27,7 @@ from headrace._pool.settings import Settings
 from headrace._pool.supervisor import WORK_DEADLINE
 from headrace._pool.worker import BootMessage, ProcessEnvironment
 from headrace._records.batches import BatchPlan, HostBatch, SessionStart
-from headrace._records.messages import Answer, Link, Request, SessionEnd, check_not_forked
+from headrace._records.messages import Answer, EngineRequest, Link, SessionEnd, check_not_forked
 from headrace._transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._transport.pickling import Message, dump_message
 from headrace._transport.shared_pickle import SharedPickle
@@ -172,7 +172,7 @@ class ProcessLink(Link):
         self._over = False  # nothing more is read
         self.messages: deque[Answer] = deque()
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         if self._over:
             return
         if isinstance(message, list):
@@ -221,7 +221,7 @@ class ProcessLink(Link):
         self._channel.close()
 
 
-def dump_request(message: Request) -> Message:
+def dump_request(message: EngineRequest) -> Message:
     """Pickle a message.
 
     cloudpickle takes three times as long, and is needed for indices of a class of a script.

@@ -30,7 +30,13 @@ from headrace._links.sidecar import StartSession
 from headrace._links.thread import Mailbox
 from headrace._pool.settings import Settings
 from headrace._records.batches import BatchPlan, HostBatch, SessionStart
-from headrace._records.messages import Request, SessionEnd, Started, Status, StatusRequest
+from headrace._records.messages import (
+    EngineRequest,
+    SessionEnd,
+    SessionStarted,
+    Status,
+    StatusRequest,
+)
 from headrace._transport.channel import Connection, EngineChannel
 from headrace._transport.pickling import Message, dump_message
 from headrace._transport.shared_pickle import SharedPickle
@@ -119,7 +125,7 @@ class RemoteLink(Mailbox):
         self._ahead: float | None = None
         self._serving = loop.start(self._serve(dumped))
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         dumped = dump_request(message)
         with contextlib.suppress(EngineDiedError):  # a `SessionEnd` has the reason
             self._loop.call_soon(self._send, message, dumped)
@@ -131,7 +137,7 @@ class RemoteLink(Mailbox):
 
     # The next methods run on the loop.
 
-    def _send(self, message: Request, dumped: Message) -> None:
+    def _send(self, message: EngineRequest, dumped: Message) -> None:
         if isinstance(message, list):
             self._plans.update((plan.number, plan) for plan in message)
         if self._channel is not None:
@@ -175,7 +181,7 @@ class RemoteLink(Mailbox):
         self._channel = EngineChannel(connection, self._on_object, over.set)
         for message in (opening, *self._unsent):
             self._channel.send(message)
-        self.put(Started())
+        self.put(SessionStarted())
         await over.wait()
         if self._over:
             return

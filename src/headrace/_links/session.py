@@ -12,7 +12,14 @@ from contextlib import suppress
 from headrace._eventloop.waiting import CloseGuard, Readable
 from headrace._links.inline import WorkOnConsumersThread
 from headrace._records.batches import HostBatch
-from headrace._records.messages import Call, Link, Request, SessionEnd, Status, check_not_forked
+from headrace._records.messages import (
+    Call,
+    EngineRequest,
+    Link,
+    SessionEnd,
+    Status,
+    check_not_forked,
+)
 from headrace._streams.resumable import State
 from headrace.errors import LoaderClosedError
 
@@ -50,7 +57,7 @@ class Session:
         self._check_process()
         return self._link.is_current
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         self._check_process()
         if self.ended:
             return

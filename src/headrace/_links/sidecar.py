@@ -23,9 +23,9 @@ from headrace._engine.worker_tasks import dump_batch
 from headrace._eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._links.placement import CLOSE_DEADLINE
 from headrace._pool.launch import adopt_control
-from headrace._ranks.rankinfo import RankInfo, adopt_rank
+from headrace._ranks.rankinfo import RankInfo, set_process_rank
 from headrace._records.batches import BatchPlan, HostBatch, RawBatch, SessionStart
-from headrace._records.messages import Answer, Request, SessionEnd, Started
+from headrace._records.messages import Answer, EngineRequest, SessionEnd, SessionStarted
 from headrace._streams.kinds import propagate_epoch
 from headrace._transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._transport.log_records import unsent_records
@@ -64,7 +64,7 @@ class SidecarTask:
         prepare: Callable[[], None],
     ) -> None:
         adopt_control(control)
-        adopt_rank(self.rank)
+        set_process_rank(self.rank)
         enable_forwarding()
         # For the connection of a session, so that a shortage can be reported to the consumer.
         reserve = Reserve(2)
@@ -181,7 +181,7 @@ class _Sidecar:
         session = EngineSession(engine, server.send, work, start)
         engine.start(session)
         if self._task.engines > 1:
-            server.send(Started())
+            server.send(SessionStarted())
         return session
 
     def _functions(self, config: EngineConfig, received: SharedPickle) -> Work:
@@ -214,7 +214,7 @@ class _SessionServer:
             elif self._session is not None:  # otherwise the session could not start
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
-                self._session.handle(cast(Request, obj))
+                self._session.handle(cast(EngineRequest, obj))
         except BaseException as error:  # user code: imports of the user's modules, set_epoch
             if self._session is not None:
                 self._session.cancel()

@@ -22,7 +22,7 @@ from headrace._links.placement import CLOSE_DEADLINE, Placement
 from headrace._links.session import Session
 from headrace._pool.supervisor import WORK_DEADLINE
 from headrace._records.batches import SessionStart
-from headrace._records.messages import Link, Request, SessionEnd
+from headrace._records.messages import EngineRequest, Link, SessionEnd
 from headrace._transport.shared_pickle import SharedPickle
 from headrace.errors import EngineDiedError
 
@@ -185,7 +185,7 @@ class ThreadLink(Mailbox):
     def is_current(self) -> bool:  # type: ignore[override]
         return self._loop.is_current
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         with suppress(EngineDiedError):  # a `SessionEnd` has the reason
             self._loop.call_soon(self.session.handle, message)
 

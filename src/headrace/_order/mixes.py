@@ -34,7 +34,7 @@ class Source(NamedTuple):
     blocks: Blocks | None = None  # None if the dataset is not read in blocks
 
 
-class Piece:
+class WeightedRows:
     """Rows with the same weights, from `row` on.
 
     Of the first n rows, the most frequent source has n times its share, rounded. The other sources
@@ -118,12 +118,12 @@ class MixPlan:
         starts = np.array([start for start, _ in schedule])
         self.starts = -(-starts // self.lanes)
         self.ends = np.append(self.starts[1:], LARGEST)
-        self._pieces: list[Piece] = []
+        self._pieces: list[WeightedRows] = []
         drawn = np.zeros((len(sources), self.lanes), dtype=np.int64)
         for row, (_, weights) in zip(self.starts.tolist(), schedule, strict=True):
             if row:
                 drawn = self.drawn(np.full(self.lanes, row), every_lane)
-            self._pieces.append(Piece(row, weights, drawn))
+            self._pieces.append(WeightedRows(row, weights, drawn))
         # Rows in the first pass of each source, and the row after the last row with a weight.
         whole = (lengths - every_lane + self.lanes - 1) // self.lanes
         until = (has_weight * self.ends[:, None]).max(axis=0)

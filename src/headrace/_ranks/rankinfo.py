@@ -150,7 +150,7 @@ def reading_divided(divided: bool) -> bound:
     return bound(_divided, divided or _divided.get())
 
 
-def provide_rank(info: RankInfo) -> None:
+def set_rank(info: RankInfo) -> None:
     """Make `get_rank_info` return `info` in this context.
 
     The context is this thread, or this task and all tasks that this task starts.
@@ -158,12 +158,12 @@ def provide_rank(info: RankInfo) -> None:
     _of_context.set(info)
 
 
-def provided_rank(info: RankInfo) -> bound:
+def temporary_rank(info: RankInfo) -> bound:
     """Make `get_rank_info` return `info` within a `with` block."""
     return bound(_of_context, info)
 
 
-def adopt_rank(info: RankInfo) -> None:
+def set_process_rank(info: RankInfo) -> None:
     """Set the rank of a loader's process.
 
     The rank is set for `get_rank_info`. If a launcher has started the job, the rank is set in the

@@ -46,12 +46,12 @@ class WorkersRequest(NamedTuple):
     number: int
 
 
-Request = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
+EngineRequest = list[BatchPlan] | Consumed | StatusRequest | TraceRequest | WorkersRequest
 
 # Messages from an engine. A batch is a message too.
 
 
-class Started:
+class SessionStarted:
     """An engine among several engines has begun the session."""
 
 
@@ -83,7 +83,7 @@ class SessionEnd(NamedTuple):
     death: str | None = None
 
 
-Answer = HostBatch | Started | Status | Call | SessionEnd
+Answer = HostBatch | SessionStarted | Status | Call | SessionEnd
 
 
 class Link:
@@ -108,7 +108,7 @@ class Link:
     guarded = False
     look_by: float | None = None
 
-    def send(self, message: Request) -> None:
+    def send(self, message: EngineRequest) -> None:
         """Send a message without waiting for an answer.
 
         The message is dropped if the engine has ended.

@@ -28,7 +28,7 @@ State = Mapping[str, Any]
 _AT_ONCE = 4096  # number of indices computed by a call
 
 
-def copied(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[Any]:
+def copied_to(loader: DataLoader[Any], device: torch.device | None) -> DataLoader[Any]:
     """Copy a loader for a device.
 
     The copy has begun no iteration. Batches of the copy go to `device`, unless the loader has a

@@ -16,11 +16,11 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from headrace._base.text import dataset_repr
-from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from headrace._streams.kinds import splits_by_rank
 from headrace._streams.torch_views import unwrap, without_adapter
 from headrace._torchcompat.portable_collate import PortableCollate, without_transform
-from headrace.integrations._shared import BatchwiseSampler, copied, load_state, save_state
+from headrace.integrations._shared import BatchwiseSampler, copied_to, load_state, save_state
 from headrace.loader import DataLoader
 
 __all__ = ["PreparedLoader", "prepare"]
@@ -144,7 +144,7 @@ class PreparedLoader(DataLoader[T_co]):
     __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
 
     def _as_rank(self) -> contextlib.AbstractContextManager[None]:
-        return provided_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
+        return temporary_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
 
     def _one_ahead(
         self, batches: Iterator[Any], iteration: object, remainder: int
@@ -222,7 +222,7 @@ def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pr
             "each rank reads equal numbers of whole batches: headrace loaders do not support "
             "split_batches=True, dispatch_batches=True and even_batches=False"
         )
-    made: Any = copied(loader, accelerator.device if accelerator.device_placement else None)
+    made: Any = copied_to(loader, accelerator.device if accelerator.device_placement else None)
     cls: Any = type(loader)
     made.__class__ = (
         PreparedLoader
@@ -296,7 +296,7 @@ def _check_ranks(
         ValueError: this rank would get the samples of other ranks.
     """
     if sampler is not None:
-        with provided_rank(rank):
+        with temporary_rank(rank):
             own, ranks = sampler.rank, sampler.num_replicas
         if (own, ranks) != (rank.rank, rank.world_size):
             raise ValueError(

@@ -9,7 +9,7 @@ import ray.train.torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from headrace._base.text import dataset_repr
-from headrace.integrations._shared import computed_order, copied
+from headrace.integrations._shared import computed_order, copied_to
 from headrace.loader import DataLoader
 from headrace.samplers import ElasticSampler
 
@@ -52,7 +52,7 @@ def prepare_data_loader(
     ranks = ray.train.get_context().get_world_size()
     sampler = _elastic_sampler(loader, ranks) if add_dist_sampler else None
     device = ray.train.torch.get_device() if move_to_device else None
-    placed = copied(loader, device)
+    placed = copied_to(loader, device)
     if sampler is None:
         return loader if placed._control.spec.device == loader._control.spec.device else placed
     attributes = placed.__dict__  # torch forbids to set samplers after `__init__`

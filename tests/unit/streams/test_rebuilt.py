@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import headrace as hr
-from headrace._ranks.rankinfo import RankInfo, provided_rank
+from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from headrace._torchcompat import portable_collate as portable
 from tests.datasets import Numbers
 
@@ -211,7 +211,7 @@ def test_stream_of_shards_of_a_rank_divides_itself_among_torch_workers(tmp_path)
     lines = hr.LinesDataset(str(tmp_path / "*.txt"))
     shown = hr.DataLoader(lines.map(int)).dataset
     spawned = {"multiprocessing_context": "spawn"}  # obstore does not survive a fork
-    with provided_rank(RankInfo(1, 2, "test")):
+    with temporary_rank(RankInfo(1, 2, "test")):
         got = numbers(TorchDataLoader(shown, num_workers=2, batch_size=None, **spawned))
     assert sorted(got) == [10 * shard + line for shard in (2, 3) for line in range(5)]
 

@@ -196,8 +196,8 @@ class LoopThread:
             return None
         # The loop keeps the deadline. Another second for a loop delayed by a blocking call.
         self._thread.join(deadline + 1.0)
-        if self._thread.is_alive():
-            frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is not None and self._thread.is_alive():
             place = traceback.extract_stack(frame)[-1]
             where = f"{place.name} ({place.filename}:{place.lineno})"
             return f"thread {self._name!r} is blocked in {where}"

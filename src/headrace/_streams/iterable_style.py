@@ -251,7 +251,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
                 `seq_len`. Sequences then differ in length, unless `pad_to` is at least `seq_len`.
             too_long: for documents longer than a sequence. ``"truncate"`` keeps the first `seq_len`
                 tokens, ``"drop"`` none. ``"too_long"`` in a sequence then counts such documents of
-                the epoch so far.
+                the epoch so far. A dropped document after the last sequence is not counted.
 
         Raises:
             ValueError: an argument is out of range, or a document is not made of integers, lacks a

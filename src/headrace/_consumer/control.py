@@ -199,8 +199,8 @@ class LoaderControl:
         # Set by `__len__` of torch's loader, only for streams.
         asked: object = loader._IterableDataset_len_called
         if asked is not None:
-            copies = loader.num_workers > 0 and not spec.kind.is_async
-            finish = checked_length(finish, without_adapter(loader.dataset), copies=copies)
+            copies = spec.copies(loader)
+            finish = checked_length(finish, without_adapter(loader.dataset), copies=copies > 0)
         self.position.begin(progress)
         epoch = iterator(
             loader,

@@ -25,8 +25,8 @@ from headrace._order.restore import (
 from headrace._order.spec import LoaderSpec, TorchLoader, samplers_of
 from headrace._order.state import Fingerprint, LoaderState, Past, Run, encoded
 from headrace._ranks.rankinfo import RankInfo
-from headrace._streams.kinds import DatasetKind, propagate_epoch
-from headrace._streams.resumable import is_stateful
+from headrace._streams.kinds import propagate_epoch
+from headrace._streams.resumable import copies_have_state
 
 
 class Position:
@@ -124,10 +124,9 @@ class Position:
         kind = self.spec.kind
         # The copy of the dataset in each worker has a separate state. A restored state needs the
         # same number of workers.
-        copies = kind is DatasetKind.ITERABLE or (
-            kind is DatasetKind.MAP and is_stateful(self.spec.source)
-        )
-        readers = int(loader.num_workers) if copies else None
+        readers = None
+        if copies_have_state(kind, self.spec.source):
+            readers = self.spec.copies(loader)
         return Fingerprint(
             kind.value, order.size(), order.describe(), self.spec.options["seed"], readers
         )
@@ -206,7 +205,7 @@ class Position:
             rank: The rank of this process.
             late_epoch: Whether a trainer may set the epoch of samplers later than this call.
         """
-        kind, seed = self.spec.kind, self.spec.options["seed"]
+        seed, copies = self.spec.options["seed"], self.spec.copies(loader)
         if self.spec.options["data_parallel"] is not None:
             check_data_parallel(loader, rank, seed)
         resumed: LoaderState | None = None
@@ -243,7 +242,7 @@ class Position:
             )
         begun = begun._replace(base_seed=base_seed if seed is None else None)
         per_rank = not loader.in_order and rank.world_size > 1
-        if kind.is_iterable:
+        if order.is_stream:
             per_rank = self.is_of_rank(loader)
         return EpochProgress(
             begun.noted(order.rank_of(rank).world_size, loader.batch_size or 0),
@@ -253,9 +252,9 @@ class Position:
             rank,
             restored=resumed is not None,
             batched=loader._auto_collation,
-            readers=(0 if kind.is_async else loader.num_workers) or 1,
+            readers=copies or 1,
             per_rank=per_rank,
-            keeps_dataset=kind.is_async or not loader.num_workers or loader.persistent_workers,
+            keeps_dataset=not copies or loader.persistent_workers,
         )
 
     def begin(self, progress: EpochProgress) -> None:

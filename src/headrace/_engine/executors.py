@@ -25,7 +25,7 @@ from headrace._pool.worker import Failed
 from headrace._ranks.rankinfo import RankInfo, set_rank
 from headrace._records.batches import HostBatch, RawBatch
 from headrace._records.failure import Failure, Stage, as_exception
-from headrace._streams.resumable import is_stateful
+from headrace._streams.resumable import copies_have_state
 from headrace._transport.shared_pickle import SharedPickle
 from headrace.errors import WorkerDiedError
 
@@ -141,7 +141,7 @@ class ProcessExecutor(Pool):
                 # Workers with a torch dataset start by torch's method. Workers without a dataset
                 # are forks of the zygote.
                 context=config.context or (multiprocessing.get_context() if torchs else None),
-                stateful=torchs and (config.kind.is_iterable or is_stateful(config.dataset)),
+                stateful=copies_have_state(config.kind, config.dataset),
             )
         except Exception as error:
             name_unpicklable(config, error)

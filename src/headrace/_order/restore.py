@@ -176,7 +176,7 @@ class EpochSeeds:
         try:
             if resumed is None or order.resumed is None:
                 draws = order.draws()
-                twice = loader.num_workers and not (self._spec.kind.is_async or self.kept)
+                twice = self._spec.copies(loader) and not self.kept
                 base_seed = self._base_seed(loader, saved)
                 # torch calls iter() twice too. A sampler that draws in `__iter__` depends on the
                 # calls.

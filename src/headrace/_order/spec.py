@@ -109,12 +109,19 @@ class LoaderSpec(NamedTuple):
         placement = self.options["placement"]
         return placement if isinstance(placement, str) and self.engines == 1 else "process"
 
+    def copies(self, loader: TorchLoader) -> int:
+        """Number of workers that read a copy of a torch dataset.
+
+        0 if the engine reads an async dataset, or if this process reads.
+        """
+        return 0 if self.kind.is_async else int(loader.num_workers)
+
     def reads_in_persistent_workers(self, loader: TorchLoader) -> bool:
         """Whether persistent workers keep a torch dataset.
 
         Then samples read ahead when an epoch is left change the next epoch.
         """
-        return loader.persistent_workers and not self.kind.is_async
+        return loader.persistent_workers and self.copies(loader) > 0
 
     def look_ahead(self, loader: TorchLoader) -> LookAheadBounds:
         """Return how many batches are planned ahead."""

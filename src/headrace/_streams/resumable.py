@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar
 from headrace._base.text import dataset_repr, error_message, warn_user
 from headrace._ranks.rankinfo import bound
 from headrace._streams.epochs import Order, keys_within, spawn_key, stream_seeds
-from headrace._streams.kinds import T_co, has_method, signature_of
+from headrace._streams.kinds import DatasetKind, T_co, has_method, signature_of
 from headrace.errors import StateError
 
 T = TypeVar("T")
@@ -45,6 +45,11 @@ def is_stateful(part: object) -> TypeGuard[Stateful]:
     named = has_method(part, "state_dict") and has_method(part, "load_state_dict")
     # mypy checks the `__hash__` of instances, not of the type.
     return named and _has_state_without_arguments(type(part))  # type: ignore[arg-type]
+
+
+def copies_have_state(kind: DatasetKind, dataset: object) -> bool:
+    """Return whether the copy of a torch dataset in each worker has a separate state."""
+    return not kind.is_async and (kind.is_iterable or is_stateful(dataset))
 
 
 @functools.lru_cache(maxsize=256)

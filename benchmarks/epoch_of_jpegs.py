@@ -1,4 +1,4 @@
-"""An epoch of JPEGs behind a store with the latencies of S3, through other loaders and through headrace.
+r"""An epoch of JPEGs behind a store with the latencies of S3, through other loaders and through headrace.
 
 3,072 JPEGs of about 56 KB, one object each, or in 16 shards (tar, MDS). A request takes 30 ms in
 the median and 120 ms in one case of 100 (log-normal), and one in 1,000 takes a second longer. Two
@@ -17,9 +17,10 @@ mosaicml-streaming needs an older NumPy than the others: `--mds-python` is an in
 it and what headrace requires.
 
     python benchmarks/epoch_of_jpegs.py --mds-python /path/to/python
+    # Continue earlier results for nine minutes, then draw the chart.
     python benchmarks/epoch_of_jpegs.py --results benchmarks/results/epoch_of_jpegs.json --minutes 9
-    # goes on there python benchmarks/epoch_of_jpegs.py --results
-    benchmarks/results/epoch_of_jpegs.json --plot docs/_static
+    python benchmarks/epoch_of_jpegs.py --results benchmarks/results/epoch_of_jpegs.json \
+        --plot docs/_static
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ them. One plain NumPy operation shows how busy the machine is. Times are of this
 Memory is the growth of the resident set of a process of its own, at its greatest.
 
     python benchmarks/permutation.py
-    python benchmarks/permutation.py --check  # bijective for each n ≤ 4,096, and around 2**k up to
-    k = 24, for 5 keys
+    # Check that each n up to 4,096, and around 2**k up to k = 24, is bijective for five keys.
+    python benchmarks/permutation.py --check
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Requests: GETs until the first batch, of a loader that begins and of one restore
 shard.
 
     python benchmarks/resume.py
-    python benchmarks/resume.py --peers-at-10-8  # also those that make the whole order: minutes,
-    and 5 GB
+    # Also peers that make the whole order, which takes minutes and 5 GB.
+    python benchmarks/resume.py --peers-at-10-8
 """
 
 from __future__ import annotations

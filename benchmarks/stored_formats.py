@@ -1,4 +1,4 @@
-"""Formats of other libraries in a store of 20 ms: headrace, the library's own reader, and bare GETs of the same ranges.
+r"""Formats of other libraries in a store of 20 ms: headrace, the library's own reader, and bare GETs of the same ranges.
 
 An epoch of samples of 20 KB in shards of 256, shuffled where the reader can, from an empty cache
 and without a connection: with indices and constructors. The library's own loader has two workers.
@@ -8,8 +8,8 @@ Every byte is compared, within the clock, for all.
 Each runs in a process of its own, by its own interpreter where its packages exclude those of the
 others:
 
-    python benchmarks/stored_formats.py --python "MDS=mosaic/bin/python" --python
-    "LitData=litdata/bin/python"
+    python benchmarks/stored_formats.py \
+        --python "MDS=mosaic/bin/python" --python "LitData=litdata/bin/python"
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Formats of other libraries in a store of 20 ms: headrace, the library's own reader, and bare GETs of the same ranges.
+r"""Formats of other libraries in a store of 20 ms: headrace, other readers, and bare GETs of the same ranges.
 
 An epoch of samples of 20 KB in shards of 256, shuffled where the reader can, from an empty cache
 and without a connection: with indices and constructors. The library's own loader has two workers.

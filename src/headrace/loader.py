@@ -52,7 +52,7 @@ class DataLoader(TorchLoader, Generic[T_co]):
         dataset: an async dataset (`aget` and `__len__`, or `__aiter__`), or a torch dataset.
         batch_size: number of samples in a batch; None for no batching.
         shuffle: whether to draw a new random order for each epoch. The order of an indexed dataset
-            is random by blocks (docs/ranks.md).
+            is random by blocks (docs/shards.md).
         sampler: yields single indices.
         batch_sampler: yields the list of indices of each batch.
         num_workers: number of CPU processes for `transform` and `collate_fn`, and for a torch

@@ -48,7 +48,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
     from files beside the shard.
 
     A loader with ``shuffle=True`` and no sampler reads blocks of neighbours, one request for each
-    block, and divides the blocks among ranks (docs/ranks.md). `headrace.BlockShuffleSampler` makes
+    block, and divides the blocks among ranks (docs/shards.md). `headrace.BlockShuffleSampler` makes
     blocks of other sizes.
 
     The constructor requests the first bytes of each shard, and the shard's index. In an async

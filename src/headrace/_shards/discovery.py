@@ -18,10 +18,10 @@ from glob import glob
 from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
-from headrace._base.text import short_repr
+from headrace._base.text import short_repr, warn_user
 from headrace._shards.compression import check_content
 from headrace._store.head import Head, InitialRead
 from headrace._store.listing import AT_ONCE, list_heads, list_level, nothing_listed
@@ -147,6 +147,8 @@ class HeaderReader:
 A = TypeVar("A")
 T = TypeVar("T")
 
+OnOpeningError = Literal["raise", "skip"]
+
 Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shard]
 
 
@@ -158,6 +160,46 @@ def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> li
     """
     # The requests are small, and a store serves many small requests.
     return background_loop().run(map_all(function, shards, 64))
+
+
+def open_each(
+    sources: Sequence[A], open_one: Callable[[A], Awaitable[T]], *, on_error: OnOpeningError
+) -> list[T]:
+    """Open the files of a dataset concurrently.
+
+    With ``on_error="skip"``, broken and missing files are left out, and one warning counts the
+    left-out files. A failed request is always an error: another rank might read the file, and the
+    ranks would then have different datasets. The results are in the order of `sources`.
+
+    Args:
+        sources: the files, or the arguments of `open_one` for each file.
+        open_one: async function to open a file.
+        on_error: ``"raise"`` or ``"skip"``.
+
+    Raises:
+        ShardError: with ``"raise"``, a file is broken. With ``"skip"``, every file is broken.
+        StoreError: a request failed.
+        ValueError: `on_error` is neither ``"raise"`` nor ``"skip"``.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
+
+    async def attempt(source: A) -> T | ShardError | ObjectNotFoundError:
+        try:
+            return await open_one(source)
+        except (ShardError, ObjectNotFoundError) as error:
+            if on_error == "raise":
+                raise
+            return error
+
+    results = map_shards(attempt, sources)
+    errors = [each for each in results if isinstance(each, Exception)]
+    if errors and len(errors) == len(results):
+        raise errors[0]
+    if errors:
+        many = f"{len(errors):,} of {len(results):,} files"
+        warn_user(f"{many} cannot be opened and are left out; the first error: {errors[0]}")
+    return [each for each in results if not isinstance(each, Exception)]
 
 
 def find_shards(

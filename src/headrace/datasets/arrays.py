@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from headrace._base.array_types import AnyDType
-from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._shards.token_files import npy_layout
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
-from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ArrayDataset"]
 
@@ -56,7 +55,7 @@ class ArrayDataset(RangedShards[torch.Tensor]):
         self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None
     ) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
-        files = opened(found, _open_file, on_error=on_error)
+        files = open_each(found, _open_file, on_error=on_error)
         arrays, begins, dtypes, shapes = zip(*files, strict=True)
         self._dtype, self._shape = dtypes[0], shapes[0][1:]
         for shard, _, dtype, shape in files:

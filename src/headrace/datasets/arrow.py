@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace._shards.discovery import HeaderReader, Shard, map_shards, shard_errors
+from headrace._shards.discovery import (
+    HeaderReader,
+    OnOpeningError,
+    Shard,
+    map_shards,
+    open_each,
+    shard_errors,
+)
 from headrace._shards.parquet import Pieces, RowGroup, SparseFile
 from headrace._shards.tables import Selection, TableFile
 from headrace._shards.unpacked import check_unpacked
 from headrace._store.ranges import Ranges
-from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableDataset
 
 if TYPE_CHECKING:
@@ -247,4 +253,4 @@ class ArrowDataset(TableDataset):
 
     @staticmethod
     def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
-        return opened(_one_split(shards), _open, on_error=on_error)
+        return open_each(_one_split(shards), _open, on_error=on_error)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace._base.array_types import IntArray
 from headrace._base.text import check_names, whole_number
 from headrace._records.batches import Rows
-from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
 from headrace._shards.tables import (
     Selection,
@@ -32,7 +32,6 @@ from headrace._store.ranges import map_all
 from headrace._store.store import StoreLike
 from headrace._streams.kinds import Blocks
 from headrace.datasets.cached import IndexedShards
-from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["ParquetDataset", "TableDataset"]
 
@@ -116,7 +115,7 @@ class TableDataset(IndexedShards[Any]):
             return [(replace(group, selection=given), rows) for group, rows in pairs if len(rows)]
 
         needed = filter_columns(files, filters)
-        found = opened([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
+        found = open_each([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
         for group, rows in chain.from_iterable(found):
             self._groups.append(group)
             self._passing.append(rows)
@@ -306,8 +305,8 @@ class ParquetDataset(TableDataset):
 
     @staticmethod
     def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
-        found = chain.from_iterable(opened(shards, read_footer_or_list, on_error=on_error))
-        return opened([*found], read_footer, on_error=on_error)
+        found = chain.from_iterable(open_each(shards, read_footer_or_list, on_error=on_error))
+        return open_each([*found], read_footer, on_error=on_error)
 
 
 _Rows = range | IntArray | NDArray[np.uint32]

@@ -12,12 +12,11 @@ import torch
 
 from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.compression import refuse_compressed
-from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._shards.token_files import npy_layout, read_index
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
-from headrace.datasets.opening import OnOpeningError, opened
 
 __all__ = ["TokenDataset"]
 
@@ -115,7 +114,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
                 what = f"{ending}; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
         open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
-        files = opened(found, open_one, on_error=on_error)
+        files = open_each(found, open_one, on_error=on_error)
         shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
         # Bounds of the documents of all shards: for each shard, one bound more than documents. None
         # for windows.

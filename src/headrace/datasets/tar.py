@@ -10,8 +10,7 @@ from headrace._shards.compression import SUFFIXES, TAR_SUFFIXES
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.indexing import OpenedIndex
 from headrace._shards.tar import MEMBER_LIMIT, TarSamples
-from headrace.datasets.indexed import IndexedDataset
-from headrace.datasets.sharded import ShardedStream, StreamOptions
+from headrace.datasets.sharded import IndexedDataset, ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
 __all__ = ["TarDataset"]

@@ -94,7 +94,8 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
             raise ValueError(f"{url} has shards of {what}: give --format")
         (format,) = kinds
     stream = _FORMATS[format](url)
-    return stream._parts, stream._for_decoding().index_decoder
+    shards, stream._parts = stream._parts, ()  # the decoders are pickled without the shards
+    return shards, stream.index_decoder
 
 
 def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int) -> None:

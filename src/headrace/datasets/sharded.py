@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,11 +178,13 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             raise TypeError(f"{cls.__name__}.index: give shards, or index=")
         named: Any = [place] if shards is None else shards
         stream = cls(named, store=opened, **options)
-        indexing = Indexing(stream._for_decoding().index_decoder)
-        if shards is None:  # the stream only has the options
+        # The dataset needs only the decoders of the stream: the pickle has the shards once.
+        found, stream._parts = stream._parts, ()
+        indexing = Indexing(stream.index_decoder)
+        if shards is None:
             opening = open_all(named[0], indexing, opened)
         else:
-            found, required = stream._parts, place is not None
+            required = place is not None
             place = place or beside(found)
             if save and place is None:
                 raise ValueError(
@@ -194,13 +195,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """Return the map-style dataset of shards in an index."""
-        return IndexedDataset(opened, unpacked_bytes, self._for_decoding().decoder)
-
-    def _for_decoding(self) -> Self:
-        """Return a copy without the shards, small when pickled."""
-        other = copy.copy(self)
-        other._parts = ()
-        return other
+        return IndexedDataset(opened, unpacked_bytes, self.decoder)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""

@@ -224,7 +224,7 @@ def _identity(source: Any, dataset: Any) -> _Json:
             f"{type(source).__name__} is a stream, and shards are ranges of a map-style dataset: "
             "use an index, as of headrace.TarDataset.index(...)"
         )
-    digest = source.stream().digest if isinstance(source, IndexedShards) else None
+    digest = source._digest if isinstance(source, IndexedShards) else None
     classes = getattr(source, "_classes", None)
     return {"length": len(dataset), "source": digest, "classes": classes and [*classes]}
 

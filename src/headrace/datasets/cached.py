@@ -15,6 +15,7 @@ import numpy as np
 from headrace._base.array_types import IntArray
 from headrace._ranks.distributed import RankChoice
 from headrace._shards.discovery import Shard
+from headrace._shards.reading import names_digest
 from headrace._shards.unpacked import loaded
 from headrace._store.disk_cache import DiskCache, secure_folder
 from headrace._streams.kinds import (
@@ -323,6 +324,13 @@ class IndexedShards(AsyncDataset[T_co]):
         """Number of samples in each shard."""
         return tuple(np.diff(self._ends, prepend=0).tolist())
 
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Checksum of the shards' names, sizes and numbers of samples."""
+        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
+        names = (shard.name for shard in self._shards)
+        return names_digest(map(str, zip(names, sizes, self.counts, strict=True)))
+
     def stream(
         self,
         *,
@@ -352,7 +360,7 @@ class IndexedShards(AsyncDataset[T_co]):
         """
         if isinstance(self, Cacheable):
             self._refuse_own_aget("a stream")
-        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
+        return IndexStream(self, RankChoice(rank, world_size), shuffle, seed)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the number of a sample's shard, and the row in the shard.

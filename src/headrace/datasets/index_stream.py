@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from headrace._eventloop.per_loop import end_all
 from headrace._order.samplers import BlockSampler
 from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._records.failure import as_exception
-from headrace._shards.discovery import Shard
-from headrace._shards.reading import BadRecord, names_digest
+from headrace._shards.reading import BadRecord
 from headrace._store.ranges import map_all
 from headrace._streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._streams.iterable_style import AsyncIterableDataset
@@ -39,16 +36,8 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     splits_by_rank = splits_over_workers = True
 
-    def __init__(
-        self,
-        dataset: Any,
-        shards: Sequence[Shard],
-        ranks: RankChoice,
-        shuffle: bool,
-        seed: int | None,
-    ) -> None:
+    def __init__(self, dataset: Any, ranks: RankChoice, shuffle: bool, seed: int | None) -> None:
         self._dataset = dataset
-        self._shards = shards
         self._ranks = ranks
         self._shuffle = bool(shuffle)
         self._seed = checked_seed(seed)
@@ -79,13 +68,6 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         sampler.set_epoch(order.epoch)
         return sampler
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """Checksum of the shards' names, sizes and numbers of samples."""
-        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
-        names = (shard.name for shard in self._shards)
-        return names_digest(map(str, zip(names, sizes, self._dataset.counts, strict=True)))
-
 
 class _IndexIterator(StreamOperation[Any]):
     """Iterator over the samples of one reader in one epoch.
@@ -101,7 +83,7 @@ class _IndexIterator(StreamOperation[Any]):
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset
-        self._shards, self._shuffle = stream.digest, stream._shuffle
+        self._shards, self._shuffle = dataset._digest, stream._shuffle
         self._blocks = list(dataset.blocks.shown)
         self._reader = [reader.index, reader.count]
         self._order = order

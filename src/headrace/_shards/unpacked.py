@@ -74,10 +74,13 @@ class UnpackedShards:
 
     The cache holds the latest arrays up to `limit` bytes, and all arrays with views in use. A
     pickled copy is empty.
+
+    Attributes:
+        limit: bytes of the latest arrays.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._latest: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest_bytes = 0
@@ -87,7 +90,7 @@ class UnpackedShards:
         self._corrupt: dict[Hashable, ShardError] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return UnpackedShards, (self._limit,)
+        return UnpackedShards, (self.limit,)
 
     def peek(self, key: Hashable) -> Any:
         return self._in_use.get(key)
@@ -127,7 +130,7 @@ class UnpackedShards:
             self._latest_bytes += data.nbytes if key not in self._latest else 0
             self._latest[key] = data
             self._latest.move_to_end(key)
-            while self._latest_bytes > self._limit and len(self._latest) > 1:
+            while self._latest_bytes > self.limit and len(self._latest) > 1:
                 self._latest_bytes -= self._latest.popitem(last=False)[1].nbytes
         return data
 

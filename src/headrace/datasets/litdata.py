@@ -122,9 +122,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         self, file: tables.TableFile, shard: Shard, data: memoryview
     ) -> tuple[ByteArray, IntArray]:
         if file.key in self._of_arrow:
-            return _rows_of_arrow(file, shard, data, self._largest)
+            return _rows_of_arrow(file, shard, data, self._unpacked.limit)
         if self._config["framed"]:
-            return _rows_of_frames(file, shard, data, self._largest)
+            return _rows_of_frames(file, shard, data, self._unpacked.limit)
         return super()._unpack(file, shard, data)
 
 

@@ -69,7 +69,7 @@ class OffsetTableDataset(RangedShards[T_co]):
             unpacker(format)  # raises an error now if a package is missing
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
-        self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
+        self._unpacked = UnpackedShards(unpacked_bytes)
         self._tables: dict[int, IntArray] = {}  # offsets of shards read as a whole
         opened = map_shards(partial(self._open, store), files)
         super().__init__(
@@ -118,7 +118,9 @@ class OffsetTableDataset(RangedShards[T_co]):
         """
         if not self._whole:
             return super().blocks
-        return Blocks.whole(self._largest, sum(file.size for file in self._files), self.counts)
+        return Blocks.whole(
+            self._unpacked.limit, sum(file.size for file in self._files), self.counts
+        )
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """Return the bytes of the samples at `indices`.
@@ -169,7 +171,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Return the unpacked bytes of a shard, and the offsets of the samples."""
         found = np.frombuffer(data, np.uint8)
         if file.format:
-            found = unpack(data, file.format, file.size, shard, self._largest)
+            found = unpack(data, file.format, file.size, shard, self._unpacked.limit)
         return found, self._table(file, found.data, shard)
 
     def sample_of(self, index: int, data: memoryview) -> T_co:

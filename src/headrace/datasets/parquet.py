@@ -75,8 +75,7 @@ class TableDataset(IndexedShards[Any]):
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
         self.gives_tables = format == "arrow"
-        self._unpacked_bytes = whole_number("unpacked_bytes", unpacked_bytes, 1)
-        self._unpacked = UnpackedShards(self._unpacked_bytes)
+        self._unpacked = UnpackedShards(whole_number("unpacked_bytes", unpacked_bytes, 1))
         filters = as_expression(filters)
         self._filters = filter_text(filters)
         files = self._open_files(
@@ -139,7 +138,7 @@ class TableDataset(IndexedShards[Any]):
         nbytes = sum(group.nbytes for group in self._groups)
         ahead = 1 if self.gives_tables else self._rows_ahead
         return Blocks.whole(
-            self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead
+            self._unpacked.limit, nbytes, self.counts, self._filters or "", ahead=ahead
         )
 
     def sample_key(self, index: int) -> str:

@@ -252,7 +252,7 @@ class IndexedDataset(RangedShards[T_co]):
 
     def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
         super().__init__(opened.shards, opened.file.counts[opened.numbers])
-        self._unpacked, self._most_unpacked = UnpackedShards(unpacked_bytes), unpacked_bytes
+        self._unpacked = UnpackedShards(unpacked_bytes)
         self._index, self._numbers = opened.file, opened.numbers
         self._decoder_of = decoder_of
         self._decoders: dict[int, Decoder] = {}
@@ -296,7 +296,7 @@ class IndexedDataset(RangedShards[T_co]):
             return super().blocks
         nbytes = int(index.ends[numbers].sum())
         size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
-        return Blocks.within(self._most_unpacked, nbytes // max(1, len(self)), size)
+        return Blocks.within(self._unpacked.limit, nbytes // max(1, len(self)), size)
 
     def shard_size(self, number: int) -> int:
         """Return the number of bytes of a shard, unpacked if the shard is compressed."""

@@ -107,7 +107,6 @@ class ZarrDataset(RangedDataset[Any]):
         from headrace._shards.zarr_store import ReadStore, open_array
 
         self._reads = UnpackedShards(cache_bytes)
-        self._cache_bytes = cache_bytes
         source: Any = url
         self._path = self._prefix = ""
         if isinstance(url, Store):
@@ -156,7 +155,7 @@ class ZarrDataset(RangedDataset[Any]):
         As many chunks are read side by side as are kept.
         """
         stored = sum(array.nbytes for array in self._arrays)
-        return Blocks.within(self._cache_bytes, stored // max(1, len(self)), self.block_size)
+        return Blocks.within(self._reads.limit, stored // max(1, len(self)), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """Return the array or group, and the index."""

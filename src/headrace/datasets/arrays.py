@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from headrace._base.array_types import AnyDType
-from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
-from headrace._shards.token_files import npy_layout
+from headrace._shards.discovery import (
+    OnOpeningError,
+    Shard,
+    Shards,
+    find_shards,
+    open_each,
+    shard_errors,
+)
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 
-__all__ = ["ArrayDataset"]
+__all__ = ["ArrayDataset", "npy_layout"]
+
+_PARSERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class ArrayDataset(RangedShards[torch.Tensor]):
@@ -116,3 +130,26 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...
         what = f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
         raise shard.error(what, begin)
     return shard, begin, dtype, shape
+
+
+class NpyLayout(NamedTuple):
+    """Layout of the array in a file."""
+
+    begin: int  # offset of the data
+    dtype: AnyDType
+    shape: tuple[int, ...]
+    columns_first: bool
+
+
+def npy_layout(first: bytes, shard: Shard, remedy: str = "") -> NpyLayout:
+    """Return the layout of a file from the file's first bytes."""
+    stream = io.BytesIO(first)
+    with shard_errors(f"not a .npy file{remedy}", shard.name):
+        version = np.lib.format.read_magic(stream)
+        parse = _PARSERS.get(version)
+        if parse is None:
+            raise ValueError(f"version {version} is unknown")
+        shape, columns_first, dtype = parse(stream)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    return NpyLayout(stream.tell(), dtype, shape, columns_first)

@@ -10,15 +10,13 @@ from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.compression import refuse_compressed
 from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
-from headrace.datasets.arrays import npy_layout
-from headrace.datasets.cached import RangedShards
+from headrace.datasets.arrays import ArrayRows, npy_layout
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
 __all__ = ["TokenDataset"]
@@ -38,7 +36,7 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
-class TokenDataset(RangedShards[torch.Tensor]):
+class TokenDataset(ArrayRows):
     """Windows of `seq_len` tokens, or documents, map-style.
 
     A sample is an int64 tensor of one dimension, read by a ranged request.
@@ -107,9 +105,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
     ) -> None:
         if seq_len is None and stride is not None:
             raise ValueError(f"stride={stride} is of windows, which need seq_len=")
-        self._seq_len = seq_len or 0
-        self._stride = self._seq_len if stride is None else stride
-        if seq_len is not None and (seq_len < 1 or self._stride < 1):
+        step = seq_len or 0 if stride is None else stride
+        if seq_len is not None and (seq_len < 1 or step < 1):
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
         if dtype is not None and dtype not in get_args(TokenType):
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
@@ -122,21 +119,19 @@ class TokenDataset(RangedShards[torch.Tensor]):
                 raise ValueError(what)
         open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
         files = open_each(found, open_one, on_error=on_error)
-        shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
+        shards, begins, dtypes, counts, bounds = zip(*files, strict=True)
         # Bounds of the documents of all shards: for each shard, one bound more than documents. None
         # for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
         if seq_len is None:
             counts = tuple(len(each) - 1 for each in bounds)
         else:
-            counts = tuple(max(0, (count - seq_len) // self._stride + 1) for count in counts)
-        super().__init__(shards, counts)
+            counts = tuple(max(0, (count - seq_len) // step + 1) for count in counts)
+        shape = (-1 if seq_len is None else seq_len,)
+        super().__init__(shards, counts, begins, dtypes, step, shape, np.dtype(np.int64))
         if not len(self):
             kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
             raise ValueError(f"none of {len(files)} shards has {kind}")
-        self._begins = np.array(begins, dtype=np.int64)
-        self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
-        self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
 
     @property
     def lengths(self) -> IntArray:
@@ -145,7 +140,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         For a `headrace.BalancedBatchSampler`.
         """
         if self._bounds is None:
-            return np.full(len(self), self._seq_len)
+            return np.full(len(self), self._shape[0])
         # A difference of bounds between two shards is not a sample.
         between = self._ends + np.arange(len(self._ends))
         lengths = np.delete(np.diff(self._bounds), between[:-1])
@@ -158,33 +153,11 @@ class TokenDataset(RangedShards[torch.Tensor]):
         Raises:
             IndexError: an index is out of range.
         """
-        shards, rows, places = self._rows(indices)
-        if self._bounds is not None:
-            at = places + shards
-            return Ranges(shards, self._bounds[at], self._bounds[at + 1])
-        starts = self._begins[shards] + rows * self._stride * self._sizes[shards]
-        return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
-
-    def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
-        """Return the tokens in `data`, int64."""
-        dtype = self._dtype or self._dtypes[self.range(index)[0]]
-        return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
-
-    def samples_of(
-        self, indices: Sequence[int], data: Sequence[memoryview]
-    ) -> Sequence[torch.Tensor] | torch.Tensor:
-        """Return the samples of a batch.
-
-        Windows are a tensor of shape (len(data), seq_len).
-        """
-        if (
-            self._dtype is None
-            or not self._seq_len
-            or type(self).sample_of is not TokenDataset.sample_of
-        ):
-            return super().samples_of(indices, data)
-        tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
-        return torch.from_numpy(tokens.astype(np.int64))
+        if self._bounds is None:
+            return super().ranges(indices)
+        shards, _, places = self._rows(indices)
+        at = places + shards
+        return Ranges(shards, self._bounds[at], self._bounds[at + 1])
 
 
 async def _open_file(

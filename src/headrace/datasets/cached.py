@@ -27,7 +27,7 @@ from headrace._streams.kinds import (
     capabilities,
     sample_key,
 )
-from headrace._streams.map_style import AsyncDataset, RangedDataset, positions
+from headrace._streams.map_style import AsyncDataset, InParts, RangedDataset, positions
 from headrace.datasets.index_stream import IndexStream
 
 __all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]
@@ -299,7 +299,7 @@ class _CachedShards(CachedDataset[T_co]):
         return data[begin : begin + stop - start].toreadonly()
 
 
-class IndexedShards(AsyncDataset[T_co]):
+class IndexedShards(InParts, AsyncDataset[T_co]):
     """Base of map-style datasets of shards.
 
     The samples are in the order of the shards. Define `sample_key` and `blocks`.
@@ -315,9 +315,6 @@ class IndexedShards(AsyncDataset[T_co]):
         self._shards = shards
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._firsts = self._ends - np.asarray(counts, np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -361,18 +358,6 @@ class IndexedShards(AsyncDataset[T_co]):
         if isinstance(self, Cacheable):
             self._refuse_own_aget("a stream")
         return IndexStream(self, RankChoice(rank, world_size), shuffle, seed)
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the number of a sample's shard, and the row in the shard.
-
-        Raises:
-            IndexError: the index is out of range.
-        """
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {self!r}")
-        number = int(np.searchsorted(self._ends, index % length, side="right"))
-        return number, index % length - int(self._firsts[number])
 
     def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
         """Return shard numbers, rows in shards, and positions in the dataset.

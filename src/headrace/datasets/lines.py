@@ -8,8 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace._shards.compression import SUFFIXES as compression_suffixes
-from headrace._shards.compression import compression_of
+from headrace._shards.compression import also_compressed, compression_of
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
@@ -60,9 +59,7 @@ class LinesDataset(ShardedStream[Any]):
         [{'x': 1}, {'x': 2}]
     """
 
-    suffixes = tuple(
-        kind + compression for kind in _TYPES for compression in ("", *compression_suffixes)
-    )
+    suffixes = also_compressed(*_TYPES)
 
     def __init__(
         self,

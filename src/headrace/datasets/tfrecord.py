@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
 from headrace._extras import require
-from headrace._shards.compression import SUFFIXES
+from headrace._shards.compression import also_compressed
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
@@ -45,11 +45,7 @@ class TFRecordDataset(ShardedStream[bytes]):
         [b'abc']
     """
 
-    suffixes = tuple(
-        name + packed
-        for name in (".tfrecord", ".tfrecords", ".tfrec")
-        for packed in ("", *SUFFIXES)
-    )
+    suffixes = also_compressed(".tfrecord", ".tfrecords", ".tfrec")
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")

@@ -231,8 +231,8 @@ def find_shards(
                 patterns.append(one)
     listed: dict[Shard, list[Shard]] = {}
     if patterns:
-        listing = map_all(partial(_list, suffixes=suffixes), patterns)
-        listed = dict(zip(patterns, background_loop().run(listing), strict=True))
+        found_by = map_shards(partial(_list, suffixes=suffixes), patterns)
+        listed = dict(zip(patterns, found_by, strict=True))
     found = [*chain.from_iterable(listed.get(one, [one]) for one in named)]
     if not found:
         raise ValueError("no shard was given")

@@ -14,11 +14,10 @@ import torch
 
 from headrace._base.array_types import AnyArray
 from headrace._extras import require
-from headrace._shards.discovery import shard_errors, split_url
+from headrace._shards.discovery import map_shards, shard_errors, split_url
 from headrace._shards.unpacked import UnpackedShards
-from headrace._store.ranges import Ranges, map_all
+from headrace._store.ranges import Ranges
 from headrace._store.store import Store, StoreLike, as_store
-from headrace._streams.blocking import background_loop
 from headrace._streams.kinds import Blocks
 from headrace._streams.map_style import RangedDataset, positions
 
@@ -122,8 +121,8 @@ class ZarrDataset(RangedDataset[Any]):
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
         folder = self._path.strip("/")
         opened_as = partial(open_array, source, self._prefix, folder, axis, windows, cache_bytes)
-        opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
-        self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
+        names = [str(arrays or "")] if self._names is None else self._names
+        self._arrays: list[AsyncArray[Any]] = map_shards(opened_as, names)
         lengths = {
             array.path: (
                 array.shape[axis],

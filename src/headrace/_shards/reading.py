@@ -15,7 +15,8 @@ from headrace._records.failure import as_exception
 from headrace._shards.compression import Codec
 from headrace._shards.discovery import Shard
 from headrace._store.head import Head, InitialRead, same_tag
-from headrace._streams.resumable import State
+from headrace._streams.resumable import BadRecord as BadRecord
+from headrace._streams.resumable import State, raised_or
 from headrace.errors import HeadraceError, ShardError, StateError
 
 if TYPE_CHECKING:
@@ -76,15 +77,6 @@ def names_digest(names: Iterable[str]) -> str:
         digest.update(name.encode("utf-8", "surrogatepass") + b"\n")
         count += 1
     return f"{count} ({digest.hexdigest()})"
-
-
-class BadRecord(NamedTuple):
-    """Placeholder of a sample that cannot be made.
-
-    The decoder continues after the placeholder. The error is raised in the sample's place.
-    """
-
-    error: Exception
 
 
 class ReadAhead(NamedTuple):
@@ -221,9 +213,7 @@ def only_sample(samples: Sequence[Any], offset: int) -> Any:
     """Return the only sample; raise the error of a sample that cannot be made."""
     if len(samples) != 1:
         raise ShardError(f"{len(samples)} samples in place of one", offset=offset)
-    if type(samples[0]) is BadRecord:
-        raise samples[0].error
-    return samples[0]
+    return raised_or(samples[0])
 
 
 class RecordDecoder(Decoder):

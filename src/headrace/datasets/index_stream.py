@@ -11,12 +11,11 @@ from headrace._eventloop.per_loop import end_all
 from headrace._order.samplers import BlockSampler
 from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._records.failure import as_exception
-from headrace._shards.reading import BadRecord
 from headrace._store.ranges import map_all
 from headrace._streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._streams.iterable_style import AsyncIterableDataset
 from headrace._streams.kinds import T_co
-from headrace._streams.resumable import StreamOperation
+from headrace._streams.resumable import BadRecord, StreamOperation, raised_or
 
 __all__ = ["IndexStream"]
 
@@ -108,9 +107,7 @@ class _IndexIterator(StreamOperation[Any]):
             self._closed = not self._samples
             self._task = None if self._closed else self._read_ahead()
         self._given += 1
-        if type(sample := self._samples.popleft()) is BadRecord:
-            raise sample.error
-        return sample
+        return raised_or(self._samples.popleft())
 
     def _read_ahead(self) -> asyncio.Task[deque[Any]]:
         return asyncio.get_running_loop().create_task(self._next_block())

@@ -120,8 +120,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     slow = SLOW * _percentile([taken for taken in fetched if taken > 0], 0.5)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     # The order of assembly may differ from the order of delivery.
-    begin = min((first.times, *times), key=lambda each: each.assembled)
-    end = max((first.times, *times), key=lambda each: each.assembled)
+    begin, *_, end = sorted((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(each.work_ended - each.work_began for each in times)
     queued: dict[Any, list[float]] = {}  # of each thread that has waited for a core

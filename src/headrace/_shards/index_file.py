@@ -92,6 +92,7 @@ class IndexFile:
         digest: the expected hash; None for any.
 
     Attributes:
+        data: all bytes of the file.
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
         kinds: for each format, the number of a shard of the format.
@@ -109,18 +110,14 @@ class IndexFile:
     def __init__(
         self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
     ) -> None:
-        self.name, self.path, self._data = name, path, data
+        self.name, self.path, self.data = name, path, data
         with shard_errors(DAMAGED, name):
             self._parse(memoryview(data).cast("B"), digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
-            return IndexFile, (self.name, self.to_bytes())
+            return IndexFile, (self.name, bytes(self.data))
         return map_index, (self.path, self.digest)
-
-    def to_bytes(self) -> bytes:
-        """All bytes of the file."""
-        return bytes(self._data)
 
     def _parse(self, data: memoryview, expected: bytes | None) -> None:
         magic, self.digest, length, check = PREFIX.unpack_from(data)

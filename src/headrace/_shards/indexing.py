@@ -387,7 +387,7 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
         index = await build_index(shards, indexing, cached)
     if place is not None:
         try:
-            await place.store.put(place.key, index.to_bytes())
+            await place.store.put(place.key, bytes(index.data))
         except StoreError as error:
             _warn(f"cannot store the index beside its shards: {error}")
     return index

@@ -62,7 +62,7 @@ class Figures:
         requests: requests to stores, including the first batch.
     """
 
-    start_up: float
+    start_up: float = 0.0
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0

@@ -389,9 +389,8 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
         """Sizes of blocks for a random order, estimated from some samples."""
         some = range(0, len(self), -(-len(self) // _ASKED) or 1)
         ranges = self.ranges(some)
-        return Blocks.within(
-            BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some))
-        )
+        nbytes = int((ranges.stops - ranges.starts).sum())
+        return Blocks.within(BYTES_AT_ONCE, nbytes, len(some))
 
     def extent(self, index: int) -> Extent:
         """Return the extent of the sample at `index`.

@@ -296,7 +296,7 @@ class IndexedDataset(RangedShards[T_co]):
             return super().blocks
         nbytes = int(index.ends[numbers].sum())
         size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
-        return Blocks.within(self._unpacked.limit, nbytes // max(1, len(self)), size)
+        return Blocks.within(self._unpacked.limit, nbytes, len(self), size)
 
     def shard_size(self, number: int) -> int:
         """Return the number of bytes of a shard, unpacked if the shard is compressed."""

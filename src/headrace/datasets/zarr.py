@@ -154,7 +154,7 @@ class ZarrDataset(RangedDataset[Any]):
         As many chunks are read side by side as are kept.
         """
         stored = sum(array.nbytes for array in self._arrays)
-        return Blocks.within(self._reads.limit, stored // max(1, len(self)), self.block_size)
+        return Blocks.within(self._reads.limit, stored, len(self), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """Return the array or group, and the index."""

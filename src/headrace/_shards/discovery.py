@@ -140,7 +140,7 @@ class HeaderReader:
             raise TruncatedShardError(what, shard=shard.name, offset=shard.size)
         if not self._begin <= start <= stop <= self._begin + len(self._data):
             least = min(shard.size, max(stop, start + self._least))
-            self._begin, self._data = start, memoryview(await shard.read(start, least))
+            self._begin, self._data = start, await shard.read(start, least)
         return self._data[start - self._begin : stop - self._begin]
 
 

@@ -135,8 +135,7 @@ class ChunkReader:
         most = 1 if self.head is None else self._ahead.requests_per_shard
         while len(self._tasks) < most and not self.fully_requested:
             start, self._next = self._next, self._next + self._ahead.chunk_bytes
-            stop = self._next if self.head is None else min(self._next, self.head.size)
-            self._tasks.append(asyncio.get_running_loop().create_task(self._read(start, stop)))
+            self._tasks.append(asyncio.create_task(self._read(start, self._next)))
 
     async def _read(self, start: int, stop: int) -> InitialRead | Exception:
         shard, head = self._shard, self.head
@@ -327,7 +326,7 @@ class ShardReader:
     def _read_ahead(self, begin: PartPosition | None) -> None:
         self._task: asyncio.Task[Block] | None = None
         if begin is not None:
-            self._task = asyncio.get_running_loop().create_task(self._next_block(begin))
+            self._task = asyncio.create_task(self._next_block(begin))
 
     def state_dict(self) -> State:
         """Return the position after the samples taken from `block`."""

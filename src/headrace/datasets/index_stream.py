@@ -110,7 +110,7 @@ class _IndexIterator(StreamOperation[Any]):
         return raised_or(self._samples.popleft())
 
     def _read_ahead(self) -> asyncio.Task[deque[Any]]:
-        return asyncio.get_running_loop().create_task(self._next_block())
+        return asyncio.create_task(self._next_block())
 
     async def _next_block(self) -> deque[Any]:
         blocks = self._dataset.blocks

@@ -139,10 +139,13 @@ class RowGroup:
         leaves = self.footer.leaves(self.selection.columns)
         return sum(stored.column(leaf).total_uncompressed_size for leaf in leaves)
 
-    async def fetch(self) -> Pieces:
-        """Read the bytes of the columns.
+    async def load(self) -> Any:
+        """Read and decode the rows, as a `pyarrow.Table`.
 
         Neighbouring ranges are read by a single request, large chunks by several requests.
+
+        Raises:
+            ShardError: the rows are corrupt.
         """
         bounds = [
             (start, min(start + LARGEST_SPAN, span.stop))
@@ -150,18 +153,10 @@ class RowGroup:
             for start in range(span.start, span.stop, LARGEST_SPAN)
         ]
         parts = await map_all(lambda bound: self.footer.shard.read(*bound), bounds)
-        return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
+        pieces = [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
+        return await asyncio.to_thread(self._decode, pieces)
 
-    async def load(self) -> Any:
-        """Read and decode the rows, as a `pyarrow.Table`.
-
-        Raises:
-            ShardError: the rows are corrupt.
-        """
-        return await asyncio.to_thread(self.decode, await self.fetch())
-
-    def decode(self, pieces: Pieces) -> Any:
-        """Decode all rows, as a `pyarrow.Table`."""
+    def _decode(self, pieces: Pieces) -> Any:
         import pyarrow
 
         try:

@@ -110,16 +110,6 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
     return int(value) + (table + place) * (form == "*")
 
 
-def _message(data: Buffer) -> tuple[int, int, int]:
-    """Return kind, number of rows and body bytes of a message."""
-    (root,) = struct.unpack_from("<I", data)
-    return (
-        _field(data, root, 1, "<B"),
-        _field(data, _field(data, root, 2, "*"), 0, "<q"),
-        _field(data, root, 3, "<q"),
-    )
-
-
 def unpacked_size(header: Buffer, body: memoryview) -> int:
     """Return the declared bytes of a message's compressed buffers, unpacked.
 
@@ -172,7 +162,10 @@ async def _open(shard: Shard) -> _ArrowFile:
             break
         header = bytes(await reader.take(start, at))
         with shard_errors("corrupt message", shard.name, start):
-            kind, count, body = _message(header[prefix:])
+            fields = header[prefix:]
+            (root,) = struct.unpack_from("<I", fields)
+            kind, body = _field(fields, root, 1, "<B"), _field(fields, root, 3, "<q")
+            count = _field(fields, _field(fields, root, 2, "*"), 0, "<q")
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header

@@ -49,7 +49,6 @@ PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
 MOST_SHARDS = 1024  # objects of shards in memory
 PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
-AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
 DecoderOf = Callable[[Shard], Decoder]
 """Makes the decoder of a shard."""
@@ -436,7 +435,7 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         ShardError: the shard is damaged.
     """
     decoder = IndexingDecoder(shard, indexing)
-    reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
+    reader = ShardReader(shard, decoder, ReadAhead(), PartPosition(0))
     try:
         while reader.block.after is not None:
             await reader.fill()

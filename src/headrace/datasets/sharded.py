@@ -39,11 +39,6 @@ from headrace.datasets.cached import RangedShards
 
 __all__ = ["IndexedDataset", "ShardedStream", "StreamOptions"]
 
-# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of 2
-# MiB and 1.4 GB/s in pieces of 8 MiB. A streamed GET for each of 4 shards gives 2.1 GB/s
-# (`benchmarks/tar_stream.py`). A store with 30 ms to the first byte gives about 0.5 GB/s with the
-# 16 requests of the defaults.
-_READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
 # Size of a block that is freed untouched. After freeing a block of this size, the largest size that
 # counts, glibc keeps up to twice as many freed bytes. Otherwise glibc returns the memory of chunks
 # and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a
@@ -94,9 +89,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         check_keywords(f"{type(self).__name__}.__init__", options, known)
         self._ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, Any] = options
-        sizes = (
-            whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items()
-        )
+        defaults = ReadAhead._field_defaults.items()
+        sizes = (whole_number(name, given.get(name, default), 1) for name, default in defaults)
         self._ahead = ReadAhead(*sizes)
         self._shuffle = bool(options.get("shuffle", False))
         self._buffer_size = whole_number("buffer_size", options.get("buffer_size", 0))

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from headrace._base.text import short_repr, warn_user
 from headrace._shards.compression import check_content
-from headrace._store.head import Head, InitialRead
+from headrace._store.head import Head
 from headrace._store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._store.open import check_shared, traits_of
 from headrace._store.ranges import map_all
@@ -84,15 +84,16 @@ class Shard:
         check_content(data, self.name)
         return replace(self, head=head), data
 
-    async def read_end(self, length: int) -> InitialRead:
-        """Read the last bytes and the metadata.
+    async def read_end(self, length: int) -> tuple[Shard, memoryview]:
+        """Read the last bytes, or all if the store ignores ranges.
 
-        If the store ignores ranges, all bytes are read.
+        Returns:
+            The shard in the version that was read, and the bytes.
         """
-        found = await self.store.read_end(self.key, length, head=self.head)
-        if len(found.data) == found.head.size:
-            check_content(found.data, self.name)
-        return found
+        data, head = await self.store.read_end(self.key, length, head=self.head)
+        if len(data) == head.size:
+            check_content(data, self.name)
+        return replace(self, head=head), data
 
 
 @contextlib.contextmanager

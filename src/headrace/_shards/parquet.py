@@ -9,7 +9,7 @@ import asyncio
 import io
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -230,8 +230,8 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     """
     if isinstance(shard, Footer):
         return shard
-    data, head = await shard.read_end(TAIL)
-    shard, size, tail = replace(shard, head=head), head.size, bytes(data)
+    shard, data = await shard.read_end(TAIL)
+    size, tail = shard.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
         what = (
             f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of "

@@ -31,7 +31,8 @@ _LLMC_HEADER = 1024
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # 20240522 has examples for evaluations
 
-# Header of an index of Megatron: magic, version, type, number of sequences, number of bounds of documents.
+# Header of an index of Megatron: magic, version, type, number of sequences, number of bounds of
+# documents.
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
@@ -337,7 +338,8 @@ async def _datatrove(file: Shard, size: int, documents: bool) -> _TokenIndex:
     if documents:
         data = await file.store.read_all(file.key)
     else:
-        data = (await file.read_end(8)).data[-8:]
+        file, data = await file.read_end(8)
+        data = data[-8:]
     if len(data) % 8:
         raise file.error(f"truncated: {len(data)} bytes are not whole numbers of 64 bits")
     ends = np.concatenate(([0], np.frombuffer(data, "<i8")))

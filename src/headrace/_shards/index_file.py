@@ -30,12 +30,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import AnyArray, IntArray, Uint32Array
 from headrace._shards.discovery import shard_errors
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
@@ -134,7 +133,7 @@ class IndexFile:
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         columns, self._begins, lengths, self._texts = arrays
-        self.lengths: NDArray[np.uint32] = lengths
+        self.lengths: Uint32Array = lengths
         self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
         self.firsts = np.cumsum(self.counts) - self.counts
         self._text_ends = np.cumsum(sizes)
@@ -196,7 +195,7 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 
 
 def dump_index(
-    folder: str, shards: Sequence[IndexedShard], begins: NDArray[Any], lengths: NDArray[Any]
+    folder: str, shards: Sequence[IndexedShard], begins: AnyArray, lengths: AnyArray
 ) -> bytes:
     """Return the bytes of an index.
 

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._base.array_types import Uint32Array
 from headrace._base.text import short_repr
 from headrace._shards.discovery import Shard
 from headrace._shards.reading import names_digest
@@ -141,7 +141,7 @@ def filter_text(filters: Any) -> str | None:
     )
 
 
-def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
+def passing_rows(table: Any, filters: Any) -> Uint32Array:
     """Return the numbers of the rows of a table that pass a filter."""
     import pyarrow
     from pyarrow import acero
@@ -152,7 +152,7 @@ def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
     passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(
         use_threads=False
     )
-    found: NDArray[np.uint32] = passing[_NUMBER].to_numpy()
+    found: Uint32Array = passing[_NUMBER].to_numpy()
     return found
 
 

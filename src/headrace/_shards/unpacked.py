@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._base.array_types import ByteArray
 from headrace._eventloop.per_loop import end_all
 from headrace._extras import require
 from headrace._shards.discovery import Shard, shard_errors
@@ -51,9 +51,7 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         )
 
 
-def unpack(
-    data: memoryview, format: str, size: int, shard: Shard, largest: int
-) -> NDArray[np.uint8]:
+def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> ByteArray:
     """Unpack bytes to `size` bytes, the size in an index.
 
     Raises:

@@ -10,9 +10,8 @@ from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, Uint32Array
 from headrace._base.text import check_names, whole_number
 from headrace._records.batches import Rows
 from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
@@ -85,7 +84,7 @@ class TableDataset(IndexedShards[Any]):
         selections = select_columns(files, names, as_rows=not self.gives_tables)
         self._groups: list[RowGroup] = []
         # Numbers of the rows of each row group that pass the filter. Empty without a filter.
-        self._passing: list[NDArray[np.uint32]] = []
+        self._passing: list[Uint32Array] = []
         if filters is None:
             for file, selection in zip(files, selections, strict=True):
                 self._groups += file.row_groups(selection)
@@ -106,7 +105,7 @@ class TableDataset(IndexedShards[Any]):
     ) -> None:
         async def read(
             file: tuple[TableFile, Selection, Selection],
-        ) -> list[tuple[RowGroup, NDArray[np.uint32]]]:
+        ) -> list[tuple[RowGroup, Uint32Array]]:
             table_file, needed, given = file
             groups = table_file.row_groups(needed, filters)
             found = await map_all(partial(_passing, filters), groups, _FILTERED_AT_ONCE)
@@ -308,12 +307,12 @@ class ParquetDataset(TableDataset):
         return open_each([*found], read_footer, on_error=on_error)
 
 
-_Rows = range | IntArray | NDArray[np.uint32]
+_Rows = range | IntArray | Uint32Array
 _Wanted = tuple[int, _Rows]
 """Number of a row group, and rows in the row group."""
 
 
-async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
+async def _passing(filters: Any, group: RowGroup) -> Uint32Array:
     table = await loaded(group.load)
     return await asyncio.to_thread(passing_rows, table, filters)
 

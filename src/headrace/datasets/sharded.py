@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._base.array_types import ByteArray, Uint32Array
 from headrace._base.text import check_keywords, whole_number
 from headrace._ranks.distributed import RankChoice
 from headrace._shards.compression import refuse_unsupported, unpack_object
@@ -269,7 +269,7 @@ class IndexedDataset(RangedShards[T_co]):
         return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
 
     @property
-    def lengths(self) -> NDArray[np.uint32]:
+    def lengths(self) -> Uint32Array:
         """Length of each sample, uint32.
 
         Raises:
@@ -321,7 +321,7 @@ class IndexedDataset(RangedShards[T_co]):
         begin = parts[0][0][1]
         return memoryview(data)[start - begin : stop - begin]
 
-    async def _unpack(self, number: int, first: list[int], last: list[int]) -> NDArray[np.uint8]:
+    async def _unpack(self, number: int, first: list[int], last: list[int]) -> ByteArray:
         shard, (start, begin), (stop, end) = self._shards[number], first, last
         data = await shard.read(start, stop)
         unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, end - begin)

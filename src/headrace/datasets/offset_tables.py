@@ -64,17 +64,16 @@ class OffsetTableDataset(RangedShards[T_co]):
         counts: Sequence[int] = (),
     ) -> None:
         self._files = tuple(files)
-        self._whole = any(file.format for file in files)
-        for format in {file.format for file in files if file.format}:
+        formats = {file.format for file in files if file.format}
+        self._whole = bool(formats)
+        for format in formats:
             unpacker(format)  # raises an error now if a package is missing
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
         self._unpacked = UnpackedShards(unpacked_bytes)
         self._tables: dict[int, IntArray] = {}  # offsets of shards read as a whole
         opened = map_shards(partial(self._open, store), files)
-        super().__init__(
-            [shard for shard, _ in opened], counts or [file.rows for file in files] or [0]
-        )
+        super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files])
         self._offsets = np.concatenate(
             [table for _, table in opened] or [np.zeros(1, np.int64)]
         ).astype(np.uint32)

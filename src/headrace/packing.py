@@ -49,8 +49,6 @@ from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 
-__all__ = ["Packed", "pack", "pack_results"]
-
 _INDEXING = Indexing(lambda shard: TarSamples(shard.name, uniform=True))
 
 Format = Literal["tar", "parquet", "tokens"]

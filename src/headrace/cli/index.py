@@ -30,8 +30,6 @@ from headrace.datasets.tar import TarDataset
 from headrace.datasets.tfrecord import TFRecordDataset
 from headrace.loader import DataLoader
 
-__all__ = ["run"]
-
 _FORMATS: dict[str, type[ShardedStream[Any]]] = {
     "tar": TarDataset,
     "lines": LinesDataset,

@@ -23,8 +23,6 @@ from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 
-__all__ = ["ArrayDataset", "ArrayRows", "npy_layout"]
-
 _PARSERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,

@@ -25,7 +25,6 @@ from headrace.datasets.parquet import TableDataset
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ArrowDataset", "unpacked_size"]
 
 # First bytes of a message, and kinds of messages.
 _MARK, _DICTIONARY, _BATCH = b"\xff" * 4, 2, 3

@@ -30,9 +30,6 @@ from headrace._streams.kinds import (
 from headrace._streams.map_style import AsyncDataset, InParts, RangedDataset, positions
 from headrace.datasets.index_stream import IndexStream
 
-__all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]
-
-
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another format would invalidate all existing entries
 # Bytes. At most `LARGEST_GAP`: two requests of one plan share no block.

@@ -20,7 +20,6 @@ from headrace.errors import EmptyListingError, StoreError
 
 T = TypeVar("T")
 
-__all__ = ["hub"]
 
 _KINDS = {"datasets": "dataset", "spaces": "space", "models": "model"}
 

@@ -17,8 +17,6 @@ from headrace._streams.iterable_style import AsyncIterableDataset
 from headrace._streams.kinds import T_co
 from headrace._streams.resumable import BadRecord, StreamOperation, raised_or
 
-__all__ = ["IndexStream"]
-
 # Blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold.
 _IN_ORDER = 32
 _SINGLY = 32  # samples fetched at once after a failed request

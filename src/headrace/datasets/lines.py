@@ -16,7 +16,6 @@ from headrace.datasets.sharded import ShardedStream, StreamOptions
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LinesDataset"]
 
 Format = Literal["auto", "json", "text", "bytes"]
 

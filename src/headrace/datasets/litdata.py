@@ -21,8 +21,6 @@ from headrace._store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
 
-__all__ = ["LitDataset"]
-
 # Types by LitData's numbers. Some types have two numbers.
 _NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
 _TORCH_TYPES = (

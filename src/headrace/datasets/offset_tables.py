@@ -22,11 +22,6 @@ from headrace._streams.kinds import Blocks, Capabilities, T_co
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
-__all__ = [
-    "FieldDecoder", "OffsetTableDataset", "TableFile",
-    "check_offsets", "checked", "decode_fields", "raw_image", "read_index", "several",
-]  # fmt: skip
-
 FieldDecoder = Callable[[memoryview], Any]
 
 

@@ -32,8 +32,6 @@ from headrace._store.store import StoreLike
 from headrace._streams.kinds import Blocks
 from headrace.datasets.cached import IndexedShards
 
-__all__ = ["ParquetDataset", "TableDataset"]
-
 _FEW = 16  # rows to convert on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file with filter columns read at the same time
 

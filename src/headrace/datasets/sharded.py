@@ -37,8 +37,6 @@ from headrace._streams.kinds import Blocks, T_co, signature_of
 from headrace._streams.operators import ShuffleBuffer
 from headrace.datasets.cached import RangedShards
 
-__all__ = ["IndexedDataset", "ShardedStream", "StreamOptions"]
-
 # Size of a block that is freed untouched. After freeing a block of this size, the largest size that
 # counts, glibc keeps up to twice as many freed bytes. Otherwise glibc returns the memory of chunks
 # and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a

@@ -13,8 +13,6 @@ from headrace._shards.tar import MEMBER_LIMIT, TarSamples
 from headrace.datasets.sharded import IndexedDataset, ShardedStream, StreamOptions
 from headrace.errors import ShardError
 
-__all__ = ["TarDataset"]
-
 
 class TarDataset(ShardedStream[dict[str, Any]]):
     """A stream of the samples in WebDataset shards.

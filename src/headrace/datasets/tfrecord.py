@@ -15,7 +15,6 @@ from headrace.errors import TruncatedShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TFRecordDataset"]
 
 _LARGEST = 1 << 30  # bytes of a record; a whole record is held in memory
 

@@ -19,8 +19,6 @@ from headrace._store.store import StoreLike
 from headrace.datasets.arrays import ArrayRows, npy_layout
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
-__all__ = ["TokenDataset"]
-
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
 _SUFFIXES = (".bin", ".ds", ".npy")

@@ -14,8 +14,6 @@ from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
 
-__all__ = ["VideoClip", "VideoDataset"]
-
 # Limit of clips of a file, plus 1,000 for each frame: the index may state wrong times.
 _MOST_CLIPS = 1 << 20
 _CLIP = np.dtype("<i8,<i8,<i8,<i8,<i8,<i8,<i8,<f8")

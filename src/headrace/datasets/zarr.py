@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
     from zarr.core.array import AsyncArray
 
-__all__ = ["ZarrDataset"]
-
 
 class ZarrDataset(RangedDataset[Any]):
     """Slices of Zarr arrays along an axis, map-style.

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from headrace._base.text import digits, seconds, share
 from headrace.telemetry.figures import Figures
 
-__all__ = ["Diagnosis", "Setup", "diagnose"]
-
 # Waits below both limits are not worth a change: share of the time, and mean seconds of `next()`.
 FEW_WAITS = 0.05
 FAST_NEXT = 50e-6

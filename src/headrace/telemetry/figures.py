@@ -11,8 +11,6 @@ from typing import Any
 from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
 
-__all__ = ["WAITS", "Figures", "figures_of", "steps_of", "waits_of"]
-
 # Steps in which `next()` may wait for a batch, in order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
 

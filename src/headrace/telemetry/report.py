@@ -11,8 +11,6 @@ from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
 
-__all__ = ["Report", "make_report"]
-
 
 @dataclass(frozen=True, repr=False)
 class Report(Figures, Diagnosis):

@@ -28,7 +28,7 @@ PARALLEL = 4  # shards that a stream reads at once
 
 
 def block_order(samples: int, sample_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    blocks = Blocks.within(BYTES_AT_ONCE, sample_bytes)
+    blocks = Blocks.within(BYTES_AT_ONCE, sample_bytes, 1)
     order = BlockOrder(samples, blocks.size, blocks.at_once, 0, 0)
     return np.concatenate([*order.at(range(samples))])
 

@@ -49,8 +49,6 @@ from headrace.errors import ObjectNotFoundError
 from headrace.loader import DataLoader
 from headrace.options import LoaderOptions
 
-__all__ = ["Packed", "pack", "pack_results"]
-
 _INDEXING = Indexing(lambda shard: TarSamples(shard.name, uniform=True))
 
 Format = Literal["tar", "parquet", "tokens"]
@@ -224,7 +222,7 @@ def _identity(source: Any, dataset: Any) -> _Json:
             f"{type(source).__name__} is a stream, and shards are ranges of a map-style dataset: "
             "use an index, as of headrace.TarDataset.index(...)"
         )
-    digest = source.stream().digest if isinstance(source, IndexedShards) else None
+    digest = source._digest if isinstance(source, IndexedShards) else None
     classes = getattr(source, "_classes", None)
     return {"length": len(dataset), "source": digest, "classes": classes and [*classes]}
 

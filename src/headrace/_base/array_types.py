@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
+Uint32Array: TypeAlias = NDArray[np.uint32]
 AnyArray: TypeAlias = NDArray[Any]
 AnyDType: TypeAlias = np.dtype[np.generic]
 

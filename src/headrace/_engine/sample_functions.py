@@ -22,7 +22,7 @@ from headrace._ranks.distributed import undivided
 from headrace._ranks.rankinfo import bound
 from headrace._records.messages import Call
 from headrace._streams.epochs import spawn_key
-from headrace._streams.read_ahead import Raised
+from headrace._streams.resumable import BadRecord
 from headrace._streams.sample_functions import RunFunctions, SampleFunction, outcome_of
 from headrace._transport.pickling import Message, dump_message, not_picklable, noted_error
 from headrace._transport.shared_pickle import SharedPickle, raise_unpicklable
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 class Outcomes(NamedTuple):
     """The outcomes of a chunk's samples, and the duration in seconds.
 
-    The outcome is `NOTHING` for a dropped sample, and `Raised` for a failed sample.
+    The outcome is `NOTHING` for a dropped sample, and `BadRecord` for a failed sample.
     """
 
     of_samples: list[object]
@@ -91,8 +91,8 @@ class FunctionsTask:
         """Return the outcomes of a chunk, pickled in a worker, with picklable errors."""
         outcomes = self.apply(chunk)
         for place, outcome in enumerate(outcomes.of_samples):
-            if type(outcome) is Raised:
-                outcomes.of_samples[place] = Raised(
+            if type(outcome) is BadRecord:
+                outcomes.of_samples[place] = BadRecord(
                     noted_error(outcome.error, "in a worker process")
                 )
         try:

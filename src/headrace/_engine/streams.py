@@ -25,8 +25,7 @@ from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.epochs import keys_within
 from headrace._streams.fetch_functions import fetching
-from headrace._streams.read_ahead import Raised
-from headrace._streams.resumable import ResumableIterator, State, start_stream
+from headrace._streams.resumable import BadRecord, ResumableIterator, State, start_stream
 from headrace.errors import StateError
 
 # Rows of a stream that count as a batch for hedging.
@@ -209,7 +208,7 @@ class RowFetching:
             answer.set_result([task.result()])
         else:
             self.fetchers.note_failed(error)
-            answer.set_result([Raised(as_exception(error))])
+            answer.set_result([BadRecord(as_exception(error))])
 
     def most_held(self) -> int:
         """Return the number of rows or samples that an operation may hold.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, index_array
 from headrace._random.permutation import Permutation
 from headrace._random.seeding import batch_seed
 
@@ -97,9 +97,7 @@ class BlockOrder:
             group = self._group_at(place)
             start = int(positions[0]) - (place - group.begin)
             end = bisect.bisect_left(positions, start + group.size)
-            part, positions = positions[:end], positions[end:]
-            if isinstance(part, range):
-                part = np.arange(part.start, part.stop, part.step)
+            part, positions = index_array(positions[:end]), positions[end:]
             if self._shuffle:
                 yield self._group(group.number, group.size, part - start)
             else:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, index_array
 from headrace._order.blocks import BlockOrder
 from headrace._order.mixes import MixOrder
 from headrace._random.permutation import BLOCK, Permutation
@@ -93,9 +93,7 @@ def taken(order: Order, positions: range | IntArray) -> Iterator[IntArray]:
         yield from order.at(positions)
         return
     for first in range(0, len(positions), BLOCK):
-        part = positions[first : first + BLOCK]
-        if isinstance(part, range):
-            part = np.arange(part.start, part.stop, part.step)
+        part = index_array(positions[first : first + BLOCK])
         if isinstance(order, OrderWithout):
             yield from order.at(part)
         else:

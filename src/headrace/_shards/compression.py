@@ -38,9 +38,6 @@ _FORMATS = {
     ".tzst": "zstd",
 }
 
-TAR_SUFFIXES = (".tgz", ".tzst")
-"""Suffixes of compressed tars that replace ``.tar``."""
-
 SUFFIXES = (".gz", ".zst", ".zstd", ".zlib")
 """Suffixes of compressed files."""
 
@@ -145,6 +142,11 @@ class Codec:
                 self._stream = None
             else:
                 rest = getattr(self._stream, "unconsumed_tail", b"")
+
+
+def also_compressed(*endings: str) -> tuple[str, ...]:
+    """Return endings of plain files, each also with the suffixes of compressed files."""
+    return tuple(ending + suffix for ending in endings for suffix in ("", *SUFFIXES))
 
 
 def compression_of(key: str) -> str | None:

@@ -18,12 +18,12 @@ from glob import glob
 from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
-from headrace._base.text import short_repr
+from headrace._base.text import short_repr, warn_user
 from headrace._shards.compression import check_content
-from headrace._store.head import Head, InitialRead
+from headrace._store.head import Head
 from headrace._store.listing import AT_ONCE, list_heads, list_level, nothing_listed
 from headrace._store.open import check_shared, traits_of
 from headrace._store.ranges import map_all
@@ -84,15 +84,16 @@ class Shard:
         check_content(data, self.name)
         return replace(self, head=head), data
 
-    async def read_end(self, length: int) -> InitialRead:
-        """Read the last bytes and the metadata.
+    async def read_end(self, length: int) -> tuple[Shard, memoryview]:
+        """Read the last bytes, or all if the store ignores ranges.
 
-        If the store ignores ranges, all bytes are read.
+        Returns:
+            The shard in the version that was read, and the bytes.
         """
-        found = await self.store.read_end(self.key, length, head=self.head)
-        if len(found.data) == found.head.size:
-            check_content(found.data, self.name)
-        return found
+        data, head = await self.store.read_end(self.key, length, head=self.head)
+        if len(data) == head.size:
+            check_content(data, self.name)
+        return replace(self, head=head), data
 
 
 @contextlib.contextmanager
@@ -140,12 +141,14 @@ class HeaderReader:
             raise TruncatedShardError(what, shard=shard.name, offset=shard.size)
         if not self._begin <= start <= stop <= self._begin + len(self._data):
             least = min(shard.size, max(stop, start + self._least))
-            self._begin, self._data = start, memoryview(await shard.read(start, least))
+            self._begin, self._data = start, await shard.read(start, least)
         return self._data[start - self._begin : stop - self._begin]
 
 
 A = TypeVar("A")
 T = TypeVar("T")
+
+OnOpeningError = Literal["raise", "skip"]
 
 Shards = str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Shard]
 
@@ -158,6 +161,46 @@ def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> li
     """
     # The requests are small, and a store serves many small requests.
     return background_loop().run(map_all(function, shards, 64))
+
+
+def open_each(
+    sources: Sequence[A], open_one: Callable[[A], Awaitable[T]], *, on_error: OnOpeningError
+) -> list[T]:
+    """Open the files of a dataset concurrently.
+
+    With ``on_error="skip"``, broken and missing files are left out, and one warning counts the
+    left-out files. A failed request is always an error: another rank might read the file, and the
+    ranks would then have different datasets. The results are in the order of `sources`.
+
+    Args:
+        sources: the files, or the arguments of `open_one` for each file.
+        open_one: async function to open a file.
+        on_error: ``"raise"`` or ``"skip"``.
+
+    Raises:
+        ShardError: with ``"raise"``, a file is broken. With ``"skip"``, every file is broken.
+        StoreError: a request failed.
+        ValueError: `on_error` is neither ``"raise"`` nor ``"skip"``.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
+
+    async def attempt(source: A) -> T | ShardError | ObjectNotFoundError:
+        try:
+            return await open_one(source)
+        except (ShardError, ObjectNotFoundError) as error:
+            if on_error == "raise":
+                raise
+            return error
+
+    results = map_shards(attempt, sources)
+    errors = [each for each in results if isinstance(each, Exception)]
+    if errors and len(errors) == len(results):
+        raise errors[0]
+    if errors:
+        many = f"{len(errors):,} of {len(results):,} files"
+        warn_user(f"{many} cannot be opened and are left out; the first error: {errors[0]}")
+    return [each for each in results if not isinstance(each, Exception)]
 
 
 def find_shards(
@@ -189,8 +232,8 @@ def find_shards(
                 patterns.append(one)
     listed: dict[Shard, list[Shard]] = {}
     if patterns:
-        listing = map_all(partial(_list, suffixes=suffixes), patterns)
-        listed = dict(zip(patterns, background_loop().run(listing), strict=True))
+        found_by = map_shards(partial(_list, suffixes=suffixes), patterns)
+        listed = dict(zip(patterns, found_by, strict=True))
     found = [*chain.from_iterable(listed.get(one, [one]) for one in named)]
     if not found:
         raise ValueError("no shard was given")

@@ -30,12 +30,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import AnyArray, IntArray, Uint32Array
 from headrace._shards.discovery import shard_errors
 from headrace.errors import ShardError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
 DAMAGED = "no index of shards, or a damaged one; make it again by `headrace index`"
@@ -92,6 +91,7 @@ class IndexFile:
         digest: the expected hash; None for any.
 
     Attributes:
+        data: all bytes of the file.
         digest: hash of the content.
         folder: URL of the folder that has all shards when the index was made.
         kinds: for each format, the number of a shard of the format.
@@ -109,18 +109,14 @@ class IndexFile:
     def __init__(
         self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
     ) -> None:
-        self.name, self.path, self._data = name, path, data
+        self.name, self.path, self.data = name, path, data
         with shard_errors(DAMAGED, name):
             self._parse(memoryview(data).cast("B"), digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
-            return IndexFile, (self.name, self.to_bytes())
+            return IndexFile, (self.name, bytes(self.data))
         return map_index, (self.path, self.digest)
-
-    def to_bytes(self) -> bytes:
-        """All bytes of the file."""
-        return bytes(self._data)
 
     def _parse(self, data: memoryview, expected: bytes | None) -> None:
         magic, self.digest, length, check = PREFIX.unpack_from(data)
@@ -137,7 +133,7 @@ class IndexFile:
             arrays.append(np.frombuffer(data, kind, count, offset))
             offset += arrays[-1].nbytes
         columns, self._begins, lengths, self._texts = arrays
-        self.lengths: NDArray[np.uint32] = lengths
+        self.lengths: Uint32Array = lengths
         self.counts, sizes, self.ends, self.pieces, self.flawed = columns.reshape(5, -1)
         self.firsts = np.cumsum(self.counts) - self.counts
         self._text_ends = np.cumsum(sizes)
@@ -199,7 +195,7 @@ def map_index(path: str, digest: bytes | None = None) -> IndexFile:
 
 
 def dump_index(
-    folder: str, shards: Sequence[IndexedShard], begins: NDArray[Any], lengths: NDArray[Any]
+    folder: str, shards: Sequence[IndexedShard], begins: AnyArray, lengths: AnyArray
 ) -> bytes:
     """Return the bytes of an index.
 

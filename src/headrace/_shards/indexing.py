@@ -49,7 +49,6 @@ PARTS = ".parts"  # suffix of the folder of parts, after the name of the index
 MOST_SHARDS = 1024  # objects of shards in memory
 PARALLEL_REQUESTS = 64  # small requests
 PARALLEL_BUILDS = 4  # whole shards
-AHEAD = ReadAhead(shards_in_parallel=1, requests_per_shard=4, chunk_bytes=2 << 20)
 
 DecoderOf = Callable[[Shard], Decoder]
 """Makes the decoder of a shard."""
@@ -329,7 +328,7 @@ class _AllShards(Sequence[Shard]):
 
     def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
         self._index, self._indexing, self._folder = index, indexing, folder
-        self._made: dict[int, Shard] = {}
+        self._made = functools.lru_cache(MOST_SHARDS)(self._make)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _AllShards, (self._index, self._indexing, self._folder)
@@ -338,14 +337,12 @@ class _AllShards(Sequence[Shard]):
         return len(self._index)
 
     def __getitem__(self, number: Any) -> Any:
-        if (shard := self._made.get(number)) is None:
-            row, folder = self._index.shard(number), self._folder
-            shard = replace(folder, key=folder.key + row.name)
-            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
-            if len(self._made) >= MOST_SHARDS:
-                self._made.clear()
-            self._made[number] = shard
-        return shard
+        return self._made(number)
+
+    def _make(self, number: int) -> Shard:
+        row, folder = self._index.shard(number), self._folder
+        shard = replace(folder, key=folder.key + row.name)
+        return _as_indexed(self._index, row, shard, self._indexing, folder.name)
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:
@@ -389,7 +386,7 @@ async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | Non
         index = await build_index(shards, indexing, cached)
     if place is not None:
         try:
-            await place.store.put(place.key, index.to_bytes())
+            await place.store.put(place.key, bytes(index.data))
         except StoreError as error:
             _warn(f"cannot store the index beside its shards: {error}")
     return index
@@ -438,7 +435,7 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
         ShardError: the shard is damaged.
     """
     decoder = IndexingDecoder(shard, indexing)
-    reader = ShardReader(shard, decoder, AHEAD, PartPosition(0))
+    reader = ShardReader(shard, decoder, ReadAhead(), PartPosition(0))
     try:
         while reader.block.after is not None:
             await reader.fill()

@@ -9,7 +9,7 @@ import asyncio
 import io
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -139,10 +139,13 @@ class RowGroup:
         leaves = self.footer.leaves(self.selection.columns)
         return sum(stored.column(leaf).total_uncompressed_size for leaf in leaves)
 
-    async def fetch(self) -> Pieces:
-        """Read the bytes of the columns.
+    async def load(self) -> Any:
+        """Read and decode the rows, as a `pyarrow.Table`.
 
         Neighbouring ranges are read by a single request, large chunks by several requests.
+
+        Raises:
+            ShardError: the rows are corrupt.
         """
         bounds = [
             (start, min(start + LARGEST_SPAN, span.stop))
@@ -150,18 +153,10 @@ class RowGroup:
             for start in range(span.start, span.stop, LARGEST_SPAN)
         ]
         parts = await map_all(lambda bound: self.footer.shard.read(*bound), bounds)
-        return [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
+        pieces = [(start, part) for (start, _), part in zip(bounds, parts, strict=True)]
+        return await asyncio.to_thread(self._decode, pieces)
 
-    async def load(self) -> Any:
-        """Read and decode the rows, as a `pyarrow.Table`.
-
-        Raises:
-            ShardError: the rows are corrupt.
-        """
-        return await asyncio.to_thread(self.decode, await self.fetch())
-
-    def decode(self, pieces: Pieces) -> Any:
-        """Decode all rows, as a `pyarrow.Table`."""
+    def _decode(self, pieces: Pieces) -> Any:
         import pyarrow
 
         try:
@@ -235,8 +230,8 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     """
     if isinstance(shard, Footer):
         return shard
-    data, head = await shard.read_end(TAIL)
-    shard, size, tail = replace(shard, head=head), head.size, bytes(data)
+    shard, data = await shard.read_end(TAIL)
+    size, tail = shard.size, bytes(data)
     if tail[-4:] != _MAGIC or size < 12:
         what = (
             f"not a Parquet file, or truncated or encrypted: it ends in {tail[-4:]!r} instead of "

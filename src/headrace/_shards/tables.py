@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._base.array_types import Uint32Array
 from headrace._base.text import short_repr
 from headrace._shards.discovery import Shard
 from headrace._shards.reading import names_digest
@@ -141,7 +141,7 @@ def filter_text(filters: Any) -> str | None:
     )
 
 
-def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
+def passing_rows(table: Any, filters: Any) -> Uint32Array:
     """Return the numbers of the rows of a table that pass a filter."""
     import pyarrow
     from pyarrow import acero
@@ -152,27 +152,23 @@ def passing_rows(table: Any, filters: Any) -> NDArray[np.uint32]:
     passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(
         use_threads=False
     )
-    found: NDArray[np.uint32] = passing[_NUMBER].to_numpy()
+    found: Uint32Array = passing[_NUMBER].to_numpy()
     return found
 
 
 def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
     """Return the columns of each file that an expression needs."""
-
-    def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
-        names = _columns_of(filters, there, file.shard.name)
-        return _select(file, there, added, tuple(names))
-
-    return _select_all(files, select)
+    return _select_all(files, lambda file, there: _columns_of(filters, there, file.shard.name))
 
 
 def _select_all(
-    files: Sequence[TableFile], select: Callable[[TableFile, Any, dict[str, Any]], Selection]
+    files: Sequence[TableFile], columns_of: Callable[[TableFile, Any], Sequence[str] | None]
 ) -> list[Selection]:
     """Return the selection of each file.
 
-    `select` is called once for all files with the same columns. The arguments are a file, the
-    schema of the columns of the file and of the directories, and the values of the directories.
+    `columns_of` returns the columns to select, or None for all. The arguments are a file, and the
+    schema of the columns of the file and of the directories. The function is called once for all
+    files with the same columns.
     """
     import pyarrow
 
@@ -183,40 +179,37 @@ def _select_all(
         fields = [pyarrow.field(name, value.type) for name, value in added.items()]
         there = pyarrow.schema([*file.schema, *fields])
         if there not in made:
-            made[there] = select(file, there, added)
+            made[there] = _select(file, there, added, columns_of(file, there))
         selection = made[there]
         found.append(replace(selection, added={name: added[name] for name in selection.added}))
     return found
 
 
 def select_columns(
-    files: Sequence[TableFile], columns: tuple[str, ...] | None, *, as_rows: bool
+    files: Sequence[TableFile], columns: Sequence[str] | None, *, as_rows: bool
 ) -> list[Selection]:
     """Return the columns to read and to give of each file.
 
     For tables (not `as_rows`), the types of the files are unified.
     """
-    first: Any = None
-    unified: Any = None
-    schemas: list[Any] = []  # to unify
-
-    def select(file: TableFile, there: Any, added: Mapping[str, Any]) -> Selection:
-        nonlocal first, unified
-        selection = _select(file, there, added, columns)
-        given = selection.given
+    found = _select_all(files, lambda file, there: columns)
+    first = unified = found[0].given
+    schemas: dict[bytes, Any] = {}  # different ones
+    for file, selection in zip(files, found, strict=True):
+        if selection.serialized in schemas:
+            continue
+        given = schemas[selection.serialized] = selection.given
         name, times = Counter([*given.names, ""]).most_common(1)[0]
         if as_rows and times > 1:
             what = f"several columns called {name!r}, of which a dict could have one"
             remedy = "use format='arrow', or leave it out of columns="
             raise ValueError(f"{file.shard.name} has {what}; {remedy}")
-        first = given if first is None else first
         try:
             if {*given.names} != {*first.names}:
                 raise ValueError("names differ")
             # Rows are Python objects: equal for string and large_string.
-            if not as_rows:
-                schemas.append(given)
-                unified = given if unified is None else _unify(unified, given)
+            if not as_rows and given != unified:
+                unified = _unify(unified, given)
         except (ValueError, TypeError, LookupError) as error:
             listed, expected = (
                 ", ".join(f"{f.name} {f.type}" for f in each) for each in (given, first)
@@ -225,17 +218,14 @@ def select_columns(
             cause = " ".join(str(error).split())
             remedy = "give columns= that all files have, or read rows of different types"
             raise file.shard.error(f"{what}: {cause}; {remedy} (format='rows')") from None
-        return selection
-
-    found = _select_all(files, select)
-    if any(schema != unified for schema in schemas):
+    if not as_rows and any(schema != unified for schema in schemas.values()):
         unified = unified.with_metadata(files[0].schema.metadata)
         return [replace(selection, schema=unified) for selection in found]
     return found
 
 
 def _select(
-    file: TableFile, there: Any, added: Mapping[str, Any], columns: tuple[str, ...] | None
+    file: TableFile, there: Any, added: Mapping[str, Any], columns: Sequence[str] | None
 ) -> Selection:
     """Return the selection of files with the columns `there`."""
     import pyarrow

@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace._base.array_types import ByteArray
 from headrace._eventloop.per_loop import end_all
 from headrace._extras import require
 from headrace._shards.discovery import Shard, shard_errors
@@ -51,9 +51,7 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         )
 
 
-def unpack(
-    data: memoryview, format: str, size: int, shard: Shard, largest: int
-) -> NDArray[np.uint8]:
+def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> ByteArray:
     """Unpack bytes to `size` bytes, the size in an index.
 
     Raises:
@@ -74,10 +72,13 @@ class UnpackedShards:
 
     The cache holds the latest arrays up to `limit` bytes, and all arrays with views in use. A
     pickled copy is empty.
+
+    Attributes:
+        limit: bytes of the latest arrays.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._latest: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest_bytes = 0
@@ -87,7 +88,7 @@ class UnpackedShards:
         self._corrupt: dict[Hashable, ShardError] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return UnpackedShards, (self._limit,)
+        return UnpackedShards, (self.limit,)
 
     def peek(self, key: Hashable) -> Any:
         return self._in_use.get(key)
@@ -127,7 +128,7 @@ class UnpackedShards:
             self._latest_bytes += data.nbytes if key not in self._latest else 0
             self._latest[key] = data
             self._latest.move_to_end(key)
-            while self._latest_bytes > self._limit and len(self._latest) > 1:
+            while self._latest_bytes > self.limit and len(self._latest) > 1:
                 self._latest_bytes -= self._latest.popitem(last=False)[1].nbytes
         return data
 

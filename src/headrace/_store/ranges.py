@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from headrace._base.array_types import IntArray
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -37,9 +38,9 @@ class Ranges(NamedTuple):
         [100, 250]
     """
 
-    objects: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
+    objects: IntArray
+    starts: IntArray
+    stops: IntArray
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, int]]) -> Ranges:
@@ -47,7 +48,7 @@ class Ranges(NamedTuple):
         starts, stops = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return cls(np.zeros(len(pairs), np.int64), starts, stops)
 
-    def at(self, positions: NDArray[np.intp]) -> Ranges:
+    def at(self, positions: IntArray) -> Ranges:
         """Return the ranges at `positions`."""
         return Ranges(self.objects[positions], self.starts[positions], self.stops[positions])
 
@@ -73,7 +74,7 @@ class Span(NamedTuple):
     object: int  # number of the object
     start: int  # first byte
     stop: int  # end, exclusive; gaps between the ranges are read too
-    members: NDArray[np.intp]  # positions of the covered ranges, in the order of the starts
+    members: IntArray  # positions of the covered ranges, in the order of the starts
 
 
 def plan_spans(

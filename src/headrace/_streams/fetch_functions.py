@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
 from headrace._streams.kinds import DatasetKind, walk_datasets
-from headrace._streams.read_ahead import Chunk, Raised, ReadAhead, raised_by
-from headrace._streams.resumable import Reread, State, close_all
+from headrace._streams.read_ahead import Chunk, ReadAhead, raised_by
+from headrace._streams.resumable import BadRecord, Reread, State, close_all
 
 
 class Fetching(Protocol):
@@ -22,7 +22,7 @@ class Fetching(Protocol):
     def fetch(
         self, function: Callable[[Any], Awaitable[Any]], row: Any
     ) -> asyncio.Future[list[Any]]:
-        """Call a function with a row soon, and return a list of the sample, or of `Raised`.
+        """Call a function with a row soon, and return a list of the sample, or of `BadRecord`.
 
         Cancelling the future cancels the call.
         """
@@ -85,7 +85,7 @@ class FetchFunctions(ReadAhead):
         try:
             await self._reread.read(self._inner, self.operation)
         except Exception as error:  # the following rows are unknown
-            self._outcomes.append(Raised(error))
+            self._outcomes.append(BadRecord(error))
             self._read_all = True
             self._changed.set()
             return await close_all(self._inner)

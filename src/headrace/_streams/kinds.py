@@ -78,15 +78,16 @@ class Blocks(NamedTuple):
         return self.size * self.at_once
 
     @classmethod
-    def within(cls, most_bytes: int, sample_bytes: int, size: int = 0) -> Blocks:
+    def within(cls, most_bytes: int, nbytes: int, samples: int, size: int = 0) -> Blocks:
         """Make blocks of equal size.
 
         Args:
             most_bytes: bytes of all blocks read side by side.
-            sample_bytes: bytes of a sample.
+            nbytes: bytes of some samples.
+            samples: number of these samples.
             size: samples in a block; 0 for blocks of `BLOCK_BYTES`.
         """
-        sample_bytes = max(1, sample_bytes)
+        sample_bytes = max(1, nbytes // max(1, samples))
         size = size or max(1, BLOCK_BYTES // sample_bytes)
         most = min(MOST_BLOCKS, most_bytes // (size * sample_bytes))
         if most < 3:
@@ -110,7 +111,7 @@ class Blocks(NamedTuple):
         sizes = np.array([count for count in counts if count] or [0], np.int64)
         n = int(sizes.sum())
         size = max(1, -(-n // len(sizes)))
-        found = cls.within(most_bytes // 2, nbytes // max(1, n), size)
+        found = cls.within(most_bytes // 2, nbytes, n, size)
         at_once = min(found.at_once, max(1, MOST_SAMPLES // size))
         planned = max(1, min(-(-at_once // ahead), MOST_AHEAD // size))
         digest = hashlib.blake2b(sizes.tobytes() + text.encode(), digest_size=8).hexdigest()

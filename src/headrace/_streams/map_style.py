@@ -323,7 +323,32 @@ class _OfPart(NamedTuple):
     indices: list[object]  # within the part
 
 
-class IndexedParts(ConcatComposition, AsyncDataset[Any]):
+class InParts:
+    """Samples of several parts in succession.
+
+    `_ends` has, for each part, the number of samples up to the end of the part.
+    """
+
+    _ends: Any
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def locate(self, index: Any) -> tuple[int, Any]:
+        """Return the number of a part, and the index within the part.
+
+        Raises:
+            IndexError: the index is out of range.
+        """
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
+        index %= length
+        part = bisect.bisect_right(self._ends, index)
+        return part, index - int(self._ends[part - 1] if part else 0)
+
+
+class IndexedParts(InParts, ConcatComposition, AsyncDataset[Any]):
     """Samples of datasets in succession; made by `headrace.concat`.
 
     Batches are read with `agets` if all parts have `agets`, and byte ranges if all parts have byte
@@ -342,9 +367,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
             raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     @functools.cached_property
     def blocks(self) -> Blocks | None:
         """The smallest blocks of the parts, if all parts have blocks."""
@@ -361,18 +383,6 @@ class IndexedParts(ConcatComposition, AsyncDataset[Any]):
         return joined._replace(
             at_once=at_once, ahead=min(blocks.ahead or at_once for blocks in found)
         )
-
-    def locate(self, index: Any) -> tuple[int, Any]:
-        """Return the number of a part, and the index within the part.
-
-        Raises `IndexError` if `index` is out of range.
-        """
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
-        index %= length
-        part = bisect.bisect_right(self._ends, index)
-        return part, index - (self._ends[part - 1] if part else 0)
 
     def _capabilities(self) -> Capabilities:
         parts = [capabilities(source) for source in self.sources]

@@ -6,32 +6,34 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace._base.text import add_note, function_name
 from headrace._eventloop.per_loop import end_all
 from headrace._records.failure import as_exception, key_in
-from headrace._streams.resumable import NOTHING, Mark, ReplayOperation, State, close_all
+from headrace._streams.resumable import (
+    NOTHING,
+    BadRecord,
+    Mark,
+    ReplayOperation,
+    State,
+    close_all,
+    raised_or,
+)
 
 # Most samples in a request to a worker. A request takes some 150 µs besides the functions, and a
 # few ms on a busy machine: there, chunks of 64 take a third of the time of chunks of 16.
 CHUNK = 64
 
 
-class Raised(NamedTuple):
-    """An error in place of a sample."""
-
-    error: Exception
-
-
 def raised_by(
     error: BaseException, operation: str, function: Callable[..., Any], sample: Any
-) -> Raised:
+) -> BadRecord:
     """Return the error of a function before batching, with a note that names the sample."""
     raised, key = as_exception(error), key_in(sample)
     where = f", key {key!r}" if key else ""
     add_note(raised, f"headrace: in {operation}({function_name(function)}), before batching{where}")
-    return Raised(raised)
+    return BadRecord(raised)
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class Chunk:
     first: int  # number of the first sample
     position: State | None  # position before the first sample, if known
     samples: list[Any] = field(default_factory=list)
-    error: Raised | None = None  # an error of the stream, after the samples
+    error: BadRecord | None = None  # an error of the stream, after the samples
     request: Any = None  # the future of the outcomes
 
     @property
@@ -127,7 +129,7 @@ class ReadAhead(ReplayOperation[Any]):
                 while self._held >= self._most_held() or (self._unsent and self._unsent.is_full):
                     await self._change()
                 position: State | None = None
-                error: Raised | None = None
+                error: BadRecord | None = None
                 samples: list[Any] = []
                 try:
                     if self._unsent is None and self._read % self.saved_samples == 0:
@@ -138,7 +140,7 @@ class ReadAhead(ReplayOperation[Any]):
                 except BaseException as raised:  # user code
                     if self._closed:
                         raise
-                    error = Raised(as_exception(raised))
+                    error = BadRecord(as_exception(raised))
                 self._unsent = self._unsent or Chunk(self._read, position)
                 self._unsent.samples += samples
                 self._unsent.error = error
@@ -179,10 +181,3 @@ class ReadAhead(ReplayOperation[Any]):
         await end_all([self._reader, *(chunk.request for chunk in self._sent if chunk.samples)])
         if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
             raise error
-
-
-def raised_or(outcome: object) -> object:
-    """Return an outcome, or raise the error in place of the outcome."""
-    if type(outcome) is Raised:
-        raise outcome.error
-    return outcome

@@ -348,6 +348,22 @@ def expect_same(state: State, name: str, now: object) -> None:
 # Operations
 
 
+class BadRecord(NamedTuple):
+    """Placeholder of a sample that cannot be made.
+
+    The reader continues after the placeholder. The error is raised in the sample's place.
+    """
+
+    error: Exception
+
+
+def raised_or(sample: Any) -> Any:
+    """Return a sample, or raise the error in place of the sample."""
+    if type(sample) is BadRecord:
+        raise sample.error
+    return sample
+
+
 class StreamOperation(ResumableIterator[T]):
     """An operation that owns and closes a stream, or several streams.
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from headrace._records.failure import as_exception
 from headrace._streams.fetch_functions import fetches, fetching
-from headrace._streams.read_ahead import CHUNK, Chunk, Raised, ReadAhead, raised_by, raised_or
-from headrace._streams.resumable import NOTHING
+from headrace._streams.read_ahead import CHUNK, Chunk, ReadAhead, raised_by
+from headrace._streams.resumable import NOTHING, BadRecord, raised_or
 
 
 class SampleFunction(NamedTuple):
@@ -58,7 +58,7 @@ def outcome_of(
 ) -> Any:
     """Return a sample after all functions.
 
-    Returns `NOTHING` if a filter drops the sample, and `Raised` if a function raises one of
+    Returns `NOTHING` if a filter drops the sample, and `BadRecord` if a function raises one of
     `catch`.
     """
     part, read = functions[0], sample
@@ -125,7 +125,7 @@ class SampleFunctions(ReadAhead):
             raise
         except BaseException as error:  # the worker died, or the request cannot be pickled
             if len(samples) == 1:
-                return [Raised(as_exception(error))]
+                return [BadRecord(as_exception(error))]
             # Send each sample alone, so no other sample is lost.
             outcomes = []
             for number, sample in enumerate(samples, first):

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from headrace._base.cgroup import CgroupLimits, available_memory
 from headrace._eventloop.loop_thread import import_event_loop
 
-__all__ = ["Finding", "run"]
-
 USUAL_DESCRIPTORS = 1024
 GIB = 1 << 30  # bytes
 

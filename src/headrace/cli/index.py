@@ -16,7 +16,6 @@ from headrace._base.cgroup import usable_cores
 from headrace._shards.discovery import Shard, find_shards
 from headrace._shards.indexing import (
     PARALLEL_BUILDS,
-    DecoderOf,
     Indexing,
     beside,
     build_index,
@@ -30,8 +29,6 @@ from headrace.datasets.sharded import ShardedStream
 from headrace.datasets.tar import TarDataset
 from headrace.datasets.tfrecord import TFRecordDataset
 from headrace.loader import DataLoader
-
-__all__ = ["run"]
 
 _FORMATS: dict[str, type[ShardedStream[Any]]] = {
     "tar": TarDataset,
@@ -51,13 +48,14 @@ def run(arguments: argparse.Namespace) -> bool:
         True.
     """
     loop = background_loop()
-    shards, decoder_of = _find(arguments.url, arguments.format)
+    stream = _find(arguments.url, arguments.format)
+    shards = loop.run(with_heads(stream._parts))
+    stream._parts = ()  # the decoders are pickled without the shards
     length = None if arguments.length is None else _function_of(arguments.length, "--length")
-    indexing = Indexing(decoder_of, length)
+    indexing = Indexing(stream.index_decoder, length)
     place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
     if place is None:
         raise ValueError("no folder has all shards: give --output")
-    shards = loop.run(with_heads(shards))
     number, count = arguments.part or (1, 1)
     _build(
         shards[number - 1 :: count],
@@ -71,13 +69,13 @@ def run(arguments: argparse.Namespace) -> bool:
     index = loop.run(build_index(shards, indexing, place))
     print(
         f"{place.name}: {len(index):,} shards, {index.counts.sum():,} samples, "
-        f"{len(index.to_bytes()):,} bytes"
+        f"{memoryview(index.data).nbytes:,} bytes"
     )
     return True
 
 
-def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
-    """Return the shards and a function for decoders.
+def _find(url: str, format: str | None) -> ShardedStream[Any]:
+    """Return the stream of the shards.
 
     Without a format, the endings of the shards' names decide.
     """
@@ -93,8 +91,7 @@ def _find(url: str, format: str | None) -> tuple[Sequence[Shard], DecoderOf]:
             what = " and ".join(kinds) or "no known ending"
             raise ValueError(f"{url} has shards of {what}: give --format")
         (format,) = kinds
-    stream = _FORMATS[format](url)
-    return stream._parts, stream._for_decoding().index_decoder
+    return _FORMATS[format](url)
 
 
 def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int) -> None:

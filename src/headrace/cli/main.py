@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from headrace._version import __version__
 from headrace.errors import HeadraceError, MissingExtraError
 
-__all__ = ["main"]
-
 OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # 130 = 128 + SIGINT, as in a shell
 
 

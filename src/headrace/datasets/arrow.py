@@ -8,18 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace._shards.discovery import HeaderReader, Shard, map_shards, shard_errors
+from headrace._shards.discovery import (
+    HeaderReader,
+    OnOpeningError,
+    Shard,
+    map_shards,
+    open_each,
+    shard_errors,
+)
 from headrace._shards.parquet import Pieces, RowGroup, SparseFile
 from headrace._shards.tables import Selection, TableFile
 from headrace._shards.unpacked import check_unpacked
 from headrace._store.ranges import Ranges
-from headrace.datasets.opening import OnOpeningError, opened
 from headrace.datasets.parquet import TableDataset
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ArrowDataset", "unpacked_size"]
 
 # First bytes of a message, and kinds of messages.
 _MARK, _DICTIONARY, _BATCH = b"\xff" * 4, 2, 3
@@ -104,16 +109,6 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
     return int(value) + (table + place) * (form == "*")
 
 
-def _message(data: Buffer) -> tuple[int, int, int]:
-    """Return kind, number of rows and body bytes of a message."""
-    (root,) = struct.unpack_from("<I", data)
-    return (
-        _field(data, root, 1, "<B"),
-        _field(data, _field(data, root, 2, "*"), 0, "<q"),
-        _field(data, root, 3, "<q"),
-    )
-
-
 def unpacked_size(header: Buffer, body: memoryview) -> int:
     """Return the declared bytes of a message's compressed buffers, unpacked.
 
@@ -166,7 +161,10 @@ async def _open(shard: Shard) -> _ArrowFile:
             break
         header = bytes(await reader.take(start, at))
         with shard_errors("corrupt message", shard.name, start):
-            kind, count, body = _message(header[prefix:])
+            fields = header[prefix:]
+            (root,) = struct.unpack_from("<I", fields)
+            kind, body = _field(fields, root, 1, "<B"), _field(fields, root, 3, "<q")
+            count = _field(fields, _field(fields, root, 2, "*"), 0, "<q")
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
@@ -247,4 +245,4 @@ class ArrowDataset(TableDataset):
 
     @staticmethod
     def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
-        return opened(_one_split(shards), _open, on_error=on_error)
+        return open_each(_one_split(shards), _open, on_error=on_error)

@@ -13,8 +13,6 @@ from headrace._streams.resumable import NOTHING, MarkingOperation
 from headrace._streams.torch_views import require_async
 from headrace.errors import StateError
 
-__all__ = ["batch_by_tokens"]
-
 
 def batch_by_tokens(
     dataset: object,

@@ -15,6 +15,7 @@ import numpy as np
 from headrace._base.array_types import IntArray
 from headrace._ranks.distributed import RankChoice
 from headrace._shards.discovery import Shard
+from headrace._shards.reading import names_digest
 from headrace._shards.unpacked import loaded
 from headrace._store.disk_cache import DiskCache, secure_folder
 from headrace._streams.kinds import (
@@ -26,11 +27,8 @@ from headrace._streams.kinds import (
     capabilities,
     sample_key,
 )
-from headrace._streams.map_style import AsyncDataset, RangedDataset, positions
+from headrace._streams.map_style import AsyncDataset, InParts, RangedDataset, positions
 from headrace.datasets.index_stream import IndexStream
-
-__all__ = ["Cacheable", "CachedDataset", "Extent", "IndexedShards", "RangedShards"]
-
 
 NAME_SIZE = 16  # bytes
 NAME_FORMAT = "headrace 2"  # another format would invalidate all existing entries
@@ -298,7 +296,7 @@ class _CachedShards(CachedDataset[T_co]):
         return data[begin : begin + stop - start].toreadonly()
 
 
-class IndexedShards(AsyncDataset[T_co]):
+class IndexedShards(InParts, AsyncDataset[T_co]):
     """Base of map-style datasets of shards.
 
     The samples are in the order of the shards. Define `sample_key` and `blocks`.
@@ -315,13 +313,17 @@ class IndexedShards(AsyncDataset[T_co]):
         self._ends = np.cumsum(counts, dtype=np.int64)
         self._firsts = self._ends - np.asarray(counts, np.int64)
 
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
     @property
     def counts(self) -> tuple[int, ...]:
         """Number of samples in each shard."""
         return tuple(np.diff(self._ends, prepend=0).tolist())
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Checksum of the shards' names, sizes and numbers of samples."""
+        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
+        names = (shard.name for shard in self._shards)
+        return names_digest(map(str, zip(names, sizes, self.counts, strict=True)))
 
     def stream(
         self,
@@ -352,19 +354,7 @@ class IndexedShards(AsyncDataset[T_co]):
         """
         if isinstance(self, Cacheable):
             self._refuse_own_aget("a stream")
-        return IndexStream(self, self._shards, RankChoice(rank, world_size), shuffle, seed)
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the number of a sample's shard, and the row in the shard.
-
-        Raises:
-            IndexError: the index is out of range.
-        """
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {self!r}")
-        number = int(np.searchsorted(self._ends, index % length, side="right"))
-        return number, index % length - int(self._firsts[number])
+        return IndexStream(self, RankChoice(rank, world_size), shuffle, seed)
 
     def _rows(self, indices: Sequence[int]) -> tuple[IntArray, IntArray, IntArray]:
         """Return shard numbers, rows in shards, and positions in the dataset.
@@ -396,9 +386,8 @@ class RangedShards(IndexedShards[T_co], RangedDataset[T_co], Cacheable[T_co]):
         """Sizes of blocks for a random order, estimated from some samples."""
         some = range(0, len(self), -(-len(self) // _ASKED) or 1)
         ranges = self.ranges(some)
-        return Blocks.within(
-            BYTES_AT_ONCE, int((ranges.stops - ranges.starts).sum()) // max(1, len(some))
-        )
+        nbytes = int((ranges.stops - ranges.starts).sum())
+        return Blocks.within(BYTES_AT_ONCE, nbytes, len(some))
 
     def extent(self, index: int) -> Extent:
         """Return the extent of the sample at `index`.

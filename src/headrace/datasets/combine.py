@@ -23,8 +23,6 @@ from headrace._streams.mixing import Mix, Stop
 from headrace._streams.resumable import is_stateful, start_stream
 from headrace._streams.torch_views import require_async
 
-__all__ = ["concat", "from_async_iterable", "mix"]
-
 T = TypeVar("T")
 Kind = TypeVar("Kind", AsyncDataset[Any], AsyncIterableDataset[Any])
 MixWeights = Sequence[float] | Mapping[str, float]

@@ -20,7 +20,6 @@ from headrace.errors import EmptyListingError, StoreError
 
 T = TypeVar("T")
 
-__all__ = ["hub"]
 
 _KINDS = {"datasets": "dataset", "spaces": "space", "models": "model"}
 
@@ -82,9 +81,10 @@ def hub(
         raise ValueError(
             f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it"
         )
-    api = HfApi(token=token, library_name="headrace", library_version=__version__)
+    client: Any = {"token": token, "library_name": "headrace", "library_version": __version__}
+    api = HfApi(**client)
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
-    headers = build_hf_headers(token=token, library_name="headrace", library_version=__version__)
+    headers = build_hf_headers(**client)
     store_options = {"default_headers": headers, "allow_redirects": True}
 
     def converted(request: Callable[[], T]) -> T:

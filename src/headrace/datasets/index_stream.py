@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from headrace._eventloop.per_loop import end_all
 from headrace._order.samplers import BlockSampler
 from headrace._ranks.distributed import RankChoice, ReaderShare
 from headrace._records.failure import as_exception
-from headrace._shards.discovery import Shard
-from headrace._shards.reading import BadRecord, names_digest
 from headrace._store.ranges import map_all
 from headrace._streams.epochs import FollowsEpoch, Order, checked_seed
 from headrace._streams.iterable_style import AsyncIterableDataset
 from headrace._streams.kinds import T_co
-from headrace._streams.resumable import StreamOperation
-
-__all__ = ["IndexStream"]
+from headrace._streams.resumable import BadRecord, StreamOperation, raised_or
 
 # Blocks read at once in the order of the dataset: 8 MiB, which the processor's cache may hold.
 _IN_ORDER = 32
@@ -39,16 +33,8 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     splits_by_rank = splits_over_workers = True
 
-    def __init__(
-        self,
-        dataset: Any,
-        shards: Sequence[Shard],
-        ranks: RankChoice,
-        shuffle: bool,
-        seed: int | None,
-    ) -> None:
+    def __init__(self, dataset: Any, ranks: RankChoice, shuffle: bool, seed: int | None) -> None:
         self._dataset = dataset
-        self._shards = shards
         self._ranks = ranks
         self._shuffle = bool(shuffle)
         self._seed = checked_seed(seed)
@@ -79,13 +65,6 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         sampler.set_epoch(order.epoch)
         return sampler
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """Checksum of the shards' names, sizes and numbers of samples."""
-        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
-        names = (shard.name for shard in self._shards)
-        return names_digest(map(str, zip(names, sizes, self._dataset.counts, strict=True)))
-
 
 class _IndexIterator(StreamOperation[Any]):
     """Iterator over the samples of one reader in one epoch.
@@ -101,7 +80,7 @@ class _IndexIterator(StreamOperation[Any]):
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset
-        self._shards, self._shuffle = stream.digest, stream._shuffle
+        self._shards, self._shuffle = dataset._digest, stream._shuffle
         self._blocks = list(dataset.blocks.shown)
         self._reader = [reader.index, reader.count]
         self._order = order
@@ -126,12 +105,10 @@ class _IndexIterator(StreamOperation[Any]):
             self._closed = not self._samples
             self._task = None if self._closed else self._read_ahead()
         self._given += 1
-        if type(sample := self._samples.popleft()) is BadRecord:
-            raise sample.error
-        return sample
+        return raised_or(self._samples.popleft())
 
     def _read_ahead(self) -> asyncio.Task[deque[Any]]:
-        return asyncio.get_running_loop().create_task(self._next_block())
+        return asyncio.create_task(self._next_block())
 
     async def _next_block(self) -> deque[Any]:
         blocks = self._dataset.blocks

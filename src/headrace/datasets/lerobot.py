@@ -22,8 +22,6 @@ from headrace.datasets.mp4 import check
 from headrace.datasets.parquet import ParquetDataset
 from headrace.datasets.video import VideoDataset
 
-__all__ = ["LeRobotDataset"]
-
 _INFO = "meta/info.json"
 _PLACE = ("chunk_index", "file_index", "from_timestamp")  # columns of each camera
 _Fields = dict[str, Any]

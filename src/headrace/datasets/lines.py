@@ -8,8 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
-from headrace._shards.compression import SUFFIXES as compression_suffixes
-from headrace._shards.compression import compression_of
+from headrace._shards.compression import also_compressed, compression_of
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
@@ -17,7 +16,6 @@ from headrace.datasets.sharded import ShardedStream, StreamOptions
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LinesDataset"]
 
 Format = Literal["auto", "json", "text", "bytes"]
 
@@ -60,9 +58,7 @@ class LinesDataset(ShardedStream[Any]):
         [{'x': 1}, {'x': 2}]
     """
 
-    suffixes = tuple(
-        kind + compression for kind in _TYPES for compression in ("", *compression_suffixes)
-    )
+    suffixes = also_compressed(*_TYPES)
 
     def __init__(
         self,
@@ -134,16 +130,14 @@ class _Lines(RecordDecoder):
         self._format = format
         self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit
-        self._part_bytes = 0  # of the held parts of an incomplete line
 
     def feed(self, data: Buffer) -> Iterator[Any]:
         first, *rest = bytes(data).split(b"\n")
         self._parts.append(first)
-        self._part_bytes += len(first)
         for part in rest:
             yield from self._line(b"".join(self._parts), 1)
-            self._parts, self._part_bytes = [part], len(part)
-        if self._part_bytes > self._limit:
+            self._parts = [part]
+        if sum(map(len, self._parts)) > self._limit:
             raise self._error(f"{self._name} is longer than line_limit={self._limit} bytes")
 
     def finish(self) -> Iterator[Any]:
@@ -157,7 +151,7 @@ class _Lines(RecordDecoder):
     def restore(self, position: Any) -> None:
         super().restore(position)
         self._first = False
-        self._part_bytes, self.complete = 0, self._offset
+        self.complete = self._offset
 
     def whole_sample(self, data: Buffer, offset: int) -> Any:
         line = bytes(data)

@@ -21,8 +21,6 @@ from headrace._store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
 
-__all__ = ["LitDataset"]
-
 # Types by LitData's numbers. Some types have two numbers.
 _NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
 _TORCH_TYPES = (
@@ -122,9 +120,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         self, file: tables.TableFile, shard: Shard, data: memoryview
     ) -> tuple[ByteArray, IntArray]:
         if file.key in self._of_arrow:
-            return _rows_of_arrow(file, shard, data, self._largest)
+            return _rows_of_arrow(file, shard, data, self._unpacked.limit)
         if self._config["framed"]:
-            return _rows_of_frames(file, shard, data, self._largest)
+            return _rows_of_frames(file, shard, data, self._unpacked.limit)
         return super()._unpack(file, shard, data)
 
 

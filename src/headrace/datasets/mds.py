@@ -14,8 +14,6 @@ from headrace._shards.unpacked import UNPACKED_BYTES
 from headrace._store.store import StoreLike
 from headrace.datasets import offset_tables as tables
 
-__all__ = ["MDSDataset"]
-
 # Name and encoding of each column, and the size in bytes if the size is fixed.
 Columns = tuple[tuple[str, str, int | None], ...]
 

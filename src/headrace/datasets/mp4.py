@@ -11,8 +11,6 @@ import numpy as np
 from headrace._shards.discovery import HeaderReader, Shard, shard_errors
 from headrace.errors import TruncatedShardError
 
-__all__ = ["VideoTrack", "check", "clip_file", "read_track"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -24,8 +24,6 @@ from headrace._streams.blocking import background_loop
 from headrace._transport.pickling import out_of_band
 from headrace.datasets.cached import Cacheable, Extent
 
-__all__ = ["ObjectDataset", "ObjectSample"]
-
 
 class ObjectSample(NamedTuple):
     """An object: the key, the bytes and the label.

@@ -22,11 +22,6 @@ from headrace._streams.kinds import Blocks, Capabilities, T_co
 from headrace.datasets.cached import Extent, RangedShards
 from headrace.errors import ShardError
 
-__all__ = [
-    "FieldDecoder", "OffsetTableDataset", "TableFile",
-    "check_offsets", "checked", "decode_fields", "raw_image", "read_index", "several",
-]  # fmt: skip
-
 FieldDecoder = Callable[[memoryview], Any]
 
 
@@ -64,17 +59,16 @@ class OffsetTableDataset(RangedShards[T_co]):
         counts: Sequence[int] = (),
     ) -> None:
         self._files = tuple(files)
-        self._whole = any(file.format for file in files)
-        for format in {file.format for file in files if file.format}:
+        formats = {file.format for file in files if file.format}
+        self._whole = bool(formats)
+        for format in formats:
             unpacker(format)  # raises an error now if a package is missing
         if len(keys := [file.key for file in files]) > len(set(keys)):
             raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
-        self._unpacked, self._largest = UnpackedShards(unpacked_bytes), unpacked_bytes
+        self._unpacked = UnpackedShards(unpacked_bytes)
         self._tables: dict[int, IntArray] = {}  # offsets of shards read as a whole
         opened = map_shards(partial(self._open, store), files)
-        super().__init__(
-            [shard for shard, _ in opened], counts or [file.rows for file in files] or [0]
-        )
+        super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files])
         self._offsets = np.concatenate(
             [table for _, table in opened] or [np.zeros(1, np.int64)]
         ).astype(np.uint32)
@@ -118,7 +112,9 @@ class OffsetTableDataset(RangedShards[T_co]):
         """
         if not self._whole:
             return super().blocks
-        return Blocks.whole(self._largest, sum(file.size for file in self._files), self.counts)
+        return Blocks.whole(
+            self._unpacked.limit, sum(file.size for file in self._files), self.counts
+        )
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
         """Return the bytes of the samples at `indices`.
@@ -169,7 +165,7 @@ class OffsetTableDataset(RangedShards[T_co]):
         """Return the unpacked bytes of a shard, and the offsets of the samples."""
         found = np.frombuffer(data, np.uint8)
         if file.format:
-            found = unpack(data, file.format, file.size, shard, self._largest)
+            found = unpack(data, file.format, file.size, shard, self._unpacked.limit)
         return found, self._table(file, found.data, shard)
 
     def sample_of(self, index: int, data: memoryview) -> T_co:

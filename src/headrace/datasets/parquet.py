@@ -10,12 +10,11 @@ from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, Uint32Array
 from headrace._base.text import check_names, whole_number
 from headrace._records.batches import Rows
-from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
 from headrace._shards.tables import (
     Selection,
@@ -32,9 +31,6 @@ from headrace._store.ranges import map_all
 from headrace._store.store import StoreLike
 from headrace._streams.kinds import Blocks
 from headrace.datasets.cached import IndexedShards
-from headrace.datasets.opening import OnOpeningError, opened
-
-__all__ = ["ParquetDataset", "TableDataset"]
 
 _FEW = 16  # rows to convert on the event loop
 _FILTERED_AT_ONCE = 4  # row groups of a file with filter columns read at the same time
@@ -76,8 +72,7 @@ class TableDataset(IndexedShards[Any]):
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
         self.gives_tables = format == "arrow"
-        self._unpacked_bytes = whole_number("unpacked_bytes", unpacked_bytes, 1)
-        self._unpacked = UnpackedShards(self._unpacked_bytes)
+        self._unpacked = UnpackedShards(whole_number("unpacked_bytes", unpacked_bytes, 1))
         filters = as_expression(filters)
         self._filters = filter_text(filters)
         files = self._open_files(
@@ -87,7 +82,7 @@ class TableDataset(IndexedShards[Any]):
         selections = select_columns(files, names, as_rows=not self.gives_tables)
         self._groups: list[RowGroup] = []
         # Numbers of the rows of each row group that pass the filter. Empty without a filter.
-        self._passing: list[NDArray[np.uint32]] = []
+        self._passing: list[Uint32Array] = []
         if filters is None:
             for file, selection in zip(files, selections, strict=True):
                 self._groups += file.row_groups(selection)
@@ -108,7 +103,7 @@ class TableDataset(IndexedShards[Any]):
     ) -> None:
         async def read(
             file: tuple[TableFile, Selection, Selection],
-        ) -> list[tuple[RowGroup, NDArray[np.uint32]]]:
+        ) -> list[tuple[RowGroup, Uint32Array]]:
             table_file, needed, given = file
             groups = table_file.row_groups(needed, filters)
             found = await map_all(partial(_passing, filters), groups, _FILTERED_AT_ONCE)
@@ -116,7 +111,7 @@ class TableDataset(IndexedShards[Any]):
             return [(replace(group, selection=given), rows) for group, rows in pairs if len(rows)]
 
         needed = filter_columns(files, filters)
-        found = opened([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
+        found = open_each([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
         for group, rows in chain.from_iterable(found):
             self._groups.append(group)
             self._passing.append(rows)
@@ -140,7 +135,7 @@ class TableDataset(IndexedShards[Any]):
         nbytes = sum(group.nbytes for group in self._groups)
         ahead = 1 if self.gives_tables else self._rows_ahead
         return Blocks.whole(
-            self._unpacked_bytes, nbytes, self.counts, self._filters or "", ahead=ahead
+            self._unpacked.limit, nbytes, self.counts, self._filters or "", ahead=ahead
         )
 
     def sample_key(self, index: int) -> str:
@@ -306,16 +301,16 @@ class ParquetDataset(TableDataset):
 
     @staticmethod
     def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
-        found = chain.from_iterable(opened(shards, read_footer_or_list, on_error=on_error))
-        return opened([*found], read_footer, on_error=on_error)
+        found = chain.from_iterable(open_each(shards, read_footer_or_list, on_error=on_error))
+        return open_each([*found], read_footer, on_error=on_error)
 
 
-_Rows = range | IntArray | NDArray[np.uint32]
+_Rows = range | IntArray | Uint32Array
 _Wanted = tuple[int, _Rows]
 """Number of a row group, and rows in the row group."""
 
 
-async def _passing(filters: Any, group: RowGroup) -> NDArray[np.uint32]:
+async def _passing(filters: Any, group: RowGroup) -> Uint32Array:
     table = await loaded(group.load)
     return await asyncio.to_thread(passing_rows, table, filters)
 

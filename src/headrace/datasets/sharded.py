@@ -1,18 +1,23 @@
-"""Streams of shards, and the same shards with an index."""
+"""Streams of shards, and the same shards map-style, with an index."""
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, TypedDict, Unpack
 
+import numpy as np
+
+from headrace._base.array_types import ByteArray, Uint32Array
 from headrace._base.text import check_keywords, whole_number
 from headrace._ranks.distributed import RankChoice
-from headrace._shards.compression import refuse_unsupported
+from headrace._shards.compression import refuse_unsupported, unpack_object
 from headrace._shards.discovery import Shard, Shards, find_shards
 from headrace._shards.indexing import (
+    DecoderOf,
     Indexing,
     OpenedIndex,
     beside,
@@ -22,28 +27,24 @@ from headrace._shards.indexing import (
 )
 from headrace._shards.reading import Decoder, ReadAhead, names_digest
 from headrace._shards.stream import ShardIterator
-from headrace._shards.unpacked import UNPACKED_BYTES
+from headrace._shards.unpacked import UNPACKED_BYTES, UnpackedShards
+from headrace._store.ranges import Ranges, map_all
 from headrace._store.store import StoreLike, as_store
 from headrace._streams.blocking import background_loop
 from headrace._streams.epochs import FollowsEpoch, checked_seed
 from headrace._streams.iterable_style import AsyncIterableDataset
-from headrace._streams.kinds import T_co, signature_of
+from headrace._streams.kinds import Blocks, T_co, signature_of
 from headrace._streams.operators import ShuffleBuffer
-from headrace.datasets.indexed import IndexedDataset
+from headrace.datasets.cached import RangedShards
 
-__all__ = ["ShardedStream", "StreamOptions"]
-
-# Defaults of `ReadAhead`. With nginx over loopback, 4 requests at once give 2.4 GB/s in pieces of 2
-# MiB and 1.4 GB/s in pieces of 8 MiB. A streamed GET for each of 4 shards gives 2.1 GB/s
-# (`benchmarks/tar_stream.py`). A store with 30 ms to the first byte gives about 0.5 GB/s with the
-# 16 requests of the defaults.
-_READ_AHEAD = {"shards_in_parallel": 4, "requests_per_shard": 4, "chunk_bytes": 2 << 20}
 # Size of a block that is freed untouched. After freeing a block of this size, the largest size that
 # counts, glibc keeps up to twice as many freed bytes. Otherwise glibc returns the memory of chunks
 # and samples to the kernel all the time: a sample of 56 KB then has 3 page faults, and a
 # loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and similar settings take
 # precedence.
 _KEPT_BYTES = (32 << 20) - (64 << 10)
+PARTS_IN_BLOCK = 4  # pieces of a compressed shard in a block; a block reads about one more piece
+MOST_DECODERS = 1024  # in memory, a kilobyte each
 
 
 class StreamOptions(TypedDict, total=False):
@@ -86,9 +87,8 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         check_keywords(f"{type(self).__name__}.__init__", options, known)
         self._ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, Any] = options
-        sizes = (
-            whole_number(name, given.get(name, default), 1) for name, default in _READ_AHEAD.items()
-        )
+        defaults = ReadAhead._field_defaults.items()
+        sizes = (whole_number(name, given.get(name, default), 1) for name, default in defaults)
         self._ahead = ReadAhead(*sizes)
         self._shuffle = bool(options.get("shuffle", False))
         self._buffer_size = whole_number("buffer_size", options.get("buffer_size", 0))
@@ -170,11 +170,13 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
             raise TypeError(f"{cls.__name__}.index: give shards, or index=")
         named: Any = [place] if shards is None else shards
         stream = cls(named, store=opened, **options)
-        indexing = Indexing(stream._for_decoding().index_decoder)
-        if shards is None:  # the stream only has the options
+        # The dataset needs only the decoders of the stream: the pickle has the shards once.
+        found, stream._parts = stream._parts, ()
+        indexing = Indexing(stream.index_decoder)
+        if shards is None:
             opening = open_all(named[0], indexing, opened)
         else:
-            found, required = stream._parts, place is not None
+            required = place is not None
             place = place or beside(found)
             if save and place is None:
                 raise ValueError(
@@ -185,13 +187,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[T_co]:
         """Return the map-style dataset of shards in an index."""
-        return IndexedDataset(opened, unpacked_bytes, self._for_decoding().decoder)
-
-    def _for_decoding(self) -> Self:
-        """Return a copy without the shards, small when pickled."""
-        other = copy.copy(self)
-        other._parts = ()
-        return other
+        return IndexedDataset(opened, unpacked_bytes, self.decoder)
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         """Start a pass."""
@@ -232,3 +228,114 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 def _parameters(kind: type[object]) -> Iterable[str]:
     """Return the names of a class's parameters, without `shards` and `options`."""
     return signature_of(kind).parameters.keys() - {"options", "shards"}
+
+
+class IndexedDataset(RangedShards[T_co]):
+    """A map-style dataset of shards with an index.
+
+    `index` of a stream makes the dataset. A sample is one ranged GET. A corrupt sample is read a
+    second time. A loader reads neighbouring samples of the look-ahead by one request.
+
+    Args:
+        opened: the index and the shards.
+        unpacked_bytes: bytes of unpacked shards in each process.
+        decoder_of: makes the decoder of a shard.
+    """
+
+    def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
+        super().__init__(opened.shards, opened.file.counts[opened.numbers])
+        self._unpacked = UnpackedShards(unpacked_bytes)
+        self._index, self._numbers = opened.file, opened.numbers
+        self._decoder_of = decoder_of
+        self._decoders: dict[int, Decoder] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_decoders": {}}
+
+    def ranges(self, indices: Sequence[int]) -> Ranges:
+        """Return byte ranges of samples; raises `IndexError` out of range."""
+        shards, rows, _ = self._rows(indices)
+        return Ranges(shards, *self._index.bounds(self._numbers[shards], rows))
+
+    def sample_of(self, index: int, data: memoryview) -> T_co:
+        """Make the sample at `index`; raises `ShardError` for invalid bytes."""
+        return self.samples_of([index], [data])[0]
+
+    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
+        """Make the samples of a batch; raises `ShardError` for invalid bytes."""
+        ranges = self.ranges(indices)
+        return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
+
+    @property
+    def lengths(self) -> Uint32Array:
+        """Length of each sample, uint32.
+
+        Raises:
+            ValueError: the index has no lengths.
+        """
+        index = self._index
+        if len(index.lengths) < index.counts.sum():
+            what = f"the index {index.name} has no lengths"
+            raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
+        firsts, counts = index.firsts[self._numbers], index.counts[self._numbers]
+        return index.lengths[np.repeat(firsts - self._firsts, counts) + np.arange(len(self))]
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """Sizes of blocks: compressed shards, or some of the pieces."""
+        index, numbers = self._index, self._numbers
+        if not (pieces := int(index.pieces[numbers].sum())):
+            return super().blocks
+        nbytes = int(index.ends[numbers].sum())
+        size = -(-len(self) // max(len(numbers), pieces // PARTS_IN_BLOCK))
+        return Blocks.within(self._unpacked.limit, nbytes, len(self), size)
+
+    def shard_size(self, number: int) -> int:
+        """Return the number of bytes of a shard, unpacked if the shard is compressed."""
+        index, place = self._index, self._numbers[number]
+        return int(index.ends[place]) if index.pieces[place] else super().shard_size(number)
+
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> memoryview:
+        """Read bytes of a shard.
+
+        A piece of a compressed shard is unpacked once for all samples that wait.
+        """
+        place = self._numbers[number]
+        if not self._index.pieces[place]:
+            return await super().read_range(number, start, stop, index=index)
+        borders = self._index.shard(place).borders()
+        first, last = np.searchsorted(borders[:, 1], (start, stop - 1), side="right")
+        parts = [*pairwise(borders[first - 1 : last + 1].tolist())]
+
+        async def unpacked(part: Any) -> Any:
+            return await self._unpacked.get(
+                (number, part[0][0]), functools.partial(self._unpack, number, *part)
+            )
+
+        found = await map_all(unpacked, parts)
+        data: Any = found[0] if len(found) == 1 else np.concatenate(found)
+        begin = parts[0][0][1]
+        return memoryview(data)[start - begin : stop - begin]
+
+    async def _unpack(self, number: int, first: list[int], last: list[int]) -> ByteArray:
+        shard, (start, begin), (stop, end) = self._shards[number], first, last
+        data = await shard.read(start, stop)
+        unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, end - begin)
+        return np.frombuffer(unpacked, np.uint8)
+
+    def decode(self, number: int, start: int, data: memoryview) -> T_co:
+        """Make a sample; raises `ShardError` for invalid bytes.
+
+        Args:
+            number: number of the shard.
+            start: offset of the sample in the shard.
+            data: bytes of the sample.
+        """
+        # A decoder is used again after a good sample: a third less time.
+        decoder = self._decoders.pop(number, None) or self._decoder_of(self._shards[number])
+        sample: T_co = decoder.whole_sample(data, start)
+        if len(self._decoders) < MOST_DECODERS:
+            self._decoders[number] = decoder
+        return sample

@@ -6,17 +6,12 @@ from collections.abc import Collection
 from typing import Any, Unpack
 
 from headrace._base.text import check_names
-from headrace._shards.compression import SUFFIXES, TAR_SUFFIXES
+from headrace._shards.compression import also_compressed
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.indexing import OpenedIndex
 from headrace._shards.tar import MEMBER_LIMIT, TarSamples
-from headrace.datasets.indexed import IndexedDataset
-from headrace.datasets.sharded import ShardedStream, StreamOptions
+from headrace.datasets.sharded import IndexedDataset, ShardedStream, StreamOptions
 from headrace.errors import ShardError
-
-__all__ = ["TarDataset"]
-
-_SUFFIXES = (".tar", *(f".tar{suffix}" for suffix in SUFFIXES), *TAR_SUFFIXES)
 
 
 class TarDataset(ShardedStream[dict[str, Any]]):
@@ -91,7 +86,7 @@ class TarDataset(ShardedStream[dict[str, Any]]):
         [('a', b'a.txt', b'a.cls'), ('b', b'b.txt', b'b.cls')]
     """
 
-    suffixes = _SUFFIXES
+    suffixes = (*also_compressed(".tar"), ".tgz", ".tzst")
 
     def __init__(
         self,

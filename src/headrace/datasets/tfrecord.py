@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
 from headrace._extras import require
-from headrace._shards.compression import SUFFIXES
+from headrace._shards.compression import also_compressed
 from headrace._shards.discovery import Shard, Shards
 from headrace._shards.reading import BadRecord, RecordDecoder
 from headrace.datasets.sharded import ShardedStream, StreamOptions
@@ -15,7 +15,6 @@ from headrace.errors import TruncatedShardError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TFRecordDataset"]
 
 _LARGEST = 1 << 30  # bytes of a record; a whole record is held in memory
 
@@ -45,11 +44,7 @@ class TFRecordDataset(ShardedStream[bytes]):
         [b'abc']
     """
 
-    suffixes = tuple(
-        name + packed
-        for name in (".tfrecord", ".tfrecords", ".tfrec")
-        for packed in ("", *SUFFIXES)
-    )
+    suffixes = also_compressed(".tfrecord", ".tfrecords", ".tfrec")
 
     def __init__(self, shards: Shards, **options: Unpack[StreamOptions]) -> None:
         require("google_crc32c", "TFRecordDataset", "google-crc32c", "tfrecord")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.compression import refuse_compressed
-from headrace._shards.discovery import Shard, Shards, find_shards
-from headrace._shards.token_files import npy_layout, read_index
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
-from headrace.datasets.cached import RangedShards
-from headrace.datasets.opening import OnOpeningError, opened
-
-__all__ = ["TokenDataset"]
+from headrace.datasets.arrays import ArrayRows, npy_layout
+from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
@@ -31,8 +29,13 @@ _LLMC_HEADER = 1024
 _LLMC_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by kind and version
 _LLMC_KINDS = {20240520, 20240522, 20240801}  # 20240522 has examples for evaluations
 
+# Header of an index of Megatron: magic, version, type, number of sequences, number of bounds of
+# documents.
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+_MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-class TokenDataset(RangedShards[torch.Tensor]):
+
+class TokenDataset(ArrayRows):
     """Windows of `seq_len` tokens, or documents, map-style.
 
     A sample is an int64 tensor of one dimension, read by a ranged request.
@@ -101,9 +104,8 @@ class TokenDataset(RangedShards[torch.Tensor]):
     ) -> None:
         if seq_len is None and stride is not None:
             raise ValueError(f"stride={stride} is of windows, which need seq_len=")
-        self._seq_len = seq_len or 0
-        self._stride = self._seq_len if stride is None else stride
-        if seq_len is not None and (seq_len < 1 or self._stride < 1):
+        step = seq_len or 0 if stride is None else stride
+        if seq_len is not None and (seq_len < 1 or step < 1):
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
         if dtype is not None and dtype not in get_args(TokenType):
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
@@ -115,22 +117,20 @@ class TokenDataset(RangedShards[torch.Tensor]):
                 what = f"{ending}; give dtype='uint16' or dtype='uint32'"
                 raise ValueError(what)
         open_one = partial(_open_file, raw=dtype, documents=seq_len is None)
-        files = opened(found, open_one, on_error=on_error)
-        shards, begins, self._dtypes, counts, bounds = zip(*files, strict=True)
+        files = open_each(found, open_one, on_error=on_error)
+        shards, begins, dtypes, counts, bounds = zip(*files, strict=True)
         # Bounds of the documents of all shards: for each shard, one bound more than documents. None
         # for windows.
         self._bounds = np.concatenate(bounds) if seq_len is None else None
         if seq_len is None:
             counts = tuple(len(each) - 1 for each in bounds)
         else:
-            counts = tuple(max(0, (count - seq_len) // self._stride + 1) for count in counts)
-        super().__init__(shards, counts)
+            counts = tuple(max(0, (count - seq_len) // step + 1) for count in counts)
+        shape = (-1 if seq_len is None else seq_len,)
+        super().__init__(shards, counts, begins, dtypes, step, shape, np.dtype(np.int64))
         if not len(self):
             kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
             raise ValueError(f"none of {len(files)} shards has {kind}")
-        self._begins = np.array(begins, dtype=np.int64)
-        self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
-        self._dtype = self._dtypes[0] if len(set(self._dtypes)) == 1 else None
 
     @property
     def lengths(self) -> IntArray:
@@ -139,7 +139,7 @@ class TokenDataset(RangedShards[torch.Tensor]):
         For a `headrace.BalancedBatchSampler`.
         """
         if self._bounds is None:
-            return np.full(len(self), self._seq_len)
+            return np.full(len(self), self._shape[0])
         # A difference of bounds between two shards is not a sample.
         between = self._ends + np.arange(len(self._ends))
         lengths = np.delete(np.diff(self._bounds), between[:-1])
@@ -152,33 +152,11 @@ class TokenDataset(RangedShards[torch.Tensor]):
         Raises:
             IndexError: an index is out of range.
         """
-        shards, rows, places = self._rows(indices)
-        if self._bounds is not None:
-            at = places + shards
-            return Ranges(shards, self._bounds[at], self._bounds[at + 1])
-        starts = self._begins[shards] + rows * self._stride * self._sizes[shards]
-        return Ranges(shards, starts, starts + self._seq_len * self._sizes[shards])
-
-    def sample_of(self, index: int, data: memoryview) -> torch.Tensor:
-        """Return the tokens in `data`, int64."""
-        dtype = self._dtype or self._dtypes[self.range(index)[0]]
-        return torch.from_numpy(np.frombuffer(data, dtype=dtype).astype(np.int64))
-
-    def samples_of(
-        self, indices: Sequence[int], data: Sequence[memoryview]
-    ) -> Sequence[torch.Tensor] | torch.Tensor:
-        """Return the samples of a batch.
-
-        Windows are a tensor of shape (len(data), seq_len).
-        """
-        if (
-            self._dtype is None
-            or not self._seq_len
-            or type(self).sample_of is not TokenDataset.sample_of
-        ):
-            return super().samples_of(indices, data)
-        tokens = np.frombuffer(b"".join(data), self._dtype).reshape(len(data), self._seq_len)
-        return torch.from_numpy(tokens.astype(np.int64))
+        if self._bounds is None:
+            return super().ranges(indices)
+        shards, _, places = self._rows(indices)
+        at = places + shards
+        return Ranges(shards, self._bounds[at], self._bounds[at + 1])
 
 
 async def _open_file(
@@ -208,7 +186,7 @@ async def _open_file(
         raise shard.error(what, offset=0)
     elif int.from_bytes(first[:4], "little") in _LLMC_KINDS:
         begin, dtype, count = _llmc_layout(first, shard)
-    elif index := await read_index(shard, raw, documents):
+    elif index := await _read_index(shard, raw, documents):
         dtype, count, bounds = index.dtype, index.tokens, index.bounds
     elif raw is None and key.endswith(".ds"):
         raise shard.error("its .index is missing; for windows, give dtype=")
@@ -252,3 +230,120 @@ def _llmc_layout(first: bytes, shard: Shard) -> tuple[int, AnyDType, int]:
         what = f"not a header of llm.c's tokens: kind {kind}, version {version}, {len(first)} bytes"
         raise shard.error(what)
     return _LLMC_HEADER, np.dtype(_LLMC_TYPES[kind, version]).newbyteorder("<"), count
+
+
+class _TokenIndex(NamedTuple):
+    """Contents of an index file."""
+
+    dtype: AnyDType  # of the tokens
+    tokens: int  # number of tokens
+    # First byte of each document, and the end of the last document. None if not asked for.
+    bounds: IntArray | None
+
+
+async def _read_index(shard: Shard, dtype: str | None, documents: bool) -> _TokenIndex | None:
+    """Read the index beside a shard of known size.
+
+    Megatron writes ``.idx``. datatrove writes ``.ds.index``. None if there is no index, or if an
+    index that is not needed is unusable.
+    """
+    key = shard.key
+    if key.lower().endswith(".bin"):
+        read, file = _megatron, replace(shard, key=key[:-4] + ".idx", head=None)
+    elif key.lower().endswith(".ds"):
+        read, file = _datatrove, replace(shard, key=key + ".index", head=None)
+    else:
+        return None
+    try:
+        index = await read(file, shard.size, documents)
+        kind = index.dtype.name
+        if index.tokens * index.dtype.itemsize != shard.size:
+            what = (
+                f"{shard.size} bytes, but {index.tokens} tokens of {kind} by {file.name}, "
+                f"which is of another shard"
+            )
+            raise shard.error(f"{what}, or one of the two is truncated")
+    except ObjectNotFoundError:
+        return None
+    except (ShardError, StoreError):
+        if documents or dtype is None:
+            raise
+        # The file may be another program's. Some stores refuse requests for missing objects.
+        return None
+    if dtype not in (None, kind):
+        raise ValueError(
+            f"dtype={dtype!r}, but {shard.name} is {kind!r} by {file.name}; leave dtype= out"
+        )
+    return index
+
+
+async def _megatron(file: Shard, size: int, documents: bool) -> _TokenIndex:
+    """Read an index of Megatron.
+
+    The file has a header, the lengths of sequences in tokens, the bytes at which sequences begin,
+    and the numbers of the sequences at which documents begin.
+    """
+    begin = _MEGATRON_HEADER.size
+    file, first = await file.read_version(begin)
+    magic, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(
+        bytes(first[:begin]).ljust(begin, b"\0")
+    )
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
+        what = (
+            f"not an index of Megatron's tokens: it begins with {magic!r}, version {version}, "
+            f"type {code}"
+        )
+        raise file.error(f"{what}; raw tokens need dtype=")
+    pointers = begin + 4 * sequences
+    orders = pointers + 8 * sequences
+    # Indices of several modalities have a byte for each sequence.
+    if file.size - orders - 8 * bounds not in (0, sequences):
+        what = (
+            f"{file.size} bytes are not those of {sequences} sequences and {bounds} bounds of "
+            f"documents"
+        )
+        raise file.error(what)
+    dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
+    width = dtype.itemsize
+    # If documents are not asked for, only the last sequence of a large index is read.
+    begun = 0 if documents else max(0, sequences - 1)
+    data = await file.read(begin + 4 * begun, pointers)
+    lengths = np.frombuffer(data, "<i4").astype(np.int64)
+    starts = np.frombuffer(await file.read(pointers + 8 * begun, orders), "<i8")
+    ends = np.concatenate(([0], starts // width + lengths))
+    expected = ends[:-1] * width if documents else starts // width * width
+    wrong = np.flatnonzero((lengths < 0) | (starts < 0) | (starts != expected))
+    if len(wrong):
+        number = begun + int(wrong[0])
+        what = "does not begin where the one before it ends, or has a negative length"
+        raise file.error(f"sequence {number} {what}", pointers + 8 * number)
+    count = int(ends[-1])
+    if not documents:
+        return _TokenIndex(dtype, count, None)
+    order = np.frombuffer(await file.read(orders, orders + 8 * bounds), "<i8")
+    if not bounds or order[0] != 0 or order[-1] != sequences or (order[1:] < order[:-1]).any():
+        what = f"its documents are not all of its {sequences} sequences, in their order"
+        raise file.error(what, orders)
+    return _TokenIndex(dtype, count, ends[order] * width)
+
+
+async def _datatrove(file: Shard, size: int, documents: bool) -> _TokenIndex:
+    """Read an index of datatrove, which has the ends of documents in tokens.
+
+    The tokens have 2 or 4 bytes, by the `size` of the shard. If documents are not asked for, only
+    the last end of a large index is read.
+    """
+    if documents:
+        data = await file.store.read_all(file.key)
+    else:
+        file, data = await file.read_end(8)
+        data = data[-8:]
+    if len(data) % 8:
+        raise file.error(f"truncated: {len(data)} bytes are not whole numbers of 64 bits")
+    ends = np.concatenate(([0], np.frombuffer(data, "<i8")))
+    wrong = np.flatnonzero(ends[1:] < ends[:-1])
+    if len(wrong):
+        raise file.error(f"document {wrong[0]} ends before it begins", 8 * int(wrong[0]))
+    count = int(ends[-1])
+    dtype = np.dtype("<u2" if 2 * count == size else "<u4")
+    return _TokenIndex(dtype, count, ends * dtype.itemsize if documents else None)

@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from headrace._shards.discovery import Shard, Shards, find_shards
+from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
 from headrace.datasets.mp4 import Array, VideoTrack, clip_file, read_track
-from headrace.datasets.opening import OnOpeningError, opened
-
-__all__ = ["VideoClip", "VideoDataset"]
 
 # Limit of clips of a file, plus 1,000 for each frame: the index may state wrong times.
 _MOST_CLIPS = 1 << 20
@@ -100,7 +97,7 @@ class VideoDataset(RangedShards[VideoClip]):
             shard, track = await read_track(shard)
             return shard, track, _clips(shard, track, length, stride, frames is not None)
 
-        shards, self._tracks, clips = zip(*opened(found, read, on_error=on_error), strict=True)
+        shards, self._tracks, clips = zip(*open_each(found, read, on_error=on_error), strict=True)
         super().__init__(shards, [*map(len, clips)])
         self.clips = np.concatenate(clips)
         self.clips["video"] = np.repeat(np.arange(len(clips)), self.counts)

@@ -14,19 +14,16 @@ import torch
 
 from headrace._base.array_types import AnyArray
 from headrace._extras import require
-from headrace._shards.discovery import shard_errors, split_url
+from headrace._shards.discovery import map_shards, shard_errors, split_url
 from headrace._shards.unpacked import UnpackedShards
-from headrace._store.ranges import Ranges, map_all
+from headrace._store.ranges import Ranges
 from headrace._store.store import Store, StoreLike, as_store
-from headrace._streams.blocking import background_loop
 from headrace._streams.kinds import Blocks
 from headrace._streams.map_style import RangedDataset, positions
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store as ZarrStore
     from zarr.core.array import AsyncArray
-
-__all__ = ["ZarrDataset"]
 
 
 class ZarrDataset(RangedDataset[Any]):
@@ -107,7 +104,6 @@ class ZarrDataset(RangedDataset[Any]):
         from headrace._shards.zarr_store import ReadStore, open_array
 
         self._reads = UnpackedShards(cache_bytes)
-        self._cache_bytes = cache_bytes
         source: Any = url
         self._path = self._prefix = ""
         if isinstance(url, Store):
@@ -123,8 +119,8 @@ class ZarrDataset(RangedDataset[Any]):
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
         folder = self._path.strip("/")
         opened_as = partial(open_array, source, self._prefix, folder, axis, windows, cache_bytes)
-        opening = map_all(opened_as, [str(arrays or "")] if self._names is None else self._names, 8)
-        self._arrays: list[AsyncArray[Any]] = background_loop().run(opening)
+        names = [str(arrays or "")] if self._names is None else self._names
+        self._arrays: list[AsyncArray[Any]] = map_shards(opened_as, names)
         lengths = {
             array.path: (
                 array.shape[axis],
@@ -156,7 +152,7 @@ class ZarrDataset(RangedDataset[Any]):
         As many chunks are read side by side as are kept.
         """
         stored = sum(array.nbytes for array in self._arrays)
-        return Blocks.within(self._cache_bytes, stored // max(1, len(self)), self.block_size)
+        return Blocks.within(self._reads.limit, stored, len(self), self.block_size)
 
     def sample_key(self, index: int) -> str:
         """Return the array or group, and the index."""

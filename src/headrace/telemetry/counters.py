@@ -14,8 +14,6 @@ from typing import ClassVar, NamedTuple
 from headrace._records.batches import FetchTimes, HostBatch, RequestCounts, StageTimes
 from headrace._records.failure import Failure
 
-__all__ = ["KEPT", "BatchRecord", "Counters", "LoaderStats"]
-
 KEPT = 4096  # records of the last batches kept by a loader
 SKIPS = 100  # records of the last skipped samples kept by a loader
 

@@ -6,15 +6,13 @@ collation, the load of the stage tells the reason. The wait after the change is 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headrace._base.text import digits, seconds, share
 from headrace.telemetry.figures import Figures
-
-__all__ = ["Diagnosis", "Setup", "diagnose"]
 
 # Waits below both limits are not worth a change: share of the time, and mean seconds of `next()`.
 FEW_WAITS = 0.05
@@ -70,14 +68,15 @@ class Setup(NamedTuple):
     engines: int = 1
 
 
-class Diagnosis(NamedTuple):
-    """Limit of a loader, and change: last attributes of a `Report`."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """Limit of a loader, and change: attributes of a `Report`."""
 
     limit: str
     evidence: str
     advice: str = ""
     predicted: float | None = None
-    change: Mapping[str, Any] = {}
+    change: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Model:
@@ -326,7 +325,7 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
     evidence = f"the event loop's thread computes {share(busy)} of the time"
     if busy + figures.engine_queued > BUSY_LOOP:
         # With less Python the thread limits nothing.
-        model = _Model(dataclasses.replace(figures, engine_cpu=0.0), setup)
+        model = _Model(replace(figures, engine_cpu=0.0), setup)
         factor = model.needed()
         cpu = busy * figures.seconds / max(1, figures.samples)
         evidence += (

@@ -11,8 +11,6 @@ from typing import Any
 from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
 
-__all__ = ["WAITS", "Figures", "figures_of", "steps_of", "waits_of"]
-
 # Steps in which `next()` may wait for a batch, in order.
 WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
 
@@ -62,7 +60,7 @@ class Figures:
         requests: requests to stores, including the first batch.
     """
 
-    start_up: float
+    start_up: float = 0.0
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -120,8 +118,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     slow = SLOW * _percentile([taken for taken in fetched if taken > 0], 0.5)
     timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
     # The order of assembly may differ from the order of delivery.
-    begin = min((first.times, *times), key=lambda each: each.assembled)
-    end = max((first.times, *times), key=lambda each: each.assembled)
+    begin, *_, end = sorted((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
     worked = sum(each.work_ended - each.work_began for each in times)
     queued: dict[Any, list[float]] = {}  # of each thread that has waited for a core

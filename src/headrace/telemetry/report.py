@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace._base.text import digits, seconds, share
 from headrace.telemetry.counters import BatchRecord
-from headrace.telemetry.diagnosis import Setup, diagnose
+from headrace.telemetry.diagnosis import Diagnosis, Setup, diagnose
 from headrace.telemetry.figures import Figures, figures_of
 
-__all__ = ["Report", "make_report"]
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Report(Figures):
+@dataclass(frozen=True, repr=False)
+class Report(Figures, Diagnosis):
     """A report on the last iteration of a loader.
 
     The report says how the loader spent the time, and what limits the loader. The other attributes
@@ -34,12 +31,6 @@ class Report(Figures):
         change: the change as arguments of the loader, such as ``{"concurrency": 128}``. Empty if
             the change is made elsewhere.
     """
-
-    limit: str
-    evidence: str
-    advice: str
-    predicted: float | None
-    change: Mapping[str, Any]
 
     def __repr__(self) -> str:
         return f"<Report: {self.summary}; print it>"
@@ -130,5 +121,5 @@ def make_report(records: Sequence[BatchRecord], setup: Setup) -> Report:
 
     `records` are the batches in the order of delivery.
     """
-    figures = figures_of(records) if records else Figures(0.0)
-    return Report(**vars(figures), **diagnose(figures, setup)._asdict())
+    figures = figures_of(records) if records else Figures()
+    return Report(**vars(figures), **vars(diagnose(figures, setup)))

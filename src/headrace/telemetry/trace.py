@@ -23,8 +23,6 @@ from typing import Any
 from headrace.telemetry.counters import BatchRecord, Counters
 from headrace.telemetry.figures import steps_of
 
-__all__ = ["trace"]
-
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[Path]:

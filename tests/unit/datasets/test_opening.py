@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from headrace.datasets.opening import opened
+from headrace._shards.discovery import open_each
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 from tests.unit.datasets.formats import video_file
 
@@ -71,4 +71,4 @@ def test_failed_request_is_an_error_on_every_rank():
         raise StoreError("no answer") if source else ShardError("broken")
 
     with pytest.raises(StoreError, match="no answer"):
-        opened([0, 1], fail, on_error="skip")
+        open_each([0, 1], fail, on_error="skip")

@@ -227,10 +227,10 @@ CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error
         (None, None, "no index of its documents"),
     ],
     ("4.ds", "4.ds"): [
-        (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of 2 or 4 bytes by .*index"),
+        (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of uint32 by .*index"),
     ],
     ("4.ds", "4.ds.index"): [
-        (lambda data: data[:-8], None, "400 bytes, but 71 tokens of 2 or 4 bytes by .*index"),
+        (lambda data: data[:-8], None, "400 bytes, but 71 tokens of uint32 by .*index"),
         (lambda data: data[:-1], None, "55 bytes are not whole numbers"),
         (patch(8, "Q", 6), None, "document 1 ends before it begins .*offset 8"),
         (None, None, "its .index is missing"),

@@ -143,7 +143,7 @@ COMPOSITIONS = {
     ),
     "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
     "from_async_iterable of a stream": lambda: hr.from_async_iterable(
-        lambda: Count(9).shuffle(3)
+        lambda: Count(9, bad=[2]).shuffle(3)
     ).take(N(7)),
 }
 

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import gzip
 import io
-import multiprocessing
 import os
 import pickle
 import random
@@ -18,7 +17,14 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace._shards.index_file import IndexedShard, IndexFile, dump_index
+from headrace._shards.index_file import (
+    HASHED_FROM,
+    PREFIX,
+    IndexedShard,
+    IndexFile,
+    content_digest,
+    dump_index,
+)
 from headrace.cli.main import main
 from headrace.datasets import Decoder, ShardedStream
 from headrace.errors import ObjectChangedError, ShardError, StoreError
@@ -310,27 +316,34 @@ def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
 
 
 def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
+    """Of an offset also where hash and checksum are right: nothing outside of a shard is read."""
     whole = list(hr.TarDataset.index(folder, save=True))
     path = folder / "headrace.index"
     data = path.read_bytes()
     draw = random.Random(0)
+    offsets = data.index(b'["0000.tar"') - 60 * 4  # 4 bytes each
     errors = []
-    for number in range(400):
+    for number in range(500):
         mutated = bytearray(data)
-        at = draw.randrange(len(data))
-        if number % 4 == 0:
+        is_hashed = number % 5 == 0
+        at = offsets + draw.randrange(60 * 4) if is_hashed else draw.randrange(len(data))
+        if number % 5 <= 1:
             mutated[at] ^= 1 << draw.randrange(8)
-        elif number % 4 == 1:
+        elif number % 5 == 2:
             del mutated[at : at + draw.randrange(1, 99)]
-        elif number % 4 == 2:
+        elif number % 5 == 3:
             mutated[at:at] = draw.randbytes(draw.randrange(1, 99))
         else:
             mutated[at : at + 8] = draw.randbytes(8)
+        if is_hashed:
+            mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
+            mutated[16:48] = content_digest(mutated[HASHED_FROM:])
         path.write_bytes(mutated)
         try:
             assert hr.TarDataset.index(folder).__getitems__(range(60)) == whole
         except ShardError as error:
-            errors.append(str(error))
+            if not is_hashed:
+                errors.append(str(error))
     assert len(errors) > 380, (
         "only the hash of the content, which is not computed again, may change"
     )
@@ -356,42 +369,13 @@ def test_offsets_beyond_four_gib_are_exact():
     assert (stops - starts).tolist() == [*sizes, *sizes]
 
 
-def test_an_index_whose_hash_is_right_and_whose_offsets_are_not_is_an_error(folder):
-    """Hash and checksum are computed again: nothing outside of a shard is read."""
-    from headrace._shards.index_file import HASHED_FROM, PREFIX, content_digest
-
-    whole = list(hr.TarDataset.index(folder, save=True))
-    path = folder / "headrace.index"
-    data = path.read_bytes()
-    draw = random.Random(0)
-    entries = data.index(b'["0000.tar"')  # after the offsets, 4 bytes each
-    for _ in range(200):
-        mutated = bytearray(data)
-        at = draw.randrange(entries - 60 * 4, entries)
-        mutated[at] ^= 1 << draw.randrange(8)
-        mutated[56:64] = zlib.crc32(mutated[PREFIX.size :]).to_bytes(8, "little")
-        mutated[16:48] = content_digest(mutated[HASHED_FROM:])
-        path.write_bytes(mutated)
-        try:
-            dataset = hr.TarDataset.index(folder)
-            assert dataset.__getitems__(range(60)) == whole
-        except ShardError:
-            pass
-
-
 def test_a_pickled_index_is_the_path_and_the_hash_of_its_file(folder):
     hr.TarDataset.index(folder, save=True)
-    dataset = hr.TarDataset.index(folder)
-    pickled = pickle.dumps(dataset)
+    pickled = pickle.dumps(hr.TarDataset.index(folder))
     (folder / "more.tar").write_bytes(tars.shard(map(str, range(20_000))))
     hr.TarDataset.index(folder / "more.tar", index=folder / "more.index", save=True)
     large = pickle.dumps(hr.TarDataset.index(folder / "more.tar", index=folder / "more.index"))
     assert len(large) < len(pickled) < 3_000
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        assert pool.map(dataset.__class__.__getitem__.__get__(dataset), [0, 59]) == [
-            dataset[0],
-            dataset[59],
-        ]
     path = folder / "headrace.index"
     path.rename(folder / "moved")
     with pytest.raises(

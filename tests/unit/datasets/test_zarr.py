@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import warnings
 
 import icechunk
@@ -193,13 +194,10 @@ def test_kept_chunks_are_bounded(server):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, serve, layout):
-    lost = {
-        key
-        for key in objects(root)
-        if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray"))
-    }
-    lost = min(lost - {f"{layout}/images/.zattrs"})  # of the first samples
-    server = serve({key: data for key, data in objects(root).items() if key != lost})
+    files = objects(root)
+    lost = min(key for key in files if re.fullmatch(rf"{layout}/images/.*\d", key))
+    del files[lost]  # of the first samples
+    server = serve(files)
     dataset = opened(server, f"{layout}/images")
     assert same(dataset[99].numpy(), IMAGES[99].astype(np.int32))
     with pytest.raises(ShardError, match=rf"no such chunk.*missing='fill'.*{lost}"):
@@ -306,11 +304,12 @@ def changed(tmp_path, **changes):
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
         ({"shape": [4, 1 << 40]}, "too much"),
         ({"shape": [10**30, 4]}, "is not of a Zarr array"),
+        ({"chunks": [10**30, 2]}, "is damaged"),
     ],
 )
 def test_metadata_that_lie_or_would_run_code_are_refused(tmp_path, changes, what):
     with pytest.raises(ShardError, match=what):
-        hr.ZarrDataset(changed(tmp_path, **changes))
+        hr.ZarrDataset(changed(tmp_path, **changes)).__getitems__([0, 1])
 
 
 def test_types_that_torch_lacks_stay_numpys(tmp_path):
@@ -378,13 +377,3 @@ def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
     dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
     with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:
         assert torch.cat(list(loader)).sum() == 240
-
-
-def test_chunks_longer_than_any_integer_of_numpy_are_damage(tmp_path):
-    zarr.create_array(tmp_path / "x", shape=(30, 2), chunks=(30, 2), dtype="f4", zarr_format=2)[
-        :
-    ] = 1
-    metadata = tmp_path / "x/.zarray"
-    metadata.write_text(metadata.read_text().replace("30", "9" * 30).replace("9" * 30, "30", 1))
-    with pytest.raises(ShardError, match=r"is damaged"):
-        hr.ZarrDataset(tmp_path / "x").__getitems__([0, 1])

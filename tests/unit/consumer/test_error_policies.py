@@ -8,16 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from tests.unit.consumer.test_skipping import (
-    Bad,
-    Count,
-    Mine,
-    Numbers,
-    TorchCount,
-    TorchNumbers,
-    failing,
-    lists,
-)
+from tests.model.parts import BadSampleError, Count, TorchCount
+from tests.unit.consumer.test_skipping import Bad, Mine, Numbers, TorchNumbers, failing, lists
 from tests.unit.shards import tars
 
 pytestmark = pytest.mark.filterwarnings(
@@ -64,7 +56,7 @@ def test_failures_in_a_row_are_counted_within_a_delivered_batch():
 @STREAMS
 def test_stream_that_always_fails_ends_with_the_limit(stream):
     with loading(
-        stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
+        stream(1000, failing=range(4, 1000)), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
     ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
@@ -172,8 +164,8 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
         asked.append(failure.index)
         return "skip"
 
-    with loading(stream(1000, Bad(*range(1000))), decide) as loader:
-        with pytest.raises(Mine) as caught:
+    with loading(stream(1000, failing=range(1000)), decide) as loader:
+        with pytest.raises(BadSampleError) as caught:
             list(loader)
         assert "stage fetch (100 failures in a row)" in caught.value.__notes__[-1]
     assert asked == list(range(99))

@@ -49,28 +49,11 @@ def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placeme
     assert (counts.requests, counts.cache_misses, counts.cache_hits) == (4, 4, 4)
 
 
-def test_subset_concat_and_a_stock_loader_read_the_cache(server, tmp_path):
-    cached = objects(server).cache(tmp_path / "cache")
-    both = hr.concat([torch.utils.data.Subset(cached, range(3)), cached])
-    stock = torch.utils.data.DataLoader(
-        both, batch_size=13, collate_fn=lambda samples: [s.key for s in samples]
-    )
-    assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
-
-
 def test_labels_are_not_cached(server, tmp_path):
     assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
     before = server.requests()["GET"]
     assert objects(server, labels=lambda key: "new").cache(tmp_path / "cache")[3].label == "new"
     assert server.requests()["GET"] == before
-
-
-def test_version_distinguishes_objects_without_an_entity_tag(server, tmp_path):
-    dataset = objects(server, keys=KEYS)
-    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
-    server.put("train/3", b"new")
-    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
-    assert bytes(dataset.cache(tmp_path / "cache", version=2)[3].data) == b"new"
 
 
 def test_store_objects_are_identified_by_their_configuration(server, tmp_path):

@@ -171,21 +171,12 @@ def test_flipped_bit_in_compressed_data_is_an_error_of_its_shard(tmp_path):
     assert "b.tar.gz" in failure.message
 
 
-@pytest.mark.parametrize(
-    ("files", "options", "what", "member"),
-    [
-        (["a.jpg", "b.jpg", "b.cls"], {}, "'b' has 'cls', which earlier samples lack", "b.cls"),
-        (["a.jpg", "a.cls", "b.jpg"], {"fields": ["jpg", "cls"]}, "'b' lacks 'cls'", "b.jpg"),
-        (["a.jpg", "a.jpg"], {}, "'a' has field 'jpg' twice", "a.jpg"),
-        (["a.jpg", "b.jpg", "a.jpg"], {}, "'a' appears again", "a.jpg"),
-    ],
-)
-def test_missing_and_duplicate_members_are_errors(tmp_path, files, options, what, member):
-    (tmp_path / "a.tar").write_bytes(tars.members(*((name, b"x") for name in files)))
-    with pytest.raises(ShardError, match=what) as caught:
-        list(hr.TarDataset(tmp_path / "a.tar", **options))
-    assert (caught.value.member, caught.value.shard) == (member, (tmp_path / "a.tar").as_uri())
-    assert caught.value.offset is not None
+def test_key_that_appears_again_is_an_error(tmp_path):
+    names = ("a.jpg", "b.jpg", "a.jpg")
+    (tmp_path / "a.tar").write_bytes(tars.members(*((name, b"x") for name in names)))
+    with pytest.raises(ShardError, match="'a' appears again") as caught:
+        list(hr.TarDataset(tmp_path / "a.tar"))
+    assert (caught.value.member, caught.value.offset) == ("a.jpg", 2048)
 
 
 # Reading

@@ -37,21 +37,10 @@ def opened(server, shards, **options):
 
 
 def test_each_shard_has_a_type_of_its_own():
-    types = {"a.BIN": "<u2", "b.bin": "<u2", "D.NPY": "<u4", "e.npy": "<u2"}
-    arrays = {
-        name: np.arange(10 * at, 10 * at + 10, dtype=type)
-        for at, (name, type) in enumerate(types.items())
-    }
-    data = {
-        f"d/{name}": npy(a) if name.lower().endswith("npy") else a.tobytes()
-        for name, a in arrays.items()
-    }
-    dataset = hr.TokenDataset("d", store=in_memory(data), seq_len=10)
-    given = {
-        dataset.sample_key(index).partition("[")[0]: window.tolist()
-        for index, window in enumerate(dataset)
-    }
-    assert given == {f"d/{name}": array.tolist() for name, array in arrays.items()}
+    first, second = np.arange(10, dtype="<u4"), np.arange(10, 20, dtype="<u2")
+    data = {"a.NPY": npy(first), "b.BIN": second.tobytes(), "c.npy": npy(second)}
+    windows = hr.TokenDataset(in_memory(data), seq_len=10)
+    assert [window.tolist() for window in windows] == [[*first], [*second], [*second]]
 
 
 def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):

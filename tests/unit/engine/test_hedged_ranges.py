@@ -10,6 +10,7 @@ import headrace as hr
 from headrace._store.ranges import Ranges
 from headrace._streams.map_style import RangedDataset, positions
 from object_server import Fault, ObjectServer
+from tests.servers import store_of
 
 OBJECTS = 200
 SLOW = 150  # the object that is under control
@@ -105,9 +106,7 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
     tokens = np.arange(1000, dtype=np.uint16)
     with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:
         windows = hr.TokenDataset(
-            f"{server.url}/{{000..{OBJECTS - 1}}}.bin",
-            seq_len=100,
-            store=hr.Store(server.url, options=server.store_options, timeout=600.0),
+            f"{{000..{OBJECTS - 1}}}.bin", seq_len=100, store=store_of(server, timeout=600.0)
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))

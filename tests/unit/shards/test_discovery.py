@@ -16,6 +16,7 @@ from headrace import LinesDataset, ParquetDataset, Store, StoreError
 from headrace._shards.discovery import expand_braces, glob_expression
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 from object_server import ObjectServer
+from tests.servers import store_of
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ KEYS = {
 )
 def test_glob_lists_only_directories_whose_paths_match(pattern, most):
     with ObjectServer(KEYS) as server:
-        store = Store(server.url, options=server.store_options)
+        store = store_of(server)
         wanted = sorted(key for key in KEYS if glob_expression(pattern).fullmatch(key))
         with contextlib.nullcontext() if wanted else pytest.raises(EmptyListingError):
             assert LinesDataset(pattern, store=store).shards == tuple(
@@ -156,7 +157,7 @@ def test_directory_that_is_named_as_a_shard_is_read_as_a_directory(tmp_path):
         tmp_path / "t.parquet" / "x=1" / "part-0.parquet"
     ).read_bytes()
     with ObjectServer(files) as server:
-        for store in (Store(tmp_path), Store(server.url, options=server.store_options)):
+        for store in (Store(tmp_path), store_of(server)):
             for name in (
                 "t.parquet",
                 "t.parquet/",

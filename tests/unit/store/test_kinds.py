@@ -10,6 +10,7 @@ import pytest
 
 import headrace as hr
 from object_server import Fault, ObjectServer
+from tests.servers import store_of
 from tests.unit.shards.tars import shard
 
 
@@ -49,7 +50,7 @@ def test_errors_and_retries_are_the_same_for_every_kind(key):
     data, make = KINDS[key]
     policy = hr.RetryPolicy(max_attempts=4, initial_backoff=0.001)
     with ObjectServer({f"data/{key}": data}) as server:
-        dataset = make(hr.Store(f"{server.url}/data", options=server.store_options, retry=policy))
+        dataset = make(store_of(server, "data", retry=policy))
         expected = samples_of(dataset)
         server.misbehave(Fault("status", status=503, times=2))
         assert samples_of(dataset) == expected

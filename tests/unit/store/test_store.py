@@ -6,6 +6,7 @@ from obstore.store import AzureStore, HTTPStore, MemoryStore, S3Store
 import headrace as hr
 from object_server import ObjectServer
 from tests.answers import answering
+from tests.servers import store_of
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_host_may_be_an_ipv6_address(tmp_path):
 
 def test_datasets_of_one_store_share_one_client():
     with ObjectServer({"a": b"a", "b.txt": b"b\n"}) as server:
-        store = hr.Store(server.url, options=server.store_options)
+        store = store_of(server)
         objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
         assert bytes(objects[0].data) == b"a"
         assert list(lines) == ["b"]

@@ -12,6 +12,7 @@ from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, StoreError
 from object_server import Fault, ObjectServer
 from tests.answers import answering
+from tests.servers import store_of
 
 QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
@@ -33,8 +34,7 @@ def server(shared):
 
 
 def read(server, key, checksum=None):
-    store = Store(server.url, options=server.store_options, retry=QUICK)
-    dataset = ObjectDataset(store, keys=[key], checksums=[checksum])
+    dataset = ObjectDataset(store_of(server, retry=QUICK), keys=[key], checksums=[checksum])
     return bytes(dataset[0].data)
 
 
@@ -75,9 +75,7 @@ def test_an_empty_object_comes_empty(server, tmp_path):
 
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
     server.misbehave(Fault("whole", key="empty"))
-    dataset = ObjectDataset(
-        Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"]
-    )
+    dataset = ObjectDataset(store_of(server, retry=QUICK), keys=["empty", "large"])
     assert bytes(dataset[0].data) == b""
     assert bytes(dataset[1].data) == BODY
     assert len([seen for seen in server.seen() if seen.key == "large"]) == 4

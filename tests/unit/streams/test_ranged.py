@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from headrace._streams.kinds import capabilities
 from object_server import ObjectServer
+from tests.servers import store_of
 
 TOKENS = np.arange(40_000, dtype="<u2")
 ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
@@ -24,9 +25,9 @@ def server():
 
 def windows(server, kind=hr.TokenDataset):
     return kind(
-        [f"{server.url}/{i}.bin" for i in range(2)],
+        ["0.bin", "1.bin"],
         seq_len=40,
-        store=hr.Store(server.url, options=server.store_options),
+        store=store_of(server),
     )
 
 
@@ -63,14 +64,8 @@ def plus_one(window):
 
 
 def test_torch_concatenation_keeps_joined_reads(server):
-    parts = [
-        hr.TokenDataset(
-            f"{server.url}/{i}.bin",
-            seq_len=40,
-            store=hr.Store(server.url, options=server.store_options),
-        )
-        for i in (0, 1)
-    ]
+    store = store_of(server)
+    parts = [hr.TokenDataset(f"{i}.bin", seq_len=40, store=store) for i in (0, 1)]
     both = ConcatDataset([parts[0], parts[1].map(plus_one), Subset(parts[0], [7, 3])])
     order = [*ORDER, 1000, 1001]
     with hr.DataLoader(

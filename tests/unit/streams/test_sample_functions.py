@@ -21,10 +21,6 @@ WHERE = pytest.mark.parametrize(
 )
 
 
-def even(sample):
-    return sample % 2 == 0
-
-
 # Filtering
 
 

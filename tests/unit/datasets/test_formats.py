@@ -11,7 +11,7 @@ import pytest
 import headrace as hr
 from headrace.errors import ObjectChangedError
 from tests.unit.datasets.formats import FORMATS, plain
-from tests.unit.shards.resuming import resumes_at_every_position
+from tests.unit.shards.resuming import in_folder, resumes_at_every_position
 
 COLLATE = {"batch_size": 3, "collate_fn": lambda samples: [*map(plain, samples)]}
 
@@ -30,18 +30,11 @@ def read(loader, batches=None):
         return list(taken), json.loads(json.dumps(loader.state_dict()))
 
 
-def write(folder, files):
-    for key, data in files.items():
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(data)
-
-
 @pytest.fixture
 def store(request, tmp_path):
     """A folder with the files of the format that the test is about."""
-    folder = tmp_path / "files"
-    write(folder, FORMATS[request.node.callspec.params["name"]].files)
-    return hr.Store(folder.as_uri())
+    files = FORMATS[request.node.callspec.params["name"]].files
+    return hr.Store(in_folder(tmp_path / "files", files))
 
 
 @pytest.fixture
@@ -68,8 +61,8 @@ def test_every_sample_by_its_index(name, store):
 def test_workers_read_every_format(tmp_path):
     datasets = []
     for name in FORMATS:
-        write(tmp_path / name, FORMATS[name].files)
-        datasets.append(FORMATS[name].open(hr.Store((tmp_path / name).as_uri())))
+        store = hr.Store(in_folder(tmp_path / name, FORMATS[name].files))
+        datasets.append(FORMATS[name].open(store))
     every, _ = read(hr.DataLoader(hr.concat(datasets), num_workers=1, **COLLATE))
     assert every == [sample for name in FORMATS for sample in wanted(name)]
 

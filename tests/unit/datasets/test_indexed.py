@@ -33,6 +33,7 @@ from tests.fixtures.seekable import make as seekable
 from tests.unit.datasets.formats import FIXTURES, files_in
 from tests.unit.datasets.test_tar import keys, numbered
 from tests.unit.shards import tars
+from tests.unit.shards.resuming import in_folder
 
 LINES = {
     "a.jsonl": b'\n\n{"x": 1}\r\n  \n[2]\n\n"three"\n\n',
@@ -56,14 +57,7 @@ def _cache(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     """Six shards of ten samples each."""
-    return written(tmp_path / "shards", numbered(6, 10))
-
-
-def written(folder, files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
+    return in_folder(tmp_path / "shards", numbered(6, 10))
 
 
 # Samples
@@ -136,7 +130,7 @@ def archive_of_every_kind():
 )
 def test_indexed_samples_are_those_of_the_stream(tmp_path, monkeypatch, kind, files, options):
     files = {name: data for name, data in files.items() if name.endswith(kind.suffixes)}
-    written(tmp_path, files)
+    in_folder(tmp_path, files)
     dataset = kind.index(tmp_path, save=True, **options)
     expected = list(kind(tmp_path, shards_in_parallel=1, **options))
     assert [dataset[index] for index in range(len(dataset))] == expected
@@ -164,7 +158,7 @@ def test_indexed_dataset_has_counts_of_shards_and_keys_of_samples(folder):
 
 
 def test_index_of_samples_with_different_fields_needs_a_choice_of_fields(tmp_path):
-    written(tmp_path, {"a.tar": tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3"))})
+    in_folder(tmp_path, {"a.tar": tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3"))})
     chosen = hr.TarDataset.index(tmp_path, fields=["jpg"])
     assert [sample["jpg"] for sample in chosen] == [b"1", b"3"]
     with pytest.raises(ShardError, match="'a' lacks 'cls'"):
@@ -175,7 +169,7 @@ def test_index_of_samples_with_different_fields_needs_a_choice_of_fields(tmp_pat
 
 @pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
 def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
-    written(tmp_path / "in", {"a.txt": b"x"})
+    in_folder(tmp_path / "in", {"a.txt": b"x"})
     subprocess.run(
         ["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True
     )
@@ -246,7 +240,7 @@ def test_a_changed_byte_of_a_compressed_shard_is_an_error_or_changes_nothing(tmp
 
 
 def test_a_format_of_another_package_can_be_indexed(tmp_path):
-    written(tmp_path, {"a.rows": b"abcdef", "b.rows": b"gh"})
+    in_folder(tmp_path, {"a.rows": b"abcdef", "b.rows": b"gh"})
     dataset = Pairs.index(tmp_path, save=True, upper=True)
     assert [dataset[index] for index in range(4)] == ["AB", "CD", "EF", "GH"]
     assert Pairs.index(tmp_path)[3] == "gh"
@@ -290,7 +284,7 @@ class Pairs(ShardedStream):
 def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
     damaged = bytearray(files_in("tfrecord")["a.tfrecord"])
     damaged[20] ^= 1
-    written(
+    in_folder(
         tmp_path,
         {
             "a.jsonl": b'1\n{"x"\n3\n',
@@ -442,7 +436,7 @@ def test_an_object_of_a_shard_is_made_when_the_shard_is_read(folder):
 
 def test_each_shard_has_the_format_of_the_dataset(tmp_path):
     """An index of a.txt and b.jsonl as text is refused for b.jsonl where b.jsonl is read as JSON."""
-    written(tmp_path, {"a.jsonl": b"1\n\n2\n", "b.txt": b"3\n"})
+    in_folder(tmp_path, {"a.jsonl": b"1\n\n2\n", "b.txt": b"3\n"})
     index = tmp_path / "headrace.index"
     assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == ["1", "", "2", "3"]
     assert len(hr.LinesDataset.index(index=index, format="text")) == 4
@@ -559,7 +553,7 @@ def killed_after(last, arguments):
 
 
 def test_a_killed_command_continues_to_the_same_bytes(tmp_path, forks):
-    folder = written(tmp_path / "shards", numbered(40, 3))
+    folder = in_folder(tmp_path / "shards", numbered(40, 3))
     whole, killed = tmp_path / "whole.index", tmp_path / "killed.index"
     assert main(["index", str(folder), "--output", str(whole), "--processes", "2"]) == 0
     arguments = ["index", str(folder / "*.tar"), "--output", str(killed), "--processes", "1"]
@@ -596,7 +590,7 @@ def test_parts_of_several_machines_are_joined(folder, tmp_path, capsys):
 
 
 def test_an_index_has_the_lengths_that_a_function_gives(tmp_path, capsys):
-    written(tmp_path, {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')})
+    in_folder(tmp_path, {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')})
     with pytest.raises(ValueError, match="has no lengths"):
         print(hr.LinesDataset.index(tmp_path).lengths)
     command = ["index", str(tmp_path), "--processes", "1", "--length"]
@@ -608,7 +602,7 @@ def test_an_index_has_the_lengths_that_a_function_gives(tmp_path, capsys):
 
 
 def test_the_command_takes_the_format_by_the_endings(tmp_path, capsys):
-    written(tmp_path, {**TEXT, "a.tar": tars.shard("a")})
+    in_folder(tmp_path, {**TEXT, "a.tar": tars.shard("a")})
     assert main(["index", str(tmp_path)]) == 2
     assert "shards of tar and lines: give --format" in capsys.readouterr().err
     assert main(["index", str(tmp_path), "--format", "lines", "--processes", "1"]) == 0

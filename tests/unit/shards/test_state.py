@@ -14,6 +14,7 @@ from object_server import ObjectServer
 from tests.servers import store_of
 from tests.unit.shards import tars
 from tests.unit.shards.resuming import (
+    in_folder,
     in_memory,
     restored,
     resumes_at_every_position,
@@ -213,8 +214,7 @@ async def test_shard_that_has_changed_is_an_error_that_names_it(objects):
 
 
 def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objects, tmp_path):
-    for name, data in objects.items():
-        (tmp_path / name).write_bytes(data)
+    in_folder(tmp_path, objects)
 
     def make():
         return hr.TarDataset(tmp_path, chunk_bytes=CHUNK, shards_in_parallel=2)

@@ -151,8 +151,8 @@ COMPOSITIONS = {
 class FakeExecutor:
     """Applies steps on the loop after some turns of it, so that answers overtake each other."""
 
-    def __init__(self, delays):
-        self.delays = random.Random(delays)
+    def __init__(self):
+        self.delays = random.Random(0)
 
     async def apply(self, task, chunk):
         for _ in range(self.delays.randrange(7)):
@@ -161,12 +161,12 @@ class FakeExecutor:
 
 
 @contextlib.contextmanager
-def loader(epoch=0, delays=0):
+def loader():
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
         for variable, value in (
-            (compute, SessionFunctions(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
-            (session_epoch, epoch),
+            (compute, SessionFunctions(FakeExecutor().apply, lambda: 2, 5, 6)),
+            (session_epoch, 0),
         ):
             stack.callback(variable.reset, variable.set(value))
         yield
@@ -194,7 +194,7 @@ def saved(iterator):
     return json.loads(text)
 
 
-async def check_every_position(make, start=start_stream):
+async def check_every_position(make, start):
     """Restored from a state saved once, and from those that one iterator saves at each sample."""
     asked = start(make())
     expected, states = [], [saved(start(make()))]

@@ -28,10 +28,10 @@ STOPS = [
 ]
 
 
-def drain(iterator, most=100):
+def drain(iterator):
     """Everything an iterator gives until it ends, errors in the place of the batches that have one."""
     came = []
-    while len(came) < most:
+    while len(came) < 100:
         try:
             came.append(next(iterator))
         except StopIteration:

@@ -89,7 +89,7 @@ class Draws(Dataset):
         return torch.rand(()).item(), np.random.random(), random.random()
 
 
-def drawn_by(count, state=None, **options):
+def drawn_by(count, state, **options):
     """Numbers of some of the epochs' batches, of a loader of its own, and its state then."""
     with DataLoader(Draws(), None, num_workers=1, collate_fn=list, **options) as loader:
         if state is not None:

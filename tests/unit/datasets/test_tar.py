@@ -15,11 +15,11 @@ def keys(stream):
     return [sample["__key__"] for sample in stream]
 
 
-def numbered(count, size, first=0):
+def numbered(count, size):
     """So many shards of so many samples, by name."""
     return {
         f"{number:04}.tar": tars.shard(f"{number:02}-{sample:03}" for sample in range(size))
-        for number in range(first, first + count)
+        for number in range(count)
     }
 
 

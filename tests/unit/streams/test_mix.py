@@ -12,11 +12,9 @@ from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count
 
 
-def mix(weights, *, count=2, length=9000, **options):
+def mix(weights, *, length=9000, **options):
     """Samples of stream n begin at n * 10_000."""
-    parts = {
-        f"s{number}": Count(number * 10_000 + length, number * 10_000) for number in range(count)
-    }
+    parts = [Count(begin + length, begin) for begin in (0, 10_000)]
     return hr.mix(parts, weights, **options)
 
 

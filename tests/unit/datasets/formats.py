@@ -141,9 +141,10 @@ def _tables(
         if kind is hr.ArrowDataset:
             with new(stream, table.schema, options=options) as writer:
                 writer.write_table(table, 4)
+            data = stream.getvalue()
         else:
-            pq.write_table(table, stream, row_group_size=4, compression=compression)
-        files[f"{number}{kind._suffixes[0]}"] = stream.getvalue()
+            data = tars.parquet(table, row_group_size=4, compression=compression)
+        files[f"{number}{kind._suffixes[0]}"] = data
 
     return Format(files, kind, samples)
 
@@ -207,13 +208,6 @@ def _video() -> Format:
     return Format(files, clips, [*clips(in_memory(files))])
 
 
-def parquet(table: pa.Table, **options: Any) -> bytes:
-    """The file of a table."""
-    stream = io.BytesIO()
-    pq.write_table(table, stream, **options)
-    return stream.getvalue()
-
-
 def _lerobot() -> Format:
     """Two episodes, which need the first file of each folder; what samples are is tested in `test_lerobot`."""
     whole = files_in("lerobot/set").items()
@@ -221,7 +215,7 @@ def _lerobot() -> Format:
     episodes = "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(io.BytesIO(files[episodes]))
     used = [name for name in table.column_names if not name.startswith("stats/")]
-    files[episodes] = parquet(table.select(used)[:2])
+    files[episodes] = tars.parquet(table.select(used)[:2])
 
     def opened(store: hr.Store) -> hr.LeRobotDataset:
         times = {"observation.images.front": [-0.1, 0.0], "action": [0.0, 0.1]}

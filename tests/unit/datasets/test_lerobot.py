@@ -16,8 +16,9 @@ import headrace as hr
 from headrace.errors import ShardError
 from tests.fixtures.lerobot import make
 from tests.hub_server import serve_hub
-from tests.unit.datasets.formats import FIXTURES, files_in, parquet
+from tests.unit.datasets.formats import FIXTURES, files_in
 from tests.unit.shards.resuming import in_memory
+from tests.unit.shards.tars import parquet
 
 FOLDER = FIXTURES / "lerobot/set"
 FILES = files_in("lerobot/set")

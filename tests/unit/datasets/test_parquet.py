@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError
-from tests.unit.datasets.formats import parquet as written
+from tests.unit.shards.tars import parquet as written
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
 

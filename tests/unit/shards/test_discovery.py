@@ -16,8 +16,8 @@ from headrace._shards.discovery import expand_braces, glob_expression
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 from object_server import ObjectServer
 from tests.servers import store_of
-from tests.unit.datasets.formats import parquet
 from tests.unit.shards.resuming import in_folder
+from tests.unit.shards.tars import parquet
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """All parts of an object are of one version, by whichever of entity tag, time and size the server gives."""
 
 import contextlib
-import io
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 
 import headrace as hr
@@ -14,6 +12,7 @@ from headrace._store.head import Head, check_version
 from headrace._store.store import LARGE
 from headrace.errors import ObjectChangedError
 from tests.answers import answering
+from tests.unit.shards.tars import parquet
 
 QUICK = hr.RetryPolicy(max_attempts=3, initial_backoff=0.001)
 TIMES = ("Mon, 01 Jan 2024 00:00:01 GMT", "Mon, 01 Jan 2024 00:00:02 GMT")
@@ -26,12 +25,6 @@ HEADERS = {
         {"ETag": 'W/"1"', "Last-Modified": TIMES[1]},
     ),
 }
-
-
-def table(value):
-    written = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"a": [value] * 10}), written)
-    return written.getvalue()
 
 
 READS = {  # the object before and after it is overwritten, and how it is read
@@ -51,8 +44,8 @@ READS = {  # the object before and after it is overwritten, and how it is read
         lambda store: hr.TokenDataset("x.npy", store=store, seq_len=8, dtype="uint16"),
     ),
     "footer and row groups": (
-        table(0),
-        table(1),
+        parquet(pyarrow.table({"a": [0] * 10})),
+        parquet(pyarrow.table({"a": [1] * 10})),
         lambda store: hr.ParquetDataset("x.parquet", store=store),
     ),
 }

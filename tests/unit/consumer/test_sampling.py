@@ -57,18 +57,14 @@ def test_seeds_of_batches_are_the_same_on_every_machine():
 
 
 def test_list_that_a_batch_sampler_reuses_is_copied():
-    class Reusing:
-        def __iter__(self):
-            batch = []
-            for i in range(3):
-                batch[:] = [i]
-                yield batch
+    def reusing():
+        batch = []
+        for i in range(3):
+            batch[:] = [i]
+            yield batch
 
-    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [
-        [0],
-        [1],
-        [2],
-    ]
+    loader = hr.DataLoader(list(range(3)), batch_sampler=reusing())
+    assert [batch.tolist() for batch in loader] == [[0], [1], [2]]
 
 
 def draw(most):

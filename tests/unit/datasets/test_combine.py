@@ -10,6 +10,7 @@ import torch
 
 import headrace as hr
 from tests.datasets import SlowDataset
+from tests.unit.shards.resuming import in_memory
 from tests.unit.streams.reading import Inside, stream
 
 
@@ -179,10 +180,9 @@ def test_closing_a_stream_closes_its_source(combine):
     ],
     ids=["itself", "shuffle", "own", "concat", "batches", "split"],
 )
-def test_stream_of_shards_inside_a_split_is_divided_once(as_rank, tmp_path, around):
-    for shard in range(4):
-        tmp_path.joinpath(f"{shard}.txt").write_text(f"{shard}\n{shard + 4}\n")
-    whole = around(hr.LinesDataset(tmp_path, shuffle=True))
+def test_stream_of_shards_inside_a_split_is_divided_once(as_rank, around):
+    shards = {f"{shard}.txt": b"%d\n%d\n" % (shard, shard + 4) for shard in range(4)}
+    whole = around(hr.LinesDataset(in_memory(shards), shuffle=True))
     everything = list(whole)
     ranks = []
     for rank in range(2):

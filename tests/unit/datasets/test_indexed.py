@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import gzip
-import io
 import os
 import pickle
 import random
@@ -34,6 +33,7 @@ from tests.unit.datasets.formats import FIXTURES, files_in
 from tests.unit.datasets.test_tar import keys, numbered
 from tests.unit.shards import tars
 from tests.unit.shards.resuming import in_folder
+from tests.unit.shards.test_tar_format import typed
 
 LINES = {
     "a.jsonl": b'\n\n{"x": 1}\r\n  \n[2]\n\n"three"\n\n',
@@ -77,23 +77,10 @@ def in_parts():
 
 def archive_of_every_kind():
     """A tar with long names, extended headers, folders, other files, empty members, and a name that is no UTF-8."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in (
-            "README",
-            "a.txt",
-            "d/",
-            "x" * 300 + ".txt",
-            "\udcff.txt",
-            "ä/b.c.txt",
-            "LICENSE",
-            "e.TXT",
-        ):
-            info = tarfile.TarInfo(name.rstrip("/"))
-            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
-            info.size = 0 if name.endswith("/") else len(name) - 5
-            archive.addfile(info, io.BytesIO(bytes(info.size)))
-    return stream.getvalue()
+    files = ["README", "a.txt", "x" * 300 + ".txt", "\udcff.txt", "ä/b.c.txt", "LICENSE", "e.TXT"]
+    members = [(name, bytes(len(name) - 5)) for name in files]
+    members.insert(2, ("d", typed(tarfile.DIRTYPE)))
+    return tars.members(*members, format=tarfile.PAX_FORMAT)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,7 @@ OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) fo
 
 
 def opened(server, shards="a", **options):
-    return hr.ParquetDataset(
-        f"{server.url}/{shards}",
-        store=server.store(),
-        **options,
-    )
+    return hr.ParquetDataset(shards, store=server.store(), **options)
 
 
 def whole(dataset):
@@ -46,8 +42,7 @@ def ids(rows):
 
 @pytest.mark.counts
 def test_footer_is_read_once_and_pickled_with_the_dataset(server):
-    names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
-    dataset = hr.ParquetDataset(names, store=server.store())
+    dataset = opened(server, [*OBJECTS])
     assert len(server.seen()) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 300

@@ -29,11 +29,7 @@ DOCUMENTS = json.loads((FIXTURES / "expected.json").read_text())
 
 
 def opened(server, shards, **options):
-    return hr.TokenDataset(
-        f"{server.url}/{shards}",
-        store=server.store(),
-        **options,
-    )
+    return hr.TokenDataset(shards, store=server.store(), **options)
 
 
 def test_each_shard_has_a_type_of_its_own():

@@ -242,22 +242,16 @@ async def test_shard_that_has_become_shorter_without_a_version_is_an_error(objec
 
 
 def test_each_different_option_is_named_with_old_and_new(objects):
-    store = in_memory(objects)
-    state = asyncio.run(state_after(small(store, shuffle=True, seed=1), 3))
-    with pytest.raises(
-        StateError, match="was saved with shuffle=True, but now there is shuffle=False"
+    store, saved_with = in_memory(objects), {"shuffle": True, "seed": 1}
+    state = asyncio.run(state_after(small(store, **saved_with), 3))
+    for options, message in (
+        ({"shuffle": False}, "shuffle=True, but now there is shuffle=False"),
+        ({"seed": 0}, "seed=1, but now there is seed=0"),
+        ({"names": ("0.tar", "1.tar")}, r"list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'"),
+        ({"rank": 0, "world_size": 2}, r"reader=\[0, 1\], but now there is reader=\[0, 2\]"),
     ):
-        aiter(small(store, seed=1)).load_state_dict(state)
-    with pytest.raises(StateError, match="was saved with seed=1, but now there is seed=0"):
-        aiter(small(store, shuffle=True)).load_state_dict(state)
-    with pytest.raises(
-        StateError, match=r"saved with list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'"
-    ):
-        aiter(small(store, ("0.tar", "1.tar"), shuffle=True, seed=1)).load_state_dict(state)
-    with pytest.raises(
-        StateError, match=r"was saved with reader=\[0, 1\], but now there is reader=\[0, 2\]"
-    ):
-        aiter(small(store, shuffle=True, seed=1, rank=0, world_size=2)).load_state_dict(state)
+        with pytest.raises(StateError, match=f"saved with {message}"):
+            aiter(small(store, **{**saved_with, **options})).load_state_dict(state)
 
 
 # Epochs

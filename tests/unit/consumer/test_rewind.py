@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 import headrace as hr
 from tests.datasets import Numbers
+from tests.unit.shards.resuming import in_memory
 from tests.unit.streams import reading
 
 
@@ -202,10 +203,9 @@ def test_streams_are_refused():
         loader.exclude(steps={0: [0]})
 
 
-def test_keys_of_samples(tmp_path):
-    for number in range(6):
-        (tmp_path / f"{number}.bin").write_bytes(bytes([number]))
-    loader = hr.DataLoader(hr.ObjectDataset(tmp_path), 2, seed=0, collate_fn=list)
+def test_keys_of_samples():
+    objects = hr.ObjectDataset(in_memory({f"{number}.bin": b"x" for number in range(6)}))
+    loader = hr.DataLoader(objects, 2, seed=0)
     assert loader.samples_at(0, [1]) == [["2.bin", "3.bin"]]
 
 

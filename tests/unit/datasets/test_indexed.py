@@ -154,15 +154,29 @@ def test_index_of_samples_with_different_fields_needs_a_choice_of_fields(tmp_pat
         hr.TarDataset.index(tmp_path)
 
 
-@pytest.mark.parametrize("options", ["--label=/disk 1", "--incremental", "--format=v7"])
-def test_stream_and_index_skip_members_that_are_no_files(tmp_path, options):
-    in_folder(tmp_path / "in", {"a.txt": b"x"})
-    subprocess.run(
-        ["tar", "-C", tmp_path / "in", options, "-cf", tmp_path / "a.tar", "."], check=True
-    )
+LONG = "n" * 150
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--label=/disk 1", LONG),
+        ("--incremental", LONG),
+        ("--format=v7", "b"),
+        ("--format=ustar", "b"),
+        ("--format=gnu", LONG),
+        ("--format=posix", LONG),
+    ],
+)
+def test_stream_and_index_read_archives_of_gnu_tar_and_skip_members_that_are_no_files(
+    tmp_path, option, name
+):
+    files = {"a.txt": b"a" * 3000, f"sub/{name}.txt": b"long"}
+    folder = in_folder(tmp_path / "in", files)
+    subprocess.run(["tar", "-C", folder, option, "-cf", tmp_path / "a.tar", "."], check=True)
     index = hr.TarDataset.index(tmp_path / "a.tar")
-    for samples in (list(hr.TarDataset(tmp_path / "a.tar")), [index[i] for i in range(len(index))]):
-        assert [(sample["__key__"], sample["txt"]) for sample in samples] == [("a", b"x")]
+    for samples in (hr.TarDataset(tmp_path / "a.tar"), map(index.__getitem__, range(len(index)))):
+        assert {f"{sample['__key__']}.txt": sample["txt"] for sample in samples} == files
 
 
 @pytest.mark.parametrize(

@@ -187,40 +187,37 @@ def test_a_state_holds_a_position_and_no_sample():
         assert len(str(loader.state_dict())) < 1000
 
 
-@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
-def test_leaving_an_epoch_cancels_the_fetches(make):
-    started, ended = [], []
+class Endless:
+    """A store that never answers for the rows from `first` on."""
 
-    async def fetch(row):
-        if row < 4:
+    def __init__(self, first):
+        self.first, self.started, self.ended = first, [], []
+
+    async def fetch(self, row):
+        if row < self.first:
             return row
-        started.append(row)
+        self.started.append(row)
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append(row)
+            self.ended.append(row)
 
-    loader = loader_of(make().map(fetch), concurrency=8)
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_leaving_an_epoch_cancels_the_fetches(make):
+    store = Endless(4)
+    loader = loader_of(make().map(store.fetch), concurrency=8)
     assert next(iter(loader)) == [0, 1, 2, 3]
     loader.close()
-    assert sorted(started) == sorted(ended)
+    assert sorted(store.started) == sorted(store.ended)
 
 
 def test_an_operation_that_ends_early_cancels_the_fetches():
-    ended = []
-
-    async def fetch(row):
-        if row < 6:
-            return row
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(row)
-
-    stream = row_stream().map(fetch).take(6)
+    store = Endless(6)
+    stream = row_stream().map(store.fetch).take(6)
     with loader_of(hr.concat([stream, stream]), concurrency=8, batch_size=3) as loader:
         assert samples_of(loader) == [*range(6)] * 2
-        assert ended
+        assert store.ended
 
 
 class Image:

@@ -10,6 +10,7 @@ import headrace as hr
 from headrace._order.restore import check_reading
 from headrace._ranks.rankinfo import RankInfo
 from tests import datasets
+from tests.unit.shards.resuming import in_memory
 
 
 class Numbers(hr.AsyncIterableDataset):
@@ -83,10 +84,7 @@ def test_loader_does_not_warn_of_one_rank_or_of_a_dataset_or_a_sampler_that_may_
         list(loader)
 
 
-def _shards(folder):
-    for number in range(4):
-        (folder / f"{number}.txt").write_text(f"{number}\n")
-    return hr.LinesDataset(folder)
+SHARDS = hr.LinesDataset(in_memory({f"{number}.txt": b"%d\n" % number for number in range(4)}))
 
 
 @pytest.mark.parametrize(
@@ -104,11 +102,10 @@ def _shards(folder):
     ],
 )
 def test_ranks_that_train_together_on_unequal_shards_are_a_warning(
-    as_rank, monkeypatch, tmp_path, change, options, warned
+    as_rank, monkeypatch, change, options, warned
 ):
     as_rank(1, 2)
-    stream = change(_shards(tmp_path))
-    loader = hr.DataLoader(stream, **options)
+    loader = hr.DataLoader(change(SHARDS), **options)
     spec, done = loader._control.spec, set()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with warnings.catch_warnings(record=True) as caught:

@@ -223,14 +223,13 @@ def test_an_operation_that_ends_early_cancels_the_fetches():
 class Image:
     """A sample of one MiB; knows how many of them are alive."""
 
-    alive: ClassVar[set[int]] = set()
-    most: ClassVar[int] = 0
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+    most = 0
 
     def __init__(self):
         self.pixels = bytearray(1 << 20)
-        Image.alive.add(id(self))
-        Image.most = max(Image.most, len(Image.alive))
-        weakref.finalize(self, Image.alive.discard, id(self))
+        self.alive.add(self)
+        Image.most = max(Image.most, len(self.alive))
 
 
 async def fetch_image(row):

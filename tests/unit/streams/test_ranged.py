@@ -31,9 +31,9 @@ def windows(server, kind=hr.TokenDataset):
     )
 
 
-def gets_of(server, make_batches):
+def gets_of(server, loader):
     before = server.requests()["GET"]
-    batches = list(make_batches())
+    batches = list(loader)
     return batches, server.requests()["GET"] - before
 
 
@@ -52,7 +52,7 @@ def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placeme
         "num_workers": num_workers,
     }
     with hr.DataLoader(dataset, **options) as loader:
-        batches, gets = gets_of(server, lambda: loader)
+        batches, gets = gets_of(server, loader)
     sampler.set_epoch(0)
     assert torch.equal(torch.cat(batches), expected(list(sampler)))
     # At most ten for the first batch, and one for each shard.
@@ -71,7 +71,7 @@ def test_torch_concatenation_keeps_joined_reads(server):
     with hr.DataLoader(
         both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101
     ) as loader:
-        batches, gets = gets_of(server, lambda: loader)
+        batches, gets = gets_of(server, loader)
     mapped = torch.tensor([[500 <= index < 1000] for index in order])
     assert torch.equal(torch.cat(batches), expected([*ORDER, 7, 3]) + mapped)
     assert gets <= 14
@@ -98,7 +98,7 @@ def test_reads_of_single_samples_are_joined(server):
     with hr.DataLoader(
         windows(server), **order, memory_budget=None
     ) as loader:  # nothing waits for the first size
-        samples, gets = gets_of(server, lambda: loader)
+        samples, gets = gets_of(server, loader)
     assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
     assert gets <= 4
 

@@ -7,6 +7,7 @@ import torch
 from obstore.store import MemoryStore, from_url
 
 import headrace as hr
+from tests.unit.shards.resuming import in_folder
 
 COUNT = 10
 
@@ -66,12 +67,9 @@ def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
 
 
 def test_file_store_is_cached(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a").write_bytes(b"first")
-    url = (tmp_path / "data").as_uri()
-    assert bytes(hr.ObjectDataset(url).cache(tmp_path / "cache")[0].data) == b"first"
-    (tmp_path / "data" / "a").write_bytes(b"second")
-    assert bytes(hr.ObjectDataset(url).cache(tmp_path / "cache")[0].data) == b"second"
+    for content in (b"first", b"second"):
+        folder = in_folder(tmp_path / "data", {"a": content})
+        assert bytes(hr.ObjectDataset(folder).cache(tmp_path / "cache")[0].data) == content
 
 
 def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from headrace.datasets import files
-from headrace.datasets.files import FileDataset, FileSample
+from headrace.datasets.files import FileDataset
 from headrace.errors import EmptyListingError
 from tests.unit.shards.resuming import in_folder
 
@@ -15,14 +15,6 @@ from tests.unit.shards.resuming import in_folder
 def root(tmp_path):
     names = ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.jpg")
     return in_folder(tmp_path, {name: name.encode() for name in names})
-
-
-def test_samples_are_all_files_at_any_depth_in_order_of_their_keys(root):
-    dataset = FileDataset(root)
-    assert dataset.keys == ("a.txt", "b.txt", "deep/d.jpg", "deep/er/c.txt")
-    assert [dataset[i] for i in range(len(dataset))] == [
-        FileSample(k, k.encode(), None) for k in dataset.keys
-    ]
 
 
 def test_pattern_and_suffix_choose(root):

@@ -147,8 +147,8 @@ def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
         assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]
 
 
-def read(dataset, batch_size=16, **options):
-    with hr.DataLoader(dataset, batch_size, seed=0, collate_fn=ids, **options) as loader:
+def read(dataset, **options):
+    with hr.DataLoader(dataset, 16, seed=0, collate_fn=ids, **options) as loader:
         return list(loader)
 
 

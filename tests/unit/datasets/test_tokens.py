@@ -13,7 +13,7 @@ import torch
 import headrace as hr
 from headrace.errors import ShardError
 from tests.unit.datasets.formats import npy
-from tests.unit.shards.resuming import in_memory
+from tests.unit.shards.resuming import in_folder, in_memory
 
 TOKENS = np.random.default_rng(0).integers(0, 60_000, size=(3, 1000))
 OBJECTS = {
@@ -261,10 +261,8 @@ def test_raw_tokens_that_are_read_as_fewer_bits_warn(tmp_path, written, read):
 
 
 def test_shard_without_documents_gives_none_and_alone_is_an_error(tmp_path):
-    (tmp_path / "a.ds").write_bytes(b"")
-    (tmp_path / "a.ds.index").write_bytes(b"")
-    (tmp_path / "b.bin").write_bytes(b"")
-    (tmp_path / "b.idx").write_bytes(struct.pack("<9sQBQQq", b"MMIDIDX", 1, 8, 0, 1, 0))
+    index = struct.pack("<9sQBQQq", b"MMIDIDX", 1, 8, 0, 1, 0)
+    in_folder(tmp_path, {"a.ds": b"", "a.ds.index": b"", "b.bin": b"", "b.idx": index})
     shutil.copy(FIXTURES / "2.ds", tmp_path / "c.ds")
     shutil.copy(FIXTURES / "2.ds.index", tmp_path / "c.ds.index")
     dataset = hr.TokenDataset(tmp_path, seq_len=None)

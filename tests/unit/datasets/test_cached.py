@@ -4,10 +4,10 @@ import pickle
 
 import pytest
 import torch
-from obstore.store import MemoryStore, from_url
+from obstore.store import from_url
 
 import headrace as hr
-from tests.unit.shards.resuming import in_folder
+from tests.unit.shards.resuming import in_folder, in_memory
 
 COUNT = 10
 
@@ -92,7 +92,5 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
 def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="max_bytes"):
         objects(server).cache(tmp_path / "cache", max_bytes=0)
-    store = MemoryStore()
-    store.put("a", b"abc")
     with pytest.raises(ValueError, match="in the memory of this process"):
-        hr.ObjectDataset(hr.Store("memory://", backend=store)).cache(tmp_path / "cache")
+        hr.ObjectDataset(in_memory({"a": b"abc"})).cache(tmp_path / "cache")

@@ -2,9 +2,7 @@
 
 import hashlib
 
-import obstore
 import pytest
-from obstore.store import MemoryStore
 
 from headrace._store.retry_policy import RetryPolicy
 from headrace._store.store import LARGE, PART, Store
@@ -13,6 +11,7 @@ from headrace.errors import ChecksumError, StoreError
 from object_server import Fault, ObjectServer
 from tests.answers import answering
 from tests.servers import store_of
+from tests.unit.shards.resuming import in_folder, in_memory
 
 QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
@@ -65,12 +64,9 @@ def test_up_to_16_mib_are_one_request_and_the_rest_comes_in_parts(server, key, b
 
 def test_an_empty_object_comes_empty(server, tmp_path):
     assert read(server, "empty") == b""
-    assert bytes(ObjectDataset(server.http_url, keys=["empty"])[0].data) == b""
-    (tmp_path / "empty").touch()
-    assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["empty"])[0].data) == b""
-    store = MemoryStore()
-    obstore.put(store, "empty", b"")
-    assert bytes(ObjectDataset(Store("memory://", backend=store), keys=["empty"])[0].data) == b""
+    files = {"empty": b""}
+    for store in (server.http_url, in_folder(tmp_path, files), in_memory(files)):
+        assert bytes(ObjectDataset(store, keys=["empty"])[0].data) == b""
 
 
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):

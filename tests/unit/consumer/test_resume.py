@@ -523,23 +523,17 @@ def test_merged_states_of_given_ranks_continue_each_its_own_part():
         iter(other)
 
 
-class FirstWaitsForSecond:
-    """The transform of sample 0 waits until that of sample 1 runs, in another process."""
+def test_batches_of_an_async_stream_come_in_order(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
 
-    def __init__(self, pipe):
-        self.pipe = pipe
-
-    def __call__(self, number):
+    def first_waits_for_second(number):
         if number == 0:
-            self.pipe.read_bytes()
+            pipe.read_bytes()
         elif number == 1:
-            self.pipe.write_bytes(b"")
+            pipe.write_bytes(b"")
         return number
 
-
-def test_batches_of_an_async_stream_come_in_order(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    transform = FirstWaitsForSecond(tmp_path / "pipe")
-    options = {"transform": transform, "num_workers": 2, "in_order": False}
+    options = {"transform": first_waits_for_second, "num_workers": 2, "in_order": False}
     with DataLoader(stream(*range(6)), 1, **options) as loader:
         assert [int(batch) for batch in loader] == list(range(6))

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import typing
 from collections import deque
 
 import numpy as np
@@ -18,27 +17,23 @@ from tests.datasets import Numbers
 from tests.unit.streams import reading
 
 
-class Search:
-    """Sets numbers of workers after so many batches each, in place of the search."""
-
-    numbers: typing.ClassVar[dict] = {}
-    chosen: typing.ClassVar[list] = []
-    next_look = 0.0
-
-    def __init__(self, least, number):
-        self.least, self.number, self.looks = least, number, 0
-
-    def look(self, records, setup):
-        self.looks += 1
-        before, self.number = self.number, self.numbers.get(self.looks, self.number)
-        return self.number != before
-
-
 @pytest.fixture
 def numbers(monkeypatch):
-    """The numbers of workers to set, by the number of batches."""
-    numbers: typing.ClassVar[dict] = {}
-    monkeypatch.setattr(control, "WorkerSearch", type("Scripted", (Search,), {"numbers": numbers}))
+    """The numbers of workers to set, by the number of batches, in place of the search."""
+    numbers = {}
+
+    class Scripted:
+        next_look = 0.0
+
+        def __init__(self, least, number):
+            self.least, self.number, self.looks = least, number, 0
+
+        def look(self, records, setup):
+            self.looks += 1
+            before, self.number = self.number, numbers.get(self.looks, self.number)
+            return self.number != before
+
+    monkeypatch.setattr(control, "WorkerSearch", Scripted)
     monkeypatch.setattr(control, "RECORDS", 1)
     monkeypatch.setattr(control, "usable_cores", lambda: 8.0)
     return numbers

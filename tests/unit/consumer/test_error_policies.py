@@ -8,17 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace as hr
-from tests.unit.consumer.test_skipping import (
-    Bad,
-    Count,
-    Mine,
-    Numbers,
-    TorchCount,
-    TorchNumbers,
-    failing,
-    lists,
-)
+from tests.model.parts import BadSampleError, Count, TorchCount
+from tests.unit.consumer.test_skipping import Bad, Mine, Numbers, TorchNumbers, failing, lists
 from tests.unit.shards import tars
+from tests.unit.shards.resuming import in_folder
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:a sample was skipped", "ignore:batch .* lost all its samples"
@@ -64,7 +57,7 @@ def test_failures_in_a_row_are_counted_within_a_delivered_batch():
 @STREAMS
 def test_stream_that_always_fails_ends_with_the_limit(stream):
     with loading(
-        stream(1000, Bad(*range(4, 1000))), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
+        stream(1000, failing=range(4, 1000)), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
     ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
@@ -172,8 +165,8 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
         asked.append(failure.index)
         return "skip"
 
-    with loading(stream(1000, Bad(*range(1000))), decide) as loader:
-        with pytest.raises(Mine) as caught:
+    with loading(stream(1000, failing=range(1000)), decide) as loader:
+        with pytest.raises(BadSampleError) as caught:
             list(loader)
         assert "stage fetch (100 failures in a row)" in caught.value.__notes__[-1]
     assert asked == list(range(99))
@@ -197,13 +190,12 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
 def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(
     tmp_path, damage, options, lost, words, num_workers
 ):
-    for number in range(3):
-        data = tars.shard(f"{number}-{sample:03}" for sample in range(100))
-        if number == 1 and damage is not None:  # in the header of sample 51; None: no such file
-            data = data[:52_224] + damage + (damage and data[52_225:])
-        if number != 1 or damage is not None:
-            (tmp_path / f"{number}.tar").write_bytes(data)
-    dataset = hr.TarDataset([tmp_path / f"{number}.tar" for number in range(3)], **options)
+    names = [f"{number}.tar" for number in range(3)]
+    files = {name: tars.shard(f"{name[0]}-{sample:03}" for sample in range(100)) for name in names}
+    whole = files.pop("1.tar")
+    if damage is not None:  # in the header of sample 51; None: no such file
+        files["1.tar"] = whole[:52_224] + damage + (damage and whole[52_225:])
+    dataset = hr.TarDataset(names, store=in_folder(tmp_path, files), **options)
     with hr.DataLoader(
         dataset, batch_size=None, num_workers=num_workers, on_error="skip"
     ) as loader:

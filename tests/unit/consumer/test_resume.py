@@ -28,6 +28,7 @@ from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateErro
 from tests.datasets import Numbers, TorchStream
 from tests.model.parts import Shifted
 from tests.unit.consumer.test_timeouts import Held
+from tests.unit.engine.test_states import Reads
 from tests.unit.streams.reading import stream
 
 N = 13
@@ -88,7 +89,7 @@ class Draws(Dataset):
         return torch.rand(()).item(), np.random.random(), random.random()
 
 
-def drawn_by(count, state=None, **options):
+def drawn_by(count, state, **options):
     """Numbers of some of the epochs' batches, of a loader of its own, and its state then."""
     with DataLoader(Draws(), None, num_workers=1, collate_fn=list, **options) as loader:
         if state is not None:
@@ -215,36 +216,18 @@ def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
 # iterator just made.
 
 
-class Counts(Dataset):
-    """Its samples are the number of reads in the process that reads; its state is this number."""
-
-    count = 0
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        self.count += 1
-        return self.count
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
 def test_dataset_in_workers_has_its_state_after_an_epoch_without_batches():
     def make():
-        return DataLoader(Counts(), None, num_workers=1, persistent_workers=True)
+        return DataLoader(Reads(4), None, num_workers=1, persistent_workers=True)
 
     with make() as loader:
         for _ in loader:
             state = loader.state_dict()
-        assert list(loader) == [5, 6, 7, 8]
+        second = list(loader)
+        assert second == [[0, 5], [1, 6], [2, 7], [3, 8]]
     with restored(make(), state) as continued:
         assert list(continued) == []
-        assert list(continued) == [5, 6, 7, 8]
+        assert list(continued) == second
 
 
 class Log(AsyncIterableDataset[int]):
@@ -281,23 +264,15 @@ def noisy(sample):
     return sample, float(torch.rand(()))
 
 
-UNSEEDED = {
-    "sequential": lambda: {},
-    "shuffled": lambda: {"shuffle": True},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * N, N)},
-    "shuffled by a generator": lambda: {
-        "shuffle": True,
-        "generator": torch.Generator().manual_seed(3),
-    },
-    "a sampler with a state": lambda: {"sampler": Shifted(N)},
-}
-
-
 @pytest.mark.parametrize("epochs", [0, 1])
-@pytest.mark.parametrize("order", UNSEEDED.values(), ids=UNSEEDED)
+@pytest.mark.parametrize(
+    "order",
+    [{"shuffle": True}, {"sampler": WeightedRandomSampler([1.0] * N, N)}],
+    ids=["shuffled", "weighted"],
+)
 def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
     def loader():
-        return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order())
+        return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order)
 
     first = loader()
     for _ in range(epochs):
@@ -403,11 +378,16 @@ def test_state_of_another_loader_is_refused_with_the_difference(make, message):
         make().load_state_dict(state)
 
 
-@pytest.mark.parametrize("make", [lambda: TorchStream(N), Counts], ids=["torch stream", "stateful"])
+@pytest.mark.parametrize("make", [TorchStream, Reads])
 def test_another_number_of_workers_that_read_streams_or_have_a_state_is_refused(make):
-    _, state = saved_after(DataLoader(make(), 2, num_workers=2), 2)
+    def loader(num_workers):
+        return DataLoader(make(N), 2, num_workers=num_workers)
+
+    with loader(2) as first:
+        next(iter(first))
+        state = saved(first)
     with pytest.raises(StateError, match="num_workers was 2, and is 1"):
-        DataLoader(make(), 2, num_workers=1).load_state_dict(state)
+        loader(1).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -543,23 +523,17 @@ def test_merged_states_of_given_ranks_continue_each_its_own_part():
         iter(other)
 
 
-class FirstWaitsForSecond:
-    """The transform of sample 0 waits until that of sample 1 runs, in another process."""
+def test_batches_of_an_async_stream_come_in_order(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
 
-    def __init__(self, pipe):
-        self.pipe = pipe
-
-    def __call__(self, number):
+    def first_waits_for_second(number):
         if number == 0:
-            self.pipe.read_bytes()
+            pipe.read_bytes()
         elif number == 1:
-            self.pipe.write_bytes(b"")
+            pipe.write_bytes(b"")
         return number
 
-
-def test_batches_of_an_async_stream_come_in_order(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    transform = FirstWaitsForSecond(tmp_path / "pipe")
-    options = {"transform": transform, "num_workers": 2, "in_order": False}
+    options = {"transform": first_waits_for_second, "num_workers": 2, "in_order": False}
     with DataLoader(stream(*range(6)), 1, **options) as loader:
         assert [int(batch) for batch in loader] == list(range(6))

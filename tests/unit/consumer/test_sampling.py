@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import headrace as hr
 from headrace._order.samplers import SeededRandomSampler
 from headrace._random.seeding import batch_seed
+from tests.model.parts import Drawing, TorchNumbers
 
 NUMBERS = TensorDataset(torch.arange(40))
 
@@ -56,40 +57,18 @@ def test_seeds_of_batches_are_the_same_on_every_machine():
 
 
 def test_list_that_a_batch_sampler_reuses_is_copied():
-    class Reusing:
-        def __iter__(self):
-            batch = []
-            for i in range(3):
-                batch[:] = [i]
-                yield batch
+    def reusing():
+        batch = []
+        for i in range(3):
+            batch[:] = [i]
+            yield batch
 
-    assert [batch.tolist() for batch in hr.DataLoader(list(range(3)), batch_sampler=Reusing())] == [
-        [0],
-        [1],
-        [2],
-    ]
+    loader = hr.DataLoader(list(range(3)), batch_sampler=reusing())
+    assert [batch.tolist() for batch in loader] == [[0], [1], [2]]
 
 
 def draw(most):
     return int(torch.randint(most, ()))
-
-
-class Episodes(torch.utils.data.Sampler):
-    """Indices from a generator that the training loop uses too."""
-
-    def __len__(self):
-        return 60
-
-    def __iter__(self):
-        return (draw(100) for _ in range(60))
-
-
-class Numbers100(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return index
 
 
 def run(loader_class, dataset, draw, **options):
@@ -117,7 +96,7 @@ def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_whe
         }
         return run(
             loader_class,
-            Numbers100(),
+            TorchNumbers(100),
             lambda most: int(torch.randint(most, (), generator=generator)),
             **options,
         )
@@ -141,7 +120,7 @@ def test_draws_of_a_sampler_do_not_depend_on_the_order_of_arrival():
             return index
 
     def drawn(delay):
-        options = {"sampler": Episodes(), "batch_size": 1, "in_order": False}
+        options = {"sampler": Drawing(100, 60, "torch"), "batch_size": 1, "in_order": False}
         return [draws for _, draws in run(hr.DataLoader, Released(delay), draw, **options)]
 
     assert drawn(0) == drawn(1) == drawn(40)
@@ -159,20 +138,20 @@ class Endless(torch.utils.data.IterableDataset):
             yield self.position
 
 
-class Noise(Numbers100):
+class Noise(TorchNumbers):
     def __getitem__(self, index):
         return int(torch.randint(1 << 40, ()))
 
 
-@pytest.mark.parametrize("dataset", [Endless, Noise])
+@pytest.mark.parametrize("make", [Endless, lambda: Noise(100)], ids=["stream", "map"])
 @pytest.mark.parametrize("prefetch_factor", [2, 5])
 def test_epoch_after_one_that_was_left_begins_as_by_torch_in_workers_that_persist(
-    dataset, prefetch_factor
+    make, prefetch_factor
 ):
     def given(loader_class):
         torch.manual_seed(1)
         options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": prefetch_factor}
-        loader = loader_class(dataset(), 2, **options)
+        loader = loader_class(make(), 2, **options)
         return [batch.tolist() for most in (3, 7, 1, 4) for batch in itertools.islice(loader, most)]
 
     assert given(hr.DataLoader) == given(TorchDataLoader)

@@ -88,18 +88,6 @@ def test_dictionaries_that_grow_and_are_replaced():
         assert [row["t"] for row in arrow(data)] == expected
 
 
-@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("use_legacy_format", [False, True])
-def test_old_versions_of_arrow_are_read(new, use_legacy_format):
-    columns = {"x": [1, None], "list": [[1, 2], []], "text": ["a", "b"]}
-    table = pa.table({**columns, "category": pa.array(["p", "q"]).dictionary_encode()})
-    version = pa.ipc.MetadataVersion.V4
-    options = {"metadata_version": version, "use_legacy_format": use_legacy_format}
-    data = written(table, table, new=new, **options)
-    assert list(arrow(data)) == table.to_pylist() * 2
-    assert list(arrow(data, columns=["list"])) == table.select(["list"]).to_pylist() * 2
-
-
 def test_record_batch_is_one_request(serve):
     table = pa.table({"id": range(400), "text": ["a" * 3000] * 400})
     server = serve({"0.feather": written(*(table.slice(at, 100) for at in range(0, 400, 100)))})

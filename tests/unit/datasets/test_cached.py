@@ -4,9 +4,10 @@ import pickle
 
 import pytest
 import torch
-from obstore.store import MemoryStore, from_url
+from obstore.store import from_url
 
 import headrace as hr
+from tests.unit.shards.resuming import in_folder, in_memory
 
 COUNT = 10
 
@@ -49,28 +50,11 @@ def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placeme
     assert (counts.requests, counts.cache_misses, counts.cache_hits) == (4, 4, 4)
 
 
-def test_subset_concat_and_a_stock_loader_read_the_cache(server, tmp_path):
-    cached = objects(server).cache(tmp_path / "cache")
-    both = hr.concat([torch.utils.data.Subset(cached, range(3)), cached])
-    stock = torch.utils.data.DataLoader(
-        both, batch_size=13, collate_fn=lambda samples: [s.key for s in samples]
-    )
-    assert list(stock) == [["0", "1", "2", *map(str, range(COUNT))]]
-
-
 def test_labels_are_not_cached(server, tmp_path):
     assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
     before = server.requests()["GET"]
     assert objects(server, labels=lambda key: "new").cache(tmp_path / "cache")[3].label == "new"
     assert server.requests()["GET"] == before
-
-
-def test_version_distinguishes_objects_without_an_entity_tag(server, tmp_path):
-    dataset = objects(server, keys=KEYS)
-    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
-    server.put("train/3", b"new")
-    assert bytes(dataset.cache(tmp_path / "cache")[3].data) == b"\3\3\3"
-    assert bytes(dataset.cache(tmp_path / "cache", version=2)[3].data) == b"new"
 
 
 def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
@@ -83,12 +67,9 @@ def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
 
 
 def test_file_store_is_cached(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a").write_bytes(b"first")
-    url = (tmp_path / "data").as_uri()
-    assert bytes(hr.ObjectDataset(url).cache(tmp_path / "cache")[0].data) == b"first"
-    (tmp_path / "data" / "a").write_bytes(b"second")
-    assert bytes(hr.ObjectDataset(url).cache(tmp_path / "cache")[0].data) == b"second"
+    for content in (b"first", b"second"):
+        folder = in_folder(tmp_path / "data", {"a": content})
+        assert bytes(hr.ObjectDataset(folder).cache(tmp_path / "cache")[0].data) == content
 
 
 def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
@@ -111,7 +92,5 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
 def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="max_bytes"):
         objects(server).cache(tmp_path / "cache", max_bytes=0)
-    store = MemoryStore()
-    store.put("a", b"abc")
     with pytest.raises(ValueError, match="in the memory of this process"):
-        hr.ObjectDataset(hr.Store("memory://", backend=store)).cache(tmp_path / "cache")
+        hr.ObjectDataset(in_memory({"a": b"abc"})).cache(tmp_path / "cache")

@@ -6,25 +6,15 @@ import pickle
 import pytest
 
 from headrace.datasets import files
-from headrace.datasets.files import FileDataset, FileSample
+from headrace.datasets.files import FileDataset
 from headrace.errors import EmptyListingError
+from tests.unit.shards.resuming import in_folder
 
 
 @pytest.fixture
 def root(tmp_path):
-    for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.jpg"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode())
-    return tmp_path
-
-
-def test_samples_are_all_files_at_any_depth_in_order_of_their_keys(root):
-    dataset = FileDataset(root)
-    assert dataset.keys == ("a.txt", "b.txt", "deep/d.jpg", "deep/er/c.txt")
-    assert [dataset[i] for i in range(len(dataset))] == [
-        FileSample(k, k.encode(), None) for k in dataset.keys
-    ]
+    names = ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.jpg")
+    return in_folder(tmp_path, {name: name.encode() for name in names})
 
 
 def test_pattern_and_suffix_choose(root):
@@ -80,11 +70,8 @@ def test_a_file_whose_size_is_not_told_comes_whole():
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path):
-    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
-    (tmp_path / "elsewhere" / "deep" / "1.jpg").write_bytes(b"dog")
+    in_folder(tmp_path, {"elsewhere/deep/1.jpg": b"dog", "root/cat/1.jpg": b"cat"})
     root = tmp_path / "root"
-    (root / "cat").mkdir(parents=True)
-    (root / "cat" / "1.jpg").write_bytes(b"cat")
     (root / "cat" / "2.jpg").symlink_to(root / "cat" / "1.jpg")
     (root / "dog").symlink_to(tmp_path / "elsewhere")
     (root / "cat" / "up").symlink_to(root)

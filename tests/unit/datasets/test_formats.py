@@ -1,6 +1,7 @@
 """What is the same for the datasets of all formats, against files of the original writers: see `formats.py`."""
 
 import collections
+import functools
 import itertools
 import json
 import pickle
@@ -11,7 +12,7 @@ import pytest
 import headrace as hr
 from headrace.errors import ObjectChangedError
 from tests.unit.datasets.formats import FORMATS, plain
-from tests.unit.shards.resuming import resumes_at_every_position
+from tests.unit.shards.resuming import in_folder, resumes_at_every_position
 
 COLLATE = {"batch_size": 3, "collate_fn": lambda samples: [*map(plain, samples)]}
 
@@ -30,27 +31,11 @@ def read(loader, batches=None):
         return list(taken), json.loads(json.dumps(loader.state_dict()))
 
 
-def write(folder, files):
-    for key, data in files.items():
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(data)
-
-
 @pytest.fixture
 def store(request, tmp_path):
     """A folder with the files of the format that the test is about."""
-    folder = tmp_path / "files"
-    write(folder, FORMATS[request.node.callspec.params["name"]].files)
-    return hr.Store(folder.as_uri())
-
-
-@pytest.fixture
-def stream(request, store):
-    """Makes the stream of the format; skips the test of one that has none."""
-    format = FORMATS[request.node.callspec.params["name"]]
-    if not hasattr(format.open(store), "stream"):
-        pytest.skip("the format has no stream")
-    return lambda **options: format.open(store).stream(**options)
+    files = FORMATS[request.node.callspec.params["name"]].files
+    return hr.Store(in_folder(tmp_path / "files", files))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -68,8 +53,8 @@ def test_every_sample_by_its_index(name, store):
 def test_workers_read_every_format(tmp_path):
     datasets = []
     for name in FORMATS:
-        write(tmp_path / name, FORMATS[name].files)
-        datasets.append(FORMATS[name].open(hr.Store((tmp_path / name).as_uri())))
+        store = hr.Store(in_folder(tmp_path / name, FORMATS[name].files))
+        datasets.append(FORMATS[name].open(store))
     every, _ = read(hr.DataLoader(hr.concat(datasets), num_workers=1, **COLLATE))
     assert every == [sample for name in FORMATS for sample in wanted(name)]
 
@@ -121,8 +106,12 @@ def test_pickled_dataset_opens_without_a_request_and_reads_the_same_version(tmp_
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stream_has_all_samples_and_continues_at_every_position(name, stream):
-    samples = wanted(name)
-    assert resumes_at_every_position(lambda: stream().map(plain)) == samples
-    shuffled = resumes_at_every_position(lambda: stream(shuffle=True, seed=1).map(plain))
-    assert counted(shuffled) == counted(samples)
+def test_stream_has_all_samples_and_continues_at_every_position(name, store):
+    def stream(**options):
+        return FORMATS[name].open(store).stream(**options).map(plain)
+
+    if not hasattr(FORMATS[name].open(store), "stream"):
+        pytest.skip("the format has no stream")
+    assert resumes_at_every_position(stream) == wanted(name)
+    shuffled = resumes_at_every_position(functools.partial(stream, shuffle=True, seed=1))
+    assert counted(shuffled) == counted(wanted(name))

@@ -11,6 +11,7 @@ import headrace as hr
 from headrace._streams.kinds import Blocks
 from headrace.errors import StateError
 from tests.unit.datasets.formats import FORMATS
+from tests.unit.shards.resuming import in_memory
 
 SAMPLES = 50_000
 
@@ -104,12 +105,10 @@ def test_samples_of_a_subset_are_not_read_in_blocks(tokens, read):
         assert read(torch.utils.data.Subset(tokens, [5, 30_000, 7]), 0, 2)[0] == [5, 30_000, 7]
 
 
-def test_sizes_of_blocks_follow_from_the_bytes_of_samples(folder, tmp_path):
+def test_sizes_of_blocks_follow_from_the_bytes_of_samples(folder):
     data = hr.TokenDataset(folder / "*.bin", seq_len=100)
     assert data.blocks[:2] == (1310, 192)
-    for key, content in FORMATS["mds zstd"].files.items():
-        (tmp_path / key).write_bytes(content)
-    whole = hr.MDSDataset(tmp_path)
+    whole = hr.MDSDataset(in_memory(FORMATS["mds zstd"].files))
     assert whole.blocks[:2] == (-(-len(whole) // len(whole.counts)), 192)
     assert whole.blocks.borders.tolist() == [0, *np.cumsum(whole.counts)[:-1].tolist()]
     assert set(len(data) + whole.blocks.borders) < set(

@@ -8,6 +8,7 @@ import pytest
 import headrace as hr
 from headrace.errors import ShardError, TruncatedShardError
 from tests.unit.shards import tars
+from tests.unit.shards.resuming import in_folder, in_memory
 
 BOM = codecs.BOM_UTF8
 
@@ -26,9 +27,9 @@ BOM = codecs.BOM_UTF8
         (BOM + b"a\n", "bytes", [BOM + b"a"]),
     ],
 )
-def test_line_endings(tmp_path, content, format, lines):
-    (tmp_path / "a.txt").write_bytes(content)
-    assert list(hr.LinesDataset(tmp_path / "a.txt", format=format)) == lines
+def test_line_endings(content, format, lines):
+    store = in_memory({"a.txt": content})
+    assert list(hr.LinesDataset(["a.txt"], store=store, format=format)) == lines
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -61,15 +62,18 @@ def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
         list(hr.LinesDataset(tmp_path))
 
 
-def test_lines_that_look_like_a_document_or_a_page_are_samples(tmp_path):
-    (tmp_path / "a.json").write_bytes(b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n')
-    (tmp_path / "b.json").write_bytes(b'{"boxes": [[0, 1]], "label": 2}')
-    (tmp_path / "c.json").write_bytes(b'[{"a": 0}, {"a": 1}]')
-    (tmp_path / "d.txt").write_bytes(b"<html>\n")
-    assert list(hr.LinesDataset(tmp_path / "a.json")) == [{"m": [{"a": 0}]}, {"m": [{"a": 1}]}]
-    assert list(hr.LinesDataset(tmp_path / "b.json")) == [{"boxes": [[0, 1]], "label": 2}]
-    assert list(hr.LinesDataset(tmp_path / "c.json", format="json")) == [[{"a": 0}, {"a": 1}]]
-    assert list(hr.LinesDataset(tmp_path / "d.txt", format="text")) == ["<html>"]
+@pytest.mark.parametrize(
+    ("content", "format", "lines"),
+    [
+        (b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n', "auto", [{"m": [{"a": 0}]}, {"m": [{"a": 1}]}]),
+        (b'{"boxes": [[0, 1]], "label": 2}', "auto", [{"boxes": [[0, 1]], "label": 2}]),
+        (b'[{"a": 0}, {"a": 1}]', "json", [[{"a": 0}, {"a": 1}]]),
+        (b"<html>\n", "text", ["<html>"]),
+    ],
+)
+def test_lines_that_look_like_a_document_or_a_page_are_samples(content, format, lines):
+    store = in_memory({"a.json": content})
+    assert list(hr.LinesDataset(["a.json"], store=store, format=format)) == lines
 
 
 @pytest.mark.parametrize(
@@ -104,9 +108,8 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path, num_workers):
-    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\n\n{"x": \n{"x": 3}\n')
-    (tmp_path / "b.jsonl").write_bytes(b'{"x": 4}\n')
-    dataset = hr.LinesDataset(tmp_path, shards_in_parallel=1)
+    files = {"a.jsonl": b'{"x": 1}\n\n{"x": \n{"x": 3}\n', "b.jsonl": b'{"x": 4}\n'}
+    dataset = hr.LinesDataset(in_folder(tmp_path, files), shards_in_parallel=1)
     with hr.DataLoader(dataset, batch_size=1, num_workers=num_workers, on_error="skip") as loader:
         assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped

@@ -10,7 +10,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import ObjectChangedError, ShardError
-from tests.unit.datasets.formats import parquet as written
+from tests.unit.shards.tars import parquet as written
 
 ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the last with 10
 
@@ -26,11 +26,7 @@ OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) fo
 
 
 def opened(server, shards="a", **options):
-    return hr.ParquetDataset(
-        f"{server.url}/{shards}",
-        store=server.store(),
-        **options,
-    )
+    return hr.ParquetDataset(shards, store=server.store(), **options)
 
 
 def whole(dataset):
@@ -46,8 +42,7 @@ def ids(rows):
 
 @pytest.mark.counts
 def test_footer_is_read_once_and_pickled_with_the_dataset(server):
-    names = [f"{server.url}/a/{n}.parquet" for n in range(3)]
-    dataset = hr.ParquetDataset(names, store=server.store())
+    dataset = opened(server, [*OBJECTS])
     assert len(server.seen()) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == 300
@@ -152,8 +147,8 @@ def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
         assert list(hr.ParquetDataset(tmp_path, columns=[name])) == [row]
 
 
-def read(dataset, batch_size=16, **options):
-    with hr.DataLoader(dataset, batch_size, seed=0, collate_fn=ids, **options) as loader:
+def read(dataset, **options):
+    with hr.DataLoader(dataset, 16, seed=0, collate_fn=ids, **options) as loader:
         return list(loader)
 
 

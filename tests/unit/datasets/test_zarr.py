@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import warnings
 
 import icechunk
@@ -51,15 +52,6 @@ def opened(server, url, **options):
     return hr.ZarrDataset(url, store=server.store(), **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_samples_are_slices_along_the_axis(root, layout, axis):
-    dataset = hr.ZarrDataset(root / layout, arrays="images", axis=axis)
-    wanted = torch.from_numpy(np.moveaxis(IMAGES, axis, 0).astype(np.int32))
-    assert dataset.block_size == LAYOUTS[layout]["chunks"][axis]
-    assert same(torch.stack([dataset[i] for i in range(len(dataset))]), wanted)
-
-
 # Chunks or shards of images, and indexes of shards; chunks of labels.
 @pytest.mark.parametrize(
     ("layout", "requests"), [("v3", 26 + 2), ("sharded", 25 + 7 + 2), ("raw", 15)]
@@ -86,7 +78,7 @@ def test_each_chunk_is_requested_once_for_neighbours(server, layout, requests, b
 MAPS = np.arange(20 * 12 * 10, dtype=np.int32).reshape(20, 12, 10)
 MAP_LAYOUTS = {
     "v3": {"chunks": (5, 3, 2)},
-    "v2": {"chunks": (5, 3, 2), "zarr_format": 2},
+    "v2": {"chunks": (5, 3, 2), "zarr_format": 2, "order": "F"},
     "sharded": {"chunks": (5, 3, 2), "shards": (10, 6, 6)},
 }
 
@@ -101,7 +93,7 @@ def windows_of(maps, y, x):
 @pytest.mark.parametrize("layout", MAP_LAYOUTS)
 @pytest.mark.parametrize(("y", "x"), [(3, 2), (6, 4), (12, 10), (9, 6)])
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_windows_are_those_of_the_slices(tmp_path, layout, y, x, axis):
+def test_samples_are_slices_along_the_axis_or_windows_of_these(tmp_path, layout, y, x, axis):
     options = {**MAP_LAYOUTS[layout], "shape": MAPS.shape, "dtype": MAPS.dtype}
     for name in ("chunks", "shards"):
         if name in options:
@@ -111,7 +103,8 @@ def test_windows_are_those_of_the_slices(tmp_path, layout, y, x, axis):
     time, across, along = ((place + axis) % 3 for place in range(3))
     array = zarr.create_array(tmp_path / "x", **options)
     array[:] = np.moveaxis(MAPS, (0, 1, 2), (time, across, along))
-    dataset = hr.ZarrDataset(tmp_path / "x", axis=time - 3, windows={across: y, along: x})
+    windows = {} if (y, x) == MAPS.shape[1:] else {across: y, along: x}
+    dataset = hr.ZarrDataset(tmp_path / "x", axis=time - 3, windows=windows)
     wanted = windows_of(MAPS, y, x)
     if across > along:
         wanted = wanted.swapaxes(1, 2)
@@ -193,13 +186,10 @@ def test_kept_chunks_are_bounded(server):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, serve, layout):
-    lost = {
-        key
-        for key in objects(root)
-        if key.startswith(f"{layout}/images") and not key.endswith(("json", "rray"))
-    }
-    lost = min(lost - {f"{layout}/images/.zattrs"})  # of the first samples
-    server = serve({key: data for key, data in objects(root).items() if key != lost})
+    files = objects(root)
+    lost = min(key for key in files if re.fullmatch(rf"{layout}/images/.*\d", key))
+    del files[lost]  # of the first samples
+    server = serve(files)
     dataset = opened(server, f"{layout}/images")
     assert same(dataset[99].numpy(), IMAGES[99].astype(np.int32))
     with pytest.raises(ShardError, match=rf"no such chunk.*missing='fill'.*{lost}"):
@@ -306,11 +296,12 @@ def changed(tmp_path, **changes):
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
         ({"shape": [4, 1 << 40]}, "too much"),
         ({"shape": [10**30, 4]}, "is not of a Zarr array"),
+        ({"chunks": [10**30, 2]}, "is damaged"),
     ],
 )
 def test_metadata_that_lie_or_would_run_code_are_refused(tmp_path, changes, what):
     with pytest.raises(ShardError, match=what):
-        hr.ZarrDataset(changed(tmp_path, **changes))
+        hr.ZarrDataset(changed(tmp_path, **changes)).__getitems__([0, 1])
 
 
 def test_types_that_torch_lacks_stay_numpys(tmp_path):
@@ -378,13 +369,3 @@ def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
     dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
     with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:
         assert torch.cat(list(loader)).sum() == 240
-
-
-def test_chunks_longer_than_any_integer_of_numpy_are_damage(tmp_path):
-    zarr.create_array(tmp_path / "x", shape=(30, 2), chunks=(30, 2), dtype="f4", zarr_format=2)[
-        :
-    ] = 1
-    metadata = tmp_path / "x/.zarray"
-    metadata.write_text(metadata.read_text().replace("30", "9" * 30).replace("9" * 30, "30", 1))
-    with pytest.raises(ShardError, match=r"is damaged"):
-        hr.ZarrDataset(tmp_path / "x").__getitems__([0, 1])

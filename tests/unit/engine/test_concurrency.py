@@ -107,13 +107,13 @@ def test_a_store_that_throttles_is_asked_little_more_than_once_for_each_object()
     assert store.requests / (rate * 20) <= 1.3
 
 
-def engines_on(store, starts, limits, seconds, busy_from):
+def engines_on(store, starts, limits, seconds, busy_from, steer=steered):
     """The rates of engines that share a store, and their controls."""
     controls = [
         AdaptiveLimit(limit, MOST, len(limits), random.Random(number).random)
         for number, limit in enumerate(limits)
     ]
-    return store.run_several(seconds, [*map(steered, controls)], busy_from, starts), controls
+    return store.run_several(seconds, [*map(steer, controls)], busy_from, starts), controls
 
 
 def jain(rates):
@@ -151,15 +151,13 @@ def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(
 
 
 def test_engines_that_were_throttled_once_do_not_climb_where_it_brings_nothing():
-    store = SimulatedStore(0.1, 400)
-    controls = [AdaptiveLimit(32, MOST, 2, random.Random(number).random) for number in range(2)]
-
     def throttled_at_first(control):
         return lambda now, completed, refused: control.update(
             now, completed=completed, throttle_events=int(now >= 2.0), full=True
         )
 
-    store.run_several(60, [*map(throttled_at_first, controls)])
+    store = SimulatedStore(0.1, 400)
+    _, controls = engines_on(store, *SHARED["two engines"], 60, 0.0, throttled_at_first)
     assert sum(control.limit for control in controls) <= 5 * 400 * 0.1
 
 

@@ -10,6 +10,7 @@ import headrace as hr
 from headrace._store.ranges import Ranges
 from headrace._streams.map_style import RangedDataset, positions
 from object_server import Fault, ObjectServer
+from tests.servers import store_of
 
 OBJECTS = 200
 SLOW = 150  # the object that is under control
@@ -48,11 +49,10 @@ class Pairs(RangedDataset):
         return int(np.frombuffer(data, np.int32)[0])
 
 
-def epoch(dataset):
-    with hr.DataLoader(
+def hedging(dataset):
+    return hr.DataLoader(
         dataset, batch_size=10, hedge="auto", placement="thread", concurrency=8, collate_fn=list
-    ) as loader:
-        return [sample for batch in loader for sample in batch], loader.stats().requests
+    )
 
 
 async def never():
@@ -73,8 +73,8 @@ def test_when_the_first_attempt_fails_the_second_is_ended_and_each_sample_is_fet
         await never()
 
     dataset = Pairs(give)
-    samples, _ = epoch(dataset)
-    assert samples == list(range(2 * OBJECTS))
+    with hedging(dataset) as loader:
+        assert [sample for batch in loader for sample in batch] == list(range(2 * OBJECTS))
     assert set(dataset.ended) == set(range(2, dataset.attempts + 1)), "an attempt was left behind"
 
 
@@ -86,9 +86,7 @@ def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
         await never()
 
     dataset = Pairs(give)
-    with hr.DataLoader(
-        dataset, batch_size=10, hedge="auto", placement="thread", concurrency=8
-    ) as loader:
+    with hedging(dataset) as loader:
         batches = iter(loader)
         for _ in range(SLOW // 5):
             next(batches)
@@ -105,9 +103,7 @@ def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_no
     tokens = np.arange(1000, dtype=np.uint16)
     with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:
         windows = hr.TokenDataset(
-            f"{server.url}/{{000..{OBJECTS - 1}}}.bin",
-            seq_len=100,
-            store=hr.Store(server.url, options=server.store_options, timeout=600.0),
+            f"{{000..{OBJECTS - 1}}}.bin", seq_len=100, store=store_of(server, timeout=600.0)
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))

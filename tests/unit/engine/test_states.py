@@ -157,8 +157,11 @@ class Reads(Dataset):
 
     reads = 0
 
+    def __init__(self, length=9):
+        self.length = length
+
     def __len__(self):
-        return 9
+        return self.length
 
     def __getitem__(self, index):
         self.reads += 1

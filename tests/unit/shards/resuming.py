@@ -18,6 +18,15 @@ def in_memory(objects, **options):
     return hr.Store("memory://", backend=backend, **options)
 
 
+def in_folder(folder, objects):
+    """A folder with the objects as files."""
+    for key, data in objects.items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
 def samples_and_errors(stream):
     """All samples of a stream, with the errors of shards and stores in their places."""
     samples, found = iter(stream), []

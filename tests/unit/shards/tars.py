@@ -4,6 +4,8 @@ import gzip
 import io
 import tarfile
 
+import pyarrow.parquet
+
 
 def shard(samples, **fields):
     """The bytes of a tar with these keys; each field is a function of the key, and by default there is one."""
@@ -23,6 +25,13 @@ def members(*files, format=tarfile.DEFAULT_FORMAT, **extra):
             if info is not content:
                 info.size = len(content)
             tar.addfile(info, None if info is content else io.BytesIO(content))
+    return stream.getvalue()
+
+
+def parquet(table, **options):
+    """The bytes of a Parquet file with a table."""
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(table, stream, **options)
     return stream.getvalue()
 
 

@@ -10,12 +10,14 @@ import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from headrace import LinesDataset, ParquetDataset, Store, StoreError
 from headrace._shards.discovery import expand_braces, glob_expression
 from headrace.errors import EmptyListingError, ObjectNotFoundError
 from object_server import ObjectServer
+from tests.servers import store_of
+from tests.unit.shards.resuming import in_folder
+from tests.unit.shards.tars import parquet
 
 
 @pytest.mark.parametrize(
@@ -68,9 +70,7 @@ HIDDEN = [
     ],
 )
 def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
-    for key in HIDDEN:
-        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / key).write_text("")
+    in_folder(tmp_path, dict.fromkeys(HIDDEN, b""))
     found = {
         key
         for key in glob(pattern, root_dir=tmp_path, recursive=True)
@@ -87,24 +87,15 @@ def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
 
 
 def test_directory_of_shards_has_no_hidden_or_temporary_ones(tmp_path):
-    for key in (
-        "a.txt",
-        "_b.txt",
-        "part=1/c.txt",
-        ".d.txt",
-        ".ipynb_checkpoints/e.txt",
-        "_temporary/0/f.txt",
-    ):
-        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / key).write_text(f"{key}\n")
+    shown, hidden = ("a.txt", "_b.txt", "part=1/c.txt"), (".d.txt", ".ipynb_checkpoints/e.txt")
+    for key in (*shown, *hidden, "_temporary/0/f.txt"):
+        in_folder(tmp_path, {key: f"{key}\n".encode()})
     assert list(LinesDataset(tmp_path)) == ["_b.txt", "a.txt", "part=1/c.txt"]
     assert list(LinesDataset(tmp_path / "_temporary" / "0")) == ["_temporary/0/f.txt"]
 
 
 def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "0.jsonl").write_text("0\n")
-    (tmp_path / "1.jsonl").write_text("1\n")
+    in_folder(tmp_path, {"a/0.jsonl": b"0\n", "1.jsonl": b"1\n"})
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "gone.jsonl").symlink_to("nothing")
     (tmp_path / "a\tb\n").mkdir()
@@ -136,7 +127,7 @@ KEYS = {
 )
 def test_glob_lists_only_directories_whose_paths_match(pattern, most):
     with ObjectServer(KEYS) as server:
-        store = Store(server.url, options=server.store_options)
+        store = store_of(server)
         wanted = sorted(key for key in KEYS if glob_expression(pattern).fullmatch(key))
         with contextlib.nullcontext() if wanted else pytest.raises(EmptyListingError):
             assert LinesDataset(pattern, store=store).shards == tuple(
@@ -146,17 +137,11 @@ def test_glob_lists_only_directories_whose_paths_match(pattern, most):
 
 
 def test_directory_that_is_named_as_a_shard_is_read_as_a_directory(tmp_path):
-    (tmp_path / "t.parquet" / "x=1").mkdir(parents=True)
-    (tmp_path / "t.parquet" / "_SUCCESS").touch()
-    parquet.write_table(
-        pyarrow.table({"n": [7]}), tmp_path / "t.parquet" / "x=1" / "part-0.parquet"
-    )
-    files = {"t.parquet/": b"", "t.parquet/_SUCCESS": b"", "t.parquet/x=1/": b""}
-    files["t.parquet/x=1/part-0.parquet"] = (
-        tmp_path / "t.parquet" / "x=1" / "part-0.parquet"
-    ).read_bytes()
-    with ObjectServer(files) as server:
-        for store in (Store(tmp_path), Store(server.url, options=server.store_options)):
+    part = parquet(pyarrow.table({"n": [7]}))
+    files = {"t.parquet/_SUCCESS": b"", "t.parquet/x=1/part-0.parquet": part}
+    in_folder(tmp_path, files)
+    with ObjectServer({"t.parquet/": b"", "t.parquet/x=1/": b"", **files}) as server:
+        for store in (Store(tmp_path), store_of(server)):
             for name in (
                 "t.parquet",
                 "t.parquet/",

@@ -1,34 +1,23 @@
 """Every kind of dataset reads its store by the same path: the same errors, retries and listings."""
 
-import io
 import pickle
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 
 import headrace as hr
 from object_server import Fault, ObjectServer
-from tests.unit.shards.tars import shard
-
-
-def parquet_bytes():
-    stream = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"number": list(range(5))}), stream)
-    return stream.getvalue()
-
+from tests.servers import store_of
+from tests.unit.shards import tars
 
 KINDS = {
-    "objects.bin": (b"some bytes", lambda store: hr.ObjectDataset(store, suffix=".bin")),
-    "stream.tar": (
-        shard(map(str, range(5)), txt=str.encode),
-        lambda store: hr.TarDataset("**/*.tar", store=store),
-    ),
-    "rows.parquet": (parquet_bytes(), lambda store: hr.ParquetDataset("**/*.parquet", store=store)),
+    "objects.bin": (b"some bytes", hr.ObjectDataset),
+    "stream.tar": (tars.shard(map(str, range(5)), txt=str.encode), hr.TarDataset),
+    "rows.parquet": (tars.parquet(pyarrow.table({"number": range(5)})), hr.ParquetDataset),
     "tokens.npy.bin": (
         np.arange(40, dtype="<u2").tobytes(),
-        lambda store: hr.TokenDataset("**/*.bin", seq_len=10, store=store),
+        lambda store: hr.TokenDataset(store, seq_len=10),
     ),
 }
 
@@ -49,7 +38,7 @@ def test_errors_and_retries_are_the_same_for_every_kind(key):
     data, make = KINDS[key]
     policy = hr.RetryPolicy(max_attempts=4, initial_backoff=0.001)
     with ObjectServer({f"data/{key}": data}) as server:
-        dataset = make(hr.Store(f"{server.url}/data", options=server.store_options, retry=policy))
+        dataset = make(store_of(server, "data", retry=policy))
         expected = samples_of(dataset)
         server.misbehave(Fault("status", status=503, times=2))
         assert samples_of(dataset) == expected

@@ -14,12 +14,9 @@ from headrace.datasets.objects import ObjectDataset
 from headrace.errors import StoreError, StoreUnreachableError
 from object_server import Fault, ObjectServer
 from tests.answers import answering
+from tests.servers import store_of
 
 PAGE = 1000
-
-
-def store_of(server, folder="", **options):
-    return Store(server.url + folder, options=server.store_options, **options)
 
 
 def classes(count, size):
@@ -43,6 +40,7 @@ def awkward(seed):
 SHAPES = {
     "flat": ([f"{i:05}.jpg" for i in range(5500)], 6),
     "classes": (classes(100, 60), 6 + 2 + 3),
+    "small directories": (classes(64, 100), 7 + 2),
     "a directory for each object": ([f"{i:05}/image.jpg" for i in range(4000)], 8 + 1),
     "a directory before many objects": (
         classes(1, 1500) + [f"z{i:05}" for i in range(5500)],
@@ -56,7 +54,7 @@ SHAPES = {
 def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
     keys, most = SHAPES[shape]
     with ObjectServer({f"data/{key}": b"%d" % i for i, key in enumerate(keys)}) as server:
-        dataset = ObjectDataset(store_of(server, "/data"))
+        dataset = ObjectDataset(store_of(server, "data"))
         requests = server.requests()["LIST"]
         assert dataset.keys == tuple(sorted(keys))
         flat = obstore.list(
@@ -75,7 +73,7 @@ def test_markers_of_folders_are_left_out_and_empty_objects_are_not():
     with ObjectServer(
         {f"train/{key}": b"jpeg" if key.endswith(".jpg") else b"" for key in keys}
     ) as server:
-        dataset = ObjectDataset(store_of(server, "/train"))
+        dataset = ObjectDataset(store_of(server, "train"))
         assert list(dataset.keys) == ["a", "cats-2", "cats/1.jpg", "cats/empty", "dogs/deep/2.jpg"]
         assert [bytes(dataset[index].data) for index in range(5)] == [
             b"",
@@ -107,13 +105,6 @@ def test_pages_of_several_parts_are_asked_for_at_once():
         assert 4 < server.max_concurrent <= 16
 
 
-def test_a_directory_of_small_directories_is_listed_from_end_to_end():
-    keys = [f"train/{key}" for key in classes(64, 100)]
-    with ObjectServer(dict.fromkeys(keys, b"")) as server:
-        assert ObjectDataset(store_of(server)).keys == tuple(keys)
-        assert server.requests()["LIST"] == 7 + 2
-
-
 def test_a_suffix_or_a_glob_chooses_in_every_part():
     keys = classes(20, 200) + [key + ".txt" for key in classes(20, 200)]
     chosen = sorted(key for key in keys if key.endswith(".txt"))
@@ -126,14 +117,17 @@ def test_a_suffix_or_a_glob_chooses_in_every_part():
         )
 
 
-def test_a_store_that_fails_now_and_then_is_listed_whole():
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("status", method="LIST", share=0.3), Fault("repeat", method="LIST")],
+    ids=["fails now and then", "keys out of order"],
+)
+def test_a_store_that_misbehaves_is_listed_whole(fault):
     keys = classes(64, 100)
     with ObjectServer(dict.fromkeys(keys, b"")) as server:
-        server.misbehave(Fault("status", method="LIST", share=0.3))
-        dataset = ObjectDataset(
-            store_of(server, retry=RetryPolicy(max_attempts=20, initial_backoff=0.001))
-        )
-        assert dataset.keys == tuple(keys)
+        server.misbehave(fault)
+        policy = RetryPolicy(max_attempts=20, initial_backoff=0.001)
+        assert ObjectDataset(store_of(server, retry=policy)).keys == tuple(keys)
 
 
 def test_a_store_that_fails_for_good_is_one_error():
@@ -176,10 +170,3 @@ def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(place, k
             place,
             store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)),
         )
-
-
-def test_a_store_whose_keys_do_not_come_in_order_is_listed_whole():
-    keys = classes(64, 100)
-    with ObjectServer(dict.fromkeys(keys, b"")) as server:
-        server.misbehave(Fault("repeat", method="LIST"))
-        assert ObjectDataset(store_of(server)).keys == tuple(keys)

@@ -28,11 +28,11 @@ def server():
         yield server
 
 
-def error_of(store, key="a", **options):
+def error_of(store, **options):
     """The error of one GET, of a range if `options` do not say otherwise."""
 
     async def request():
-        result = await obstore.get_async(store, key, options={"range": (0, 100), **options})
+        result = await obstore.get_async(store, "a", options={"range": (0, 100), **options})
         return await result.bytes_async()
 
     with pytest.raises(NATIVE_ERRORS) as failed:

@@ -2,9 +2,7 @@
 
 import hashlib
 
-import obstore
 import pytest
-from obstore.store import MemoryStore
 
 from headrace._store.retry_policy import RetryPolicy
 from headrace._store.store import LARGE, PART, Store
@@ -12,6 +10,8 @@ from headrace.datasets.objects import ObjectDataset
 from headrace.errors import ChecksumError, StoreError
 from object_server import Fault, ObjectServer
 from tests.answers import answering
+from tests.servers import store_of
+from tests.unit.shards.resuming import in_folder, in_memory
 
 QUICK = RetryPolicy(initial_backoff=0.001)
 BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
@@ -33,8 +33,7 @@ def server(shared):
 
 
 def read(server, key, checksum=None):
-    store = Store(server.url, options=server.store_options, retry=QUICK)
-    dataset = ObjectDataset(store, keys=[key], checksums=[checksum])
+    dataset = ObjectDataset(store_of(server, retry=QUICK), keys=[key], checksums=[checksum])
     return bytes(dataset[0].data)
 
 
@@ -65,19 +64,14 @@ def test_up_to_16_mib_are_one_request_and_the_rest_comes_in_parts(server, key, b
 
 def test_an_empty_object_comes_empty(server, tmp_path):
     assert read(server, "empty") == b""
-    assert bytes(ObjectDataset(server.http_url, keys=["empty"])[0].data) == b""
-    (tmp_path / "empty").touch()
-    assert bytes(ObjectDataset(tmp_path.as_uri(), keys=["empty"])[0].data) == b""
-    store = MemoryStore()
-    obstore.put(store, "empty", b"")
-    assert bytes(ObjectDataset(Store("memory://", backend=store), keys=["empty"])[0].data) == b""
+    files = {"empty": b""}
+    for store in (server.http_url, in_folder(tmp_path, files), in_memory(files)):
+        assert bytes(ObjectDataset(store, keys=["empty"])[0].data) == b""
 
 
 def test_an_empty_object_that_comes_without_a_range_says_nothing_of_others(server):
     server.misbehave(Fault("whole", key="empty"))
-    dataset = ObjectDataset(
-        Store(server.url, options=server.store_options, retry=QUICK), keys=["empty", "large"]
-    )
+    dataset = ObjectDataset(store_of(server, retry=QUICK), keys=["empty", "large"])
     assert bytes(dataset[0].data) == b""
     assert bytes(dataset[1].data) == BODY
     assert len([seen for seen in server.seen() if seen.key == "large"]) == 4

@@ -20,8 +20,10 @@ QUICK = hr.RetryPolicy(initial_backoff=0.01)
 class Plain:
     """Sends the whole body for any range, or as many bytes of it as `cuts` says."""
 
-    def __init__(self, body=BODY, modified="Mon, 01 Jan 2024 00:00:01 GMT"):
-        self.body, self.modified = body, modified
+    modified = "Mon, 01 Jan 2024 00:00:01 GMT"
+
+    def __init__(self, body=BODY):
+        self.body = body
         self.cuts = deque()
         self.asked = []
 

@@ -60,6 +60,3 @@ def test_forked_process_has_its_own_background_loop(held):
             finally:
                 os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-# In torch's own loader

@@ -23,10 +23,11 @@ class Together(Numbers):
 
 
 class Named(Numbers):
-    def __init__(self, name, length=4):
+    epoch = None
+
+    def __init__(self, name):
+        super().__init__(4)
         self.name = name
-        self.length = length
-        self.epoch = None
 
     async def aget(self, index):
         if index >= self.length:

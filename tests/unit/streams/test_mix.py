@@ -2,21 +2,17 @@
 
 import collections
 import math
-import re
 
 import pytest
 
 import headrace as hr
 from headrace._streams.kinds import ranks_differ
-from headrace._streams.resumable import start_stream
 from tests.unit.streams.reading import Count
 
 
-def mix(weights, *, count=2, length=9000, **options):
+def mix(weights, *, length=9000, **options):
     """Samples of stream n begin at n * 10_000."""
-    parts = {
-        f"s{number}": Count(number * 10_000 + length, number * 10_000) for number in range(count)
-    }
+    parts = [Count(begin + length, begin) for begin in (0, 10_000)]
     return hr.mix(parts, weights, **options)
 
 
@@ -108,24 +104,3 @@ def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
         assert ranks_differ(hr.mix(parts, [1, 1], stop=stop)) is differ
     assert ranks_differ(hr.mix([endless, endless], [1, 1]).take(5)) is False
     assert ranks_differ(hr.mix([Count(9)], [1]).split()) is False
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (
-            {"a": 1, "b": 2, "c": 1},
-            "saved with names=['a', 'b'], but now there is names=['a', 'b', 'c']",
-        ),
-        (
-            {"a": 1, "b": 5},
-            "saved with weights=[[0, [1.0, 2.0]]], but now there is weights=[[0, [1.0, 5.0]]]",
-        ),
-    ],
-)
-def test_state_of_other_streams_or_weights_is_refused(weights, message):
-    def make(weights):
-        return start_stream(hr.mix({part: Count(9) for part in weights}, weights))
-
-    with pytest.raises(hr.StateError, match=re.escape(message)):
-        make(weights).load_state_dict(make({"a": 1, "b": 2}).state_dict())

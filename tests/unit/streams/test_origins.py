@@ -27,23 +27,22 @@ def lines(folder, **options):
     for file in range(3):
         rows = ({"file": f"{file}.jsonl", "row": row} for row in range(1, 10 + 20 * file))
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return hr.LinesDataset(folder, **options), "non-empty line {}"
-
-
-def divided_lines(folder, **part):
-    stream, place = lines(folder)
-    return stream.split(**part), place
+    return hr.LinesDataset(folder, **options)
 
 
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [(lines, {"shuffle": True, "buffer_size": 5}), (divided_lines, {"rank": 1, "world_size": 2})],
+    "make",
+    [
+        lambda folder: lines(folder, shuffle=True, buffer_size=5),
+        lambda folder: lines(folder).split(rank=1, world_size=2),
+    ],
+    ids=["shuffled", "split"],
 )
-def test_failure_has_the_place_of_its_sample(tmp_path, make, options, num_workers, read):
+def test_failure_has_the_place_of_its_sample(tmp_path, make, num_workers, read):
     found = []
-    stream, place = make(tmp_path, **options)
+    stream = make(tmp_path)
     arguments = {"transform": fail_at_some, "num_workers": num_workers, "collate_fn": list}
     skip = lambda failure: found.append((failure.message, failure.key)) or "skip"  # noqa: E731
     with hr.DataLoader(READ[read](stream), 5, on_error=skip, **arguments) as loader:
@@ -55,24 +54,22 @@ def test_failure_has_the_place_of_its_sample(tmp_path, make, options, num_worker
     assert len(found) >= 4
     for message, key in found:
         file, row = message.split(", ")
-        assert key.endswith(f"/{file}, {place.format(row)}")
+        assert key.endswith(f"/{file}, non-empty line {row}")
 
 
 @pytest.mark.parametrize("where", ["transform", "collate_fn", "filter"])
 def test_error_and_warning_name_file_and_line(tmp_path, where):
-    stream, _ = lines(tmp_path, shards_in_parallel=1)
-    fails = (
-        (lambda rows: [fail_at_some(row) for row in rows])
-        if where == "collate_fn"
-        else fail_at_some
-    )
-    stream, arguments = (
-        (stream.filter(fails), {}) if where == "filter" else (stream, {where: fails})
-    )
-    loader = hr.DataLoader(stream, 3, **{"collate_fn": list, **arguments})
+    stream, arguments = lines(tmp_path, shards_in_parallel=1), {"collate_fn": list}
+    if where == "filter":
+        stream = stream.filter(fail_at_some)
+    elif where == "transform":
+        arguments["transform"] = fail_at_some
+    else:
+        arguments["collate_fn"] = lambda rows: [fail_at_some(row) for row in rows]
+    loader = hr.DataLoader(stream, 3, **arguments)
     with pytest.raises(ValueError, match=r"0\.jsonl, 2") as caught:
         next(iter(loader))
     assert "0.jsonl, non-empty line 2'" in "".join(caught.value.__notes__)
-    loader = hr.DataLoader(stream, 3, on_error="skip", **{"collate_fn": list, **arguments})
+    loader = hr.DataLoader(stream, 3, on_error="skip", **arguments)
     with loader, pytest.warns(RuntimeWarning, match=r"0\.jsonl, non-empty line 2'"):
         next(iter(loader))

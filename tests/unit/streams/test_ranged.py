@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import headrace as hr
 from headrace._streams.kinds import capabilities
 from object_server import ObjectServer
+from tests.servers import store_of
 
 TOKENS = np.arange(40_000, dtype="<u2")
 ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist()
@@ -24,15 +25,15 @@ def server():
 
 def windows(server, kind=hr.TokenDataset):
     return kind(
-        [f"{server.url}/{i}.bin" for i in range(2)],
+        ["0.bin", "1.bin"],
         seq_len=40,
-        store=hr.Store(server.url, options=server.store_options),
+        store=store_of(server),
     )
 
 
-def gets_of(server, make_batches):
+def gets_of(server, loader):
     before = server.requests()["GET"]
-    batches = list(make_batches())
+    batches = list(loader)
     return batches, server.requests()["GET"] - before
 
 
@@ -51,7 +52,7 @@ def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placeme
         "num_workers": num_workers,
     }
     with hr.DataLoader(dataset, **options) as loader:
-        batches, gets = gets_of(server, lambda: loader)
+        batches, gets = gets_of(server, loader)
     sampler.set_epoch(0)
     assert torch.equal(torch.cat(batches), expected(list(sampler)))
     # At most ten for the first batch, and one for each shard.
@@ -63,20 +64,14 @@ def plus_one(window):
 
 
 def test_torch_concatenation_keeps_joined_reads(server):
-    parts = [
-        hr.TokenDataset(
-            f"{server.url}/{i}.bin",
-            seq_len=40,
-            store=hr.Store(server.url, options=server.store_options),
-        )
-        for i in (0, 1)
-    ]
+    store = store_of(server)
+    parts = [hr.TokenDataset(f"{i}.bin", seq_len=40, store=store) for i in (0, 1)]
     both = ConcatDataset([parts[0], parts[1].map(plus_one), Subset(parts[0], [7, 3])])
     order = [*ORDER, 1000, 1001]
     with hr.DataLoader(
         both, batch_size=10, sampler=order, num_workers=1, prefetch_factor=101
     ) as loader:
-        batches, gets = gets_of(server, lambda: loader)
+        batches, gets = gets_of(server, loader)
     mapped = torch.tensor([[500 <= index < 1000] for index in order])
     assert torch.equal(torch.cat(batches), expected([*ORDER, 7, 3]) + mapped)
     assert gets <= 14
@@ -103,7 +98,7 @@ def test_reads_of_single_samples_are_joined(server):
     with hr.DataLoader(
         windows(server), **order, memory_budget=None
     ) as loader:  # nothing waits for the first size
-        samples, gets = gets_of(server, lambda: loader)
+        samples, gets = gets_of(server, loader)
     assert torch.equal(torch.stack(samples), expected(ORDER[:100]))
     assert gets <= 4
 

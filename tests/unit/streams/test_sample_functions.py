@@ -12,16 +12,13 @@ import torch
 
 import headrace as hr
 from headrace._streams.sample_functions import CHUNK
+from tests.unit.consumer.test_epoch import drain
 from tests.unit.consumer.test_skipping import Mine, lists
 from tests.unit.streams.reading import Count
 
 WHERE = pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"placement": "process"}]
 )
-
-
-def even(sample):
-    return sample % 2 == 0
 
 
 # Filtering
@@ -57,15 +54,9 @@ def test_sample_that_kills_its_worker_before_batching_loses_no_other():
     with hr.DataLoader(
         Count(60).filter(die), batch_size=None, collate_fn=int, num_workers=1
     ) as loader:
-        batches, came, died = iter(loader), [], []
-        while True:
-            try:
-                came.append(next(batches))
-            except StopIteration:
-                break
-            except hr.errors.WorkerDiedError as error:
-                died.append(error)
-    (error,) = died
+        came = drain(iter(loader))
+    error = came.pop(20)
+    assert isinstance(error, hr.errors.WorkerDiedError)
     assert "on samples that are not yet in a batch, attempt 2" in str(error)
     assert came == [i for i in range(60) if i != 20]
 

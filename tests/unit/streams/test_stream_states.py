@@ -143,7 +143,7 @@ COMPOSITIONS = {
     ),
     "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
     "from_async_iterable of a stream": lambda: hr.from_async_iterable(
-        lambda: Count(9).shuffle(3)
+        lambda: Count(9, bad=[2]).shuffle(3)
     ).take(N(7)),
 }
 
@@ -151,8 +151,8 @@ COMPOSITIONS = {
 class FakeExecutor:
     """Applies steps on the loop after some turns of it, so that answers overtake each other."""
 
-    def __init__(self, delays):
-        self.delays = random.Random(delays)
+    def __init__(self):
+        self.delays = random.Random(0)
 
     async def apply(self, task, chunk):
         for _ in range(self.delays.randrange(7)):
@@ -161,12 +161,12 @@ class FakeExecutor:
 
 
 @contextlib.contextmanager
-def loader(epoch=0, delays=0):
+def loader():
     """What a loader's session sets while it reads a stream."""
     with contextlib.ExitStack() as stack:
         for variable, value in (
-            (compute, SessionFunctions(FakeExecutor(delays).apply, lambda: 2, 5, 6)),
-            (session_epoch, epoch),
+            (compute, SessionFunctions(FakeExecutor().apply, lambda: 2, 5, 6)),
+            (session_epoch, 0),
         ):
             stack.callback(variable.reset, variable.set(value))
         yield
@@ -194,7 +194,7 @@ def saved(iterator):
     return json.loads(text)
 
 
-async def check_every_position(make, start=start_stream):
+async def check_every_position(make, start):
     """Restored from a state saved once, and from those that one iterator saves at each sample."""
     asked = start(make())
     expected, states = [], [saved(start(make()))]
@@ -333,6 +333,10 @@ async def test_samples_that_cannot_be_read_again_are_an_error(operation):
             await restored.aclose()
 
 
+def mixed(**weights):
+    return hr.mix({part: Count(9) for part in weights}, weights)
+
+
 WRONG = {
     "another operation": (
         Count(9).take(4),
@@ -346,6 +350,16 @@ WRONG = {
         "saved with count=4, but now there is count=5",
     ),
     "seed": (hr.mix([Count(9)], [1]), hr.mix([Count(9)], [1], seed=2), "saved with seed=0"),
+    "names of a mix": (
+        mixed(a=1, b=2),
+        mixed(a=1, b=2, c=1),
+        "saved with names=['a', 'b'], but now there is names=['a', 'b', 'c']",
+    ),
+    "weights of a mix": (
+        mixed(a=1, b=2),
+        mixed(a=1, b=5),
+        "saved with weights=[[0, [1.0, 2.0]]], but now there is weights=[[0, [1.0, 5.0]]]",
+    ),
     "number of parts": (
         hr.concat([Count(9)]),
         hr.concat([Count(9), Count(9)]),
@@ -356,7 +370,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("before", "after", "message"), WRONG.values(), ids=WRONG)
 def test_state_of_another_stream_is_refused(before, after, message):
-    with pytest.raises(hr.StateError, match=message):
+    with pytest.raises(hr.StateError, match=re.escape(message)):
         start_stream(after).load_state_dict(saved(start_stream(before)))
 
 

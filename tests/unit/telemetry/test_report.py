@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -245,19 +244,6 @@ def test_stats_count_requests_of_batches_whose_error_is_raised():
         assert loader.stats().requests.throttled > 0
         assert len(list(batches)) == 3
         assert loader.stats().requests.throttled == 16
-
-
-def test_stats_count_dead_workers_whose_batch_another_makes(tmp_path):
-    def die_once(sample):
-        if sample == 5 and not (tmp_path / "died").exists():
-            (tmp_path / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample
-
-    with hr.DataLoader(Numbers(64), 4, transform=die_once, num_workers=1) as loader:
-        assert sum(len(batch) for batch in loader) == 64
-        stats = loader.stats()
-    assert (stats.worker_deaths, stats.batches, stats.samples) == (1, 16, 64)
 
 
 @pytest.mark.parametrize("through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])

@@ -19,13 +19,6 @@ from tests.datasets import Numbers
 from tests.unit.consumer.test_skipping import lists
 
 
-@pytest.mark.parametrize("thing", [3, None, object(), lambda: None])
-def test_what_is_no_dataset_is_refused_and_what_is_missing_is_said(thing):
-    with pytest.raises(TypeError, match=r"aget.*__getitem__.*__aiter__.*__iter__") as caught:
-        hr.DataLoader(thing)
-    assert isinstance(caught.value, hr.errors.DatasetTypeError)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_running_one_alone(
     num_workers,
@@ -129,15 +122,6 @@ def test_function_that_cannot_be_pickled_is_named_with_the_culprit_and_a_remedy(
     assert isinstance(caught.value, TypeError)
 
 
-def test_class_in_place_of_its_object_is_named():
-    for each in (Numbers, torch.utils.data.TensorDataset):
-        with pytest.raises(
-            hr.errors.DatasetTypeError,
-            match=rf"is a class: give an object of it, {each.__name__}\(",
-        ):
-            hr.DataLoader(each)
-
-
 class NotAsync(Numbers):
     def aget(self, index):
         return index
@@ -182,25 +166,22 @@ def made_anew(loader):
     return hr.DataLoader(**{**attributes, "batch_sampler": None})
 
 
-def test_loader_rebuilt_from_attributes_keeps_headraces_options():
-    options = {"transform": str, "concurrency": 7, "placement": "thread", "on_error": "skip"}
-    loader = hr.DataLoader(Numbers(8), batch_size=4, num_workers=1, **options)
-    other = made_anew(loader)
-    assert {name: getattr(other, name) for name in options} == options
-
-
 @pytest.mark.parametrize(
     "by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
-def test_loader_rebuilt_from_attributes_draws_the_orders_of_its_seed(by):
+def test_loader_rebuilt_from_attributes_has_the_options_and_draws_the_orders_of_its_seed(by):
+    options = {"seed": 3, "transform": float, "concurrency": 7, "placement": "thread"}
+
+    def made():
+        return hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, **options)
+
     def orders(loader):
         with loader:
             return [[batch.tolist() for batch in loader] for _ in range(3)]
 
-    def seeded():
-        return hr.DataLoader(Numbers(50), batch_size=50, shuffle=True, seed=3)
-
-    assert orders(made_anew(by(seeded()))) == orders(seeded())
+    rebuilt = made_anew(by(made()))
+    assert {name: getattr(rebuilt, name) for name in options} == options
+    assert orders(rebuilt) == orders(made())
 
 
 class _ClosesItsLoader:

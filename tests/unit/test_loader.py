@@ -46,29 +46,6 @@ def test_with_block_closes_and_the_loader_can_be_used_again():
     loader.close()
 
 
-def test_closing_wakes_a_consumer_in_another_thread():
-    class Silent(Numbers):
-        async def aget(self, index):
-            asked.set()
-            await asyncio.Event().wait()
-
-    asked, outcome = threading.Event(), []
-    loader = hr.DataLoader(Silent(10))
-
-    def consume():
-        try:
-            next(iter(loader))
-        except hr.errors.LoaderClosedError as error:
-            outcome.append(error)
-
-    consumer = threading.Thread(target=consume, daemon=True)
-    consumer.start()
-    asked.wait()
-    loader.close()
-    consumer.join(10)
-    assert len(outcome) == 1
-
-
 # Copies
 
 

@@ -209,7 +209,7 @@ def dataset_of(case):
         "mixed": f"mix([Numbers({text}).map(fetched), RangedNumbers(7).map(tenfold)], [2, 1])",
         "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
         'stop="all")',
-        "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [5, 3])",
+        "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [(0, [5, 3]), (100, [1, 4])])",
     }
     if case.data in mixes:
         return mixes[case.data]

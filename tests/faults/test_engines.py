@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import headrace as hr
 from tests.faults.watching import (
     Numbers,
     Slow,
+    digest,
     engines_of,
     first_call,
     ignored_deaths,
@@ -29,14 +29,6 @@ from tests.programs import run_by
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 KILLS = int(os.environ.get("HEADRACE_ENGINE_KILLS", "4"))  # 50: as many as docs/faults.md names
-
-
-def digest(batches: Any) -> str:
-    """SHA-256 of the order and the bytes of batches."""
-    sha = hashlib.sha256()
-    for batch in batches:
-        sha.update(batch.numpy().tobytes())
-    return sha.hexdigest()
 
 
 def samples_of(batches: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import select
@@ -223,6 +224,14 @@ def drain(loader: hr.DataLoader) -> tuple[collections.Counter[Any], list[Excepti
         else:
             delivered.update(batch.tolist())
     return delivered, errors
+
+
+def digest(batches: Any) -> str:
+    """SHA-256 of the order and the bytes of batches."""
+    sha = hashlib.sha256()
+    for batch in batches:
+        sha.update(batch.numpy().tobytes())
+    return sha.hexdigest()
 
 
 def in_processes(dataset: Any, **options: Any) -> hr.DataLoader:

@@ -17,18 +17,11 @@ import torch
 
 import headrace as hr
 from tests.datasets import Numbers, SlowDataset
+from tests.faults.test_packing import digests
 
 
 def dataset(*samples):
     return SlowDataset(len(samples), 0, make=samples.__getitem__)
-
-
-def digests(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".index"]
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
 
 
 def upper(sample):

@@ -22,7 +22,15 @@ import pytest
 from torch.utils.data import Dataset
 
 import headrace as hr
-from tests.faults.watching import Numbers, Slow, first_call, negate, watch, workers
+from tests.faults.watching import (
+    Numbers,
+    Slow,
+    first_call,
+    negate,
+    state_of,
+    watch,
+    workers,
+)
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -238,15 +246,8 @@ def test_interpreter_exit_in_mid_epoch_closes_resources_and_ends_all_processes(
     done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
     assert _events(done) == ["open", "close"]
     assert "Exception ignored" not in done.stderr
-    assert not [pid for pid in filter(str.isdigit, done.stdout.split()) if _is_alive(int(pid))]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    pids = filter(str.isdigit, done.stdout.split())
+    assert {state_of(pid) for pid in pids} == {"Z"}
 
 
 def test_interpreter_exit_closes_resources_of_an_indexed_dataset(

@@ -25,6 +25,7 @@ from tests.faults.watching import (
     kill,
     once_each,
     sidecar,
+    state_of,
     text_of,
     wait_until,
     workers,
@@ -295,10 +296,6 @@ def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(tmp_path: Path) 
                 pass
         return index
 
-    def state(pid):
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-
     loaders = []
     for placement, worker_ignores in (("thread", True), ("process", False)):
         loader = hr.DataLoader(
@@ -315,7 +312,7 @@ def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(tmp_path: Path) 
     stopped = [pid for pid in workers() if pid not in (*before, sidecar(loader))]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: all(state(pid) == "T" for pid in stopped))
+    wait_until(lambda: all(state_of(pid) == "T" for pid in stopped))
     iterator = iter(loader)  # gives the stopped workers work
     closing = [threading.Thread(target=each.close) for each in (*loaders, loader)]
     for thread in closing:

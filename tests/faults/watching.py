@@ -87,6 +87,25 @@ def wait_for_exit(descriptor: int) -> None:
     os.close(descriptor)
 
 
+def state_of(pid: int | str) -> str:
+    """The letter of a process's state; Z also of one that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def session_of(leader: int) -> list[int]:
+    """The living processes of the session of process `leader`."""
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == leader and state_of(pid) != "Z":
+                found.append(pid)
+    return found
+
+
 def kill(*pids: int) -> None:
     """SIGKILL processes, and wait until they have ended."""
     descriptors = [os.pidfd_open(pid) for pid in pids]

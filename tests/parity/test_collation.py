@@ -10,9 +10,8 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Map
-from tests.parity.harness import NAMES, Raised, drained, epochs, parity
+from tests.parity.harness import ASYNC, NAMES, Raised, drained, epochs, parity
 
-ASYNC = [name for name in NAMES if name.startswith("async")]
 Point = namedtuple("Point", ["x", "label"])
 
 

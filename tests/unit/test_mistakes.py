@@ -54,6 +54,14 @@ MISTAKES = {
         lambda: hr.DataLoader("s3://bucket/train"),
         (DatasetTypeError, "is a URL, and not a dataset"),
     ),
+    "a context beside a placement": (
+        lambda: iter(
+            hr.DataLoader(
+                Numbers(4), placement="process", multiprocessing_context="fork", num_workers=1
+            )
+        ),
+        (ValueError, "placement= and multiprocessing_context= exclude each other"),
+    ),
     "an index of a stream": (
         lambda: hr.from_async_iterable(stream)[0],
         (TypeError, "is a stream, without indices"),

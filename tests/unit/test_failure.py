@@ -65,17 +65,6 @@ def test_remote_error_is_recorded_by_its_original_class_name():
     assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal ")
 
 
-def test_failure_of_a_torch_dataset_is_worded_as_by_torch_once():
-    record = failure(raised(ValueError("bad")))
-    assert str(record).startswith("ValueError: bad")
-    error = record.exception(as_torch=True)
-    text = str(error)
-    assert text.startswith("Caught ValueError in DataLoader worker process 0.\n")
-    assert error.__notes__ == ["headrace: stage fetch, batch 1, index 5, worker 0"]
-    assert str(record.exception(as_torch=True)) == text
-    assert len(error.__notes__) == 1
-
-
 @pytest.mark.parametrize(("worker", "process"), [(0, "a worker"), (None, "the loader's")])
 def test_other_failures_keep_their_message_and_note_the_traceback(worker, process):
     error = failure(raised(ValueError("bad")), worker).exception()

@@ -102,12 +102,8 @@ def cpu_and_sleep(sample):
     return sample
 
 
-def test_cpu_of_the_workers_is_timed(tmp_path):
-    for number in range(24):
-        (tmp_path / f"{number:02}").write_bytes(b"sample")
-    dataset = hr.ObjectDataset(hr.Store(tmp_path))
-    options = {"collate_fn": len, "transform": cpu_and_sleep, "num_workers": 1}
-    with hr.DataLoader(dataset, 2, concurrency=2, **options) as loader:
+def test_cpu_of_the_workers_is_timed():
+    with hr.DataLoader(Numbers(24), 2, transform=cpu_and_sleep, num_workers=1) as loader:
         list(loader)
         report = loader.report()
     assert 0.0 < report.workers_cpu < report.workers_busy

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import gc
 import inspect
-import os
 import pickle
 import re
 import threading
@@ -264,25 +263,3 @@ def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
         for frozen, collects in loader:
             assert frozen.item() > gc.get_freeze_count() + 10_000  # importing torch makes 170,000
             assert collects.item()
-
-
-class WhereAndWhen(Numbers):
-    """Returns the process that fetches, and the epoch it was given."""
-
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    async def aget(self, index):
-        return os.getpid(), self.epoch
-
-
-def test_set_epoch_on_a_dataset_starts_no_other_process():
-    with hr.DataLoader(WhereAndWhen(2), placement="process", collate_fn=tuple) as loader:
-        fetched = []
-        for epoch in (0, 5, 6):
-            loader.set_epoch(epoch)
-            fetched += [sample for batch in loader for sample in batch]
-        assert len({pid for pid, _ in fetched}) == 1
-        assert [epoch for _, epoch in fetched] == [0, 0, 5, 5, 6, 6]

@@ -27,6 +27,7 @@ from tests.faults.watching import (
     Slow,
     first_call,
     negate,
+    run_in_fork,
     state_of,
     watch,
     workers,
@@ -53,19 +54,14 @@ def test_watch_reports_leaked_descriptors_threads_and_processes() -> None:
 
 @run_by("case")
 def test_loader_used_after_fork_starts_anew_and_parent_continues() -> None:
+    def read_all():
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        loader.close()
+
     with hr.DataLoader(Slow(8), batch_size=4) as loader:
         iterator = iter(loader)
         next(iterator)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-                loader.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
+        run_in_fork(read_all)
         assert next(iterator).tolist() == [4, 5, 6, 7]
 
 

@@ -115,6 +115,21 @@ def kill(*pids: int) -> None:
         wait_for_exit(descriptor)
 
 
+def run_in_fork(program: Callable[[], object]) -> None:
+    """Run a program in a fork of this process; it must not fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, since Python 3.12
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            program()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def first_call(path: Any) -> bool:
     """Whether this is the first call for `path`, in any process; creates the file."""
     try:

@@ -12,6 +12,7 @@ import torch
 
 import headrace as hr
 from tests.datasets import Numbers, TorchStream
+from tests.faults.watching import run_in_fork
 from tests.trace_processor import TraceProcessor, missing
 from tests.unit.streams.reading import Count
 
@@ -223,19 +224,15 @@ def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, s
         raise AssertionError("the block was entered")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_fork_leaves_the_file_alone(tmp_path):
+    def read():
+        list(loader)
+        tracing.__exit__(None, None, None)
+
     tracing = hr.trace(tmp_path / "t.json")
     with hr.DataLoader(SQUARES, BATCH) as loader:
         path = tracing.__enter__()
-        if not (child := os.fork()):
-            try:
-                list(loader)
-                tracing.__exit__(None, None, None)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        list(loader)
-        tracing.__exit__(None, None, None)
+        run_in_fork(read)
+        read()
     events = events_of(path)
     assert len(calls_of(events)) == LENGTH // BATCH

@@ -18,8 +18,8 @@ Point = namedtuple("Point", ["x", "label"])
 class Made(Map):
     """Samples that a function makes of their index."""
 
-    def __init__(self, make, length=5):
-        super().__init__(length)
+    def __init__(self, make):
+        super().__init__(5)
         self.make = make
 
     def __getitem__(self, index):

@@ -41,17 +41,10 @@ def printed(error):
     return "".join(traceback.format_exception(error))
 
 
-def caught(action):
-    with pytest.raises(Exception) as excinfo:
-        action()
-    return excinfo.value
-
-
 def raised(error):
-    def fail():
+    with pytest.raises(type(error)) as found:
         raise error
-
-    return caught(fail)
+    return found.value
 
 
 def failure(error, worker=0, traceback=None):

@@ -61,7 +61,7 @@ def answering(
         server.daemon_threads = True
         server.answer = answer  # type: ignore[attr-defined]
         server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # a client that has gone
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield f"{'http' if tls is None else 'https'}://{host}:{server.server_port}"

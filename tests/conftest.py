@@ -16,6 +16,7 @@ import uvloop
 
 from headrace._eventloop.loop_thread import EVENT_LOOP_VARIABLE
 from tests.forks import Forks
+from tests.hangs import ends_within
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in the background of a shell script has it. The programs that tests start would
@@ -76,22 +77,12 @@ def pytest_sessionfinish():
             file.writelines(f"{seconds:7.2f} s  {name}\n" for name, seconds in _seconds.items())
 
 
-class HangError(BaseException):
-    """A test has timed out. Not an Exception: code that catches errors of user code does not catch it."""
-
-
 @pytest.fixture(autouse=True)
 def _timeout():
-    def interrupt(signum, frame):
-        raise HangError(f"the test has not ended within {TIMEOUT:g} s")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT)
     faulthandler.dump_traceback_later(TIMEOUT + KILL_DELAY, exit=True, file=_stderr)
-    yield
+    with ends_within(TIMEOUT):
+        yield
     faulthandler.cancel_dump_traceback_later()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

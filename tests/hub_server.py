@@ -2,33 +2,51 @@
 
 import contextlib
 import json
-import threading
-import types
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from tests.answers import answering
 
 PAGE = 3  # entries of a page of a listing
 LARGE = 1000  # bytes, from which on the CDN has a file
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Hub:
+    """A hub with the repository org/name.
 
-    def do_GET(self):
-        hub, url = self.server.hub, urlsplit(self.path)
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        on_cdn = self.server is hub.servers[1]
-        hub.requests.append(("cdn" if on_cdn else "hub", self.command, unquote(url.path), token))
+    Attributes:
+        commits: the files of each commit, and the commit of each branch.
+        urls: the addresses of the hub and of the CDN.
+        requests: the server, the method, the path and the token of each request.
+        throttled: how many of the next requests get 429.
+    """
+
+    private_token, gated, throttled = None, False, 0
+
+    def __init__(self, commits):
+        self.commits, self.requests, self._signed = commits, [], {}
+
+    def _seen(self, server, request):
+        """The URL and the token of a request, which is recorded."""
+        url = urlsplit(request.path)
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.requests.append((server, request.command, unquote(url.path), token))
+        return url, token
+
+    def answer_of_cdn(self, request):
         # as on S3 and CloudFront, a signed URL is for GET, and no other credentials may come with
         # it
-        if on_cdn:
-            data = hub.signed.pop(url.query, None)
-            refused = data is None or token or self.command != "GET"
-            return self.answer(400) if refused else self.send_file(data)
-        if hub.throttled:
-            hub.throttled -= 1
-            return self.answer(429, headers={"Retry-After": "1"})
+        url, token = self._seen("cdn", request)
+        data = self._signed.pop(url.query, None)
+        if data is None or token or request.command != "GET":
+            return request.send(400, b"")
+        send_file(request, data)
+
+    def answer(self, request):
+        url, token = self._seen("hub", request)
+        if self.throttled:
+            self.throttled -= 1
+            return request.send(429, b"", {"Retry-After": "1"})
         kind, *name, what, revision, key = [
             *url.path.removeprefix("/api").split("/", 6),
             "",
@@ -37,78 +55,56 @@ class _Handler(BaseHTTPRequestHandler):
         ][1:7]
         name, revision, key = "/".join(name), unquote(revision), unquote(key)
         commit = (
-            revision if isinstance(hub.commits.get(revision), dict) else hub.commits.get(revision)
+            revision if isinstance(self.commits.get(revision), dict) else self.commits.get(revision)
         )
-        files = hub.commits.get(commit, {})
-        if name != "org/name" or token != (hub.private_token or token):
-            return self.answer(404 if token else 401, "RepoNotFound")
+        files = self.commits.get(commit, {})
+        if name != "org/name" or token != (self.private_token or token):
+            return refuse(request, 404 if token else 401, "RepoNotFound")
         if commit is None:
-            return self.answer(404, "RevisionNotFound")
+            return refuse(request, 404, "RevisionNotFound")
         if what == "tree":
-            return self.send_page(files, key and f"{key}/", parse_qs(url.query))
+            return self._send_page(request, files, key and f"{key}/", parse_qs(url.query))
         if what == "cached":
-            return self.send_file(files[key])
+            return send_file(request, files[key])
         if what != "resolve":
-            return self.answer(200, body=json.dumps({"id": name, "sha": commit}).encode())
-        if hub.gated:
-            return self.answer(403, "GatedRepo", b"Visit its page to ask for access.")
+            return request.send(200, json.dumps({"id": name, "sha": commit}).encode())
+        if self.gated:
+            return refuse(request, 403, "GatedRepo", b"Visit its page to ask for access.")
         if key not in files:
-            return self.answer(404, "EntryNotFound")
+            return refuse(request, 404, "EntryNotFound")
         place = f"/api/{kind}/{name}/cached/{commit}/{quote(key)}"
         if len(files[key]) >= LARGE:
-            hub.signed[signature := f"Expires=1&Signature={uuid.uuid4()}"] = files[key]
-            place = f"{hub.urls[1]}/{uuid.uuid4()}?{signature}"
-        self.answer(302, headers={"Location": place})
+            self._signed[signature := f"Expires=1&Signature={uuid.uuid4()}"] = files[key]
+            place = f"{self.urls[1]}/{uuid.uuid4()}?{signature}"
+        request.send(302, b"", {"Location": place})
 
-    do_HEAD = do_GET
-
-    def send_page(self, files, folder, query):
-        inside = [path for path in files if path.startswith(folder)]
+    def _send_page(self, request, files, folder, query):
         entries = [
             {"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40}
-            for path in inside
+            for path in files
+            if path.startswith(folder)
         ]
+        if not entries:
+            return refuse(request, 404, "EntryNotFound")
         start = int(query.get("cursor", "0")[0])
-        listing = self.server.hub.urls[0] + self.path.partition("&cursor")[0]
+        listing = self.urls[0] + request.path.partition("&cursor")[0]
         following = f"{listing}&cursor={start + PAGE}"
         headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
-        page = json.dumps(entries[start : start + PAGE]).encode()
-        self.answer(200, body=page, headers=headers) if inside else self.answer(
-            404, "EntryNotFound"
-        )
+        request.send(200, json.dumps(entries[start : start + PAGE]).encode(), headers)
 
-    def send_file(self, data):
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        body = data[first : last + 1]
-        where = f"bytes {first}-{first + len(body) - 1}/{len(data)}"
-        self.answer(206, body=body, headers={"Content-Range": where, "ETag": f'"{uuid.uuid4()}"'})
 
-    def answer(self, status, code="", body=b"", headers=()):
-        self.send_response(status)
-        for name, value in {
-            "Content-Length": len(body),
-            "X-Error-Code": code,
-            **dict(headers),
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+def refuse(request, status, code, body=b""):
+    request.send(status, body, {"X-Error-Code": code})
 
-    log_message = lambda *args: None  # noqa: E731
+
+def send_file(request, data):
+    request.send_object(data, {"ETag": f'"{uuid.uuid4()}"'})
 
 
 @contextlib.contextmanager
 def serve_hub(commits):
-    """A hub with the repository org/name: the files of each commit, and the commit of each branch."""
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Handler) for _ in range(2)]
-    hub = types.SimpleNamespace(commits=commits, servers=servers, signed={}, requests=[])
-    # how many of the next requests get 429
-    hub.private_token, hub.gated, hub.throttled = (None, False, 0)
-    hub.urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
-    for server in servers:
-        server.hub = hub
-        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
-    yield hub
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    """A hub, and its CDN."""
+    hub = Hub(commits)
+    with answering(hub.answer) as url, answering(hub.answer_of_cdn) as cdn:
+        hub.urls = url, cdn
+        yield hub

@@ -351,32 +351,37 @@ def numbers_in(printed):
     return [int(number) for number in re.findall(r"\d+", re.sub("rank.*?:", "", printed))]
 
 
-def test_programs_of_the_ranks_page_run_on_two_ranks(forks, photos):
-    def of_each_rank(program):
-        ranks, source = Rendezvous(2), located(program, "s3://bucket/train", photos)
+@pytest.fixture
+def of_ranks(forks):
+    """Run a program on two ranks; what each prints."""
+
+    def run(program):
+        ranks = Rendezvous(2)
         with contextlib.ExitStack() as stack:
             begun = [
-                forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)
+                forks.start_source(program, RANK=f"{rank}", **ranks.variables) for rank in range(2)
             ]
-            return [numbers_in(stack.enter_context(each).communicate()[0]) for each in begun]
+            return [stack.enter_context(each).communicate()[0] for each in begun]
 
-    ours, theirs = of_each_rank(RANKS)
+    return run
+
+
+def test_programs_of_the_ranks_page_run_on_two_ranks(run, of_ranks, photos):
+    on_mesh = located(TENSOR_PARALLEL, '"cuda", (4, 2)', '"cpu", (1, 2)')
+    (ours, theirs), (same, again) = (
+        map(numbers_in, of_ranks(located(program, "s3://bucket/train", photos)))
+        for program in (RANKS, on_mesh)
+    )
     assert sorted(ours[:25] + theirs[:25]) == sorted(ours[25:] + theirs[25:]) == list(range(50))
-    ours, theirs = of_each_rank(located(TENSOR_PARALLEL, '"cuda", (4, 2)', '"cpu", (1, 2)'))
-    assert ours == theirs
-    assert sorted(ours) == list(range(50))
-    with forks.start_source(BY_COST) as process:
-        assert numbers_in(process.communicate()[0]) == [2000]
+    assert same == again
+    assert sorted(same) == list(range(50))
+    assert numbers_in(" ".join(run(BY_COST))) == [2000]
 
 
-def test_ranks_of_the_page_of_validation_evaluate_each_sample_once(forks, photos):
+def test_ranks_of_the_page_of_validation_evaluate_each_sample_once(of_ranks, photos):
     *_, evaluate = python_blocks("docs/train-and-validate.md")
     (Path(photos.removeprefix("file://")) / "7/photo.jpg").unlink()  # 49 samples for two ranks
-    ranks, source = Rendezvous(2), located(evaluate, "s3://bucket/val", photos)
-    with contextlib.ExitStack() as stack:
-        begun = [forks.start_source(source, RANK=f"{rank}", **ranks.variables) for rank in range(2)]
-        printed = [stack.enter_context(each).communicate()[0] for each in begun]
-    assert printed == ["49 samples\n"] * 2
+    assert of_ranks(located(evaluate, "s3://bucket/val", photos)) == ["49 samples\n"] * 2
 
 
 @pytest.mark.parametrize("program", [ENGINES, ON_DEVICE, FROM_TORCH])

@@ -11,6 +11,7 @@ from headrace.datasets.objects import ObjectDataset
 from headrace.testing import DatasetContract, StreamContract
 from object_server import ObjectServer
 from tests.datasets import SlowDataset
+from tests.unit.streams.reading import Plain
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +34,9 @@ class TestCachedDataset(DatasetContract):
         return dataset.cache(self.folder)
 
 
-class Count(AsyncIterableDataset):
-    async def __aiter__(self):
-        for i in range(5):
-            yield i
-
-
 class TestStream(StreamContract):
     def make_dataset(self):
-        return Count().map(str)
+        return Plain(5).map(str)
 
 
 # The contracts themselves

@@ -292,12 +292,6 @@ def test_error_of_a_certificate_of_an_unknown_authority_says_so(secure):
     assert "root_certificate" in str(error)
 
 
-def test_root_certificate_option_accepts_a_private_authority(secure, authority):
-    client = {"root_certificate": authority.cert_pem.bytes()}
-    dataset = ObjectDataset(hr.Store(secure, options={"client_options": client}), keys=["a"])
-    assert bytes(dataset[0].data) == b"secret"
-
-
 def test_error_of_a_server_without_tls_says_so(recorder):
     error = failure_of(recorder.url.replace("http", "https"))
     assert "no connection to the store: InvalidContentType" in str(error)

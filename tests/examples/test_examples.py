@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.forks import Forks
 
@@ -78,12 +77,3 @@ def test_the_example_of_two_processes_starts_torchrun_for_itself(printed_by: Run
     printed = printed_by(example)
     assert printed.count("0 in common") == 5
     assert "identical to the last bit" in printed
-
-
-def test_the_picture_of_batches_shows_bars_of_every_class(printed_by: Run) -> None:
-    (example,) = (path for path in EXAMPLES if path.stem.endswith("picture_of_batches"))
-    with Image.open(printed_by(example).split("drawn to ")[1].strip()) as picture:
-        colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
-    assert picture.size == (1540, 770)
-    inks = {colour for count, colour in colours if count > 5000}  # those of the bars, and the paper
-    assert {(0x3B, 0x6F, 0xB6), (0xD0, 0x8A, 0x1D), (0xB8, 0x42, 0x3A), (255, 255, 255)} <= inks

@@ -23,6 +23,7 @@ import cloudpickle
 import pytest
 
 from tests.faults import child
+from tests.faults.watching import session_of
 from tests.forks import LIMIT, Fork, Forks
 
 OPTIONS = ("-X", "dev", "-W", "error::ResourceWarning")
@@ -143,20 +144,6 @@ class Resident:
         status = process.wait()
         assert status != 0 or not left, f"processes {left} have outlived the child"
         return status
-
-
-def session_of(leader: int) -> list[int]:
-    """The living processes of the session of process `leader`."""
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with (
-            contextlib.suppress(FileNotFoundError, ProcessLookupError),
-            open(f"/proc/{name}/stat") as file,
-        ):
-            state, _, _, session = file.read().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state != "Z":
-                found.append(int(name))
-    return found
 
 
 @pytest.fixture(scope="session")

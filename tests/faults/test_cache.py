@@ -30,6 +30,7 @@ from object_server import Fault, ObjectServer
 from tests.faults.peers import Peer, results, started_together
 from tests.faults.programs import caches
 from tests.faults.shortage import AS_ROOT, mounted
+from tests.faults.watching import run_in_fork
 from tests.servers import store_of
 from tests.unit.shards import tars
 
@@ -493,15 +494,12 @@ def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path):
 def test_fork_opens_the_database_for_itself(folder):
     cache, names = DiskCache(folder), (NAME, b"name of a second", b"name of a third.")
     get(cache)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 and later warn of threads
-        pid = os.fork()
-    if not pid:
-        try:
-            os._exit(0 if not get(cache) and get(cache, names[1]) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def program():
+        assert not get(cache)
+        assert get(cache, names[1])
+
+    run_in_fork(program)
     get(cache, names[2])
     fresh = DiskCache(folder)
     assert not any(get(fresh, name) for name in names)

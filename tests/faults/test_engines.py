@@ -1,14 +1,11 @@
-"""`engines=`: the batches of one engine, from several; any of them may die. A stream is read by one."""
+"""`engines=`: the batches of one engine, from several; any of them may die."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
-import hashlib
 import json
 import os
-import pathlib
-import pickle
 import random
 import warnings
 from collections.abc import Iterator
@@ -21,27 +18,17 @@ import headrace as hr
 from tests.faults.watching import (
     Numbers,
     Slow,
-    drain,
+    digest,
     engines_of,
     first_call,
     ignored_deaths,
     kill,
-    once_each,
-    text_of,
 )
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
 KILLS = int(os.environ.get("HEADRACE_ENGINE_KILLS", "4"))  # 50: as many as docs/faults.md names
-
-
-def digest(batches: Any) -> str:
-    """SHA-256 of the order and the bytes of batches."""
-    sha = hashlib.sha256()
-    for batch in batches:
-        sha.update(batch.numpy().tobytes())
-    return sha.hexdigest()
 
 
 def samples_of(batches: Any) -> list[Any]:
@@ -57,79 +44,25 @@ def killing(loader: hr.DataLoader, kills: dict[int, list[int]]) -> Iterator[Any]
             kill(*(pids[engine] for engine in kills[number]))
 
 
-# Two datasets of 360 samples: by index, and shards of very unequal length
-
-
-@pytest.fixture
-def folder(tmp_path: pathlib.Path) -> str:
-    number = 0
-    for shard, size in enumerate((90, 4, 160, 30, 1, 75)):
-        (tmp_path / f"{shard}.txt").write_text(
-            "".join(f"{number + line}\n" for line in range(size))
-        )
-        number += size
-    return str(tmp_path)
-
-
 def noisy(sample: Any) -> torch.Tensor:
     return float(sample) + torch.rand(2)
 
 
-def by_index(folder: str, **options: Any) -> hr.DataLoader:
+def by_index(**options: Any) -> hr.DataLoader:
     return hr.DataLoader(Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options)
-
-
-def stream(folder: str, **options: Any) -> hr.DataLoader:
-    data = hr.LinesDataset(f"{folder}/*.txt", shuffle=True, buffer_size=16, chunk_bytes=64)
-    return hr.DataLoader(data, 4, seed=7, transform=noisy, **options)
-
-
-@pytest.mark.parametrize("new", [by_index, stream])
-@run_by("case")
-def test_batches_are_the_same_bytes_for_any_number_of_engines(folder: str, new: Any) -> None:
-    found = []
-    # of torch: few cores here
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    for engines, workers in ((1, 2), (4, 0), (3, 2 if new is stream else 3)):
-        with new(folder, engines=engines, num_workers=workers) as loader:
-            found.append([digest(loader), digest(loader)])
-            assert loader.stats().samples == 2 * 360
-            in_processes = workers or (engines > 1 and new is by_index)
-            assert loader.stats().placement == ("process" if in_processes else "thread")
-    assert found == found[:1] * 3
-    assert found[0][0] != found[0][1], "epochs differ"
-
-
-@pytest.mark.parametrize("new", [by_index, stream])
-@run_by("case")
-def test_states_continue_with_another_number_of_engines(folder: str, new: Any) -> None:
-    """Of which each continues the one before."""
-    with new(folder, engines=2) as loader:
-        whole = [batch.tolist() for batch in loader]
-    given, state = [], None
-    for engines in (4, 1, 2, 3):
-        with new(folder, engines=engines) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            for batch in loader:
-                given.append(batch.tolist())
-                if len(given) % 23 == 0 and len(given) < 70:
-                    break
-            state = pickle.loads(pickle.dumps(loader.state_dict()))
-    assert given == whole
 
 
 @pytest.mark.parametrize("memory_budget", [None, 1])  # 1: a batch of each engine at a time
 @run_by("case")
-def test_order_and_bytes_survive_random_kills(folder: str, memory_budget: int | None) -> None:
+def test_order_and_bytes_survive_random_kills(memory_budget: int | None) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
     draw = random.Random(KILLS)
     # A small look-ahead: what is ready when an engine dies would else be consumed before it has
     # been replaced.
     options: dict[str, Any] = {"concurrency": 24, "memory_budget": memory_budget}
     with (
-        by_index(folder, **options) as expected,
-        by_index(folder, engines=3, **options) as loader,
+        by_index(**options) as expected,
+        by_index(engines=3, **options) as loader,
         ignored_deaths(),
     ):
         for _ in range(KILLS // 2):
@@ -216,29 +149,6 @@ def test_trace_has_the_fetches_of_every_engine(tmp_path: Any) -> None:
         events = json.load(file)["traceEvents"]
     assert len(pids) == 3
     assert {event["pid"] for event in events if event["ph"] == "b"} >= pids
-
-
-class Failing(Numbers):
-    async def aget(self, index: int) -> int:
-        if index % 10 == 3:
-            raise OSError(f"no object {index}")
-        return index
-
-
-@run_by("case")
-def test_errors_of_samples_are_raised_at_their_batch() -> None:
-    with hr.DataLoader(Failing(32), 4, engines=2) as loader:
-        delivered, errors = drain(loader)
-    assert [str(error) for error in errors] == ["no object 3", "no object 13", "no object 23"]
-    assert all("index" in text_of(error) for error in errors)
-    assert delivered == once_each(range(4, 12), range(16, 20), range(24, 32))
-
-    with hr.DataLoader(Failing(32), 4, engines=2, on_error="skip") as loader:
-        with pytest.warns(RuntimeWarning, match="no object 3"):
-            delivered, errors = drain(loader)
-        assert loader.stats().skipped_samples == 3
-    assert not errors
-    assert sum(delivered.values()) == 29
 
 
 class NoEpoch(Numbers):

@@ -22,7 +22,16 @@ import pytest
 from torch.utils.data import Dataset
 
 import headrace as hr
-from tests.faults.watching import Numbers, Slow, first_call, negate, watch, workers
+from tests.faults.watching import (
+    Numbers,
+    Slow,
+    first_call,
+    negate,
+    run_in_fork,
+    state_of,
+    watch,
+    workers,
+)
 from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
@@ -45,19 +54,14 @@ def test_watch_reports_leaked_descriptors_threads_and_processes() -> None:
 
 @run_by("case")
 def test_loader_used_after_fork_starts_anew_and_parent_continues() -> None:
+    def read_all():
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        loader.close()
+
     with hr.DataLoader(Slow(8), batch_size=4) as loader:
         iterator = iter(loader)
         next(iterator)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-                loader.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
+        run_in_fork(read_all)
         assert next(iterator).tolist() == [4, 5, 6, 7]
 
 
@@ -238,15 +242,8 @@ def test_interpreter_exit_in_mid_epoch_closes_resources_and_ends_all_processes(
     done = script(program, status=1 if end == "error" else 0, quiet=end != "error")
     assert _events(done) == ["open", "close"]
     assert "Exception ignored" not in done.stderr
-    assert not [pid for pid in filter(str.isdigit, done.stdout.split()) if _is_alive(int(pid))]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    pids = filter(str.isdigit, done.stdout.split())
+    assert {state_of(pid) for pid in pids} == {"Z"}
 
 
 def test_interpreter_exit_closes_resources_of_an_indexed_dataset(

@@ -15,22 +15,10 @@ import torch
 
 import headrace as hr
 from headrace._links import remote
-from tests.datasets import Numbers
+from tests.datasets import Numbers, SlowDataset
 from tests.tcp_host import TcpHost, TcpPlacement
 
 BATCHES = 60
-
-
-class Slow(Numbers):
-    latency = 0.002
-
-    async def aget(self, index):
-        await asyncio.sleep(self.latency)  # of a store
-        return index
-
-
-class Slower(Slow):
-    latency = 0.02  # most of the epoch is made after a kill
 
 
 def noisy(index):
@@ -44,7 +32,7 @@ def large(index):
 def loader(placement, dataset=None, **options):
     options = {"transform": noisy, "seed": 5, "concurrency": 8, **options}
     return hr.DataLoader(
-        dataset or Slow(5 * BATCHES), 5, shuffle=True, placement=placement, **options
+        dataset or SlowDataset(5 * BATCHES, 0.002), 5, shuffle=True, placement=placement, **options
     )
 
 
@@ -105,7 +93,8 @@ def test_large_batches_can_be_written_to():
 def test_kill_loses_no_batch(expected, engines, whole_host):
     placement = TcpPlacement(engines)
     with (
-        loader(placement, Slower(5 * BATCHES)) as there,
+        # most of the epoch is made after the kill
+        loader(placement, SlowDataset(5 * BATCHES, 0.02)) as there,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -162,7 +151,7 @@ def test_host_that_never_connects_ends_the_epoch(monkeypatch, error, reason):
 
 
 def test_shared_memory_of_multiprocessing_cannot_leave_the_machine():
-    dataset = Slow(10)
+    dataset = SlowDataset(10, 0.0)
     dataset.value = multiprocessing.get_context("spawn").Value("i", 0)
     with (
         loader(TcpPlacement(), dataset) as there,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import headrace as hr
-from tests.faults.conftest import session_of
 from tests.faults.programs import epochs
 from tests.faults.programs.epochs import KINDS, N
+from tests.faults.watching import session_of
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")

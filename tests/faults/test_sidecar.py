@@ -30,6 +30,7 @@ from tests.faults.watching import (
     kill,
     negate,
     once_each,
+    run_in_fork,
     run_on,
     sidecar,
     wait_for_exit,
@@ -396,19 +397,14 @@ def read_line(path):
 def test_fork_cannot_take_batches_of_its_parent(
     tmp_path: Path, size: int, options: dict[str, Any]
 ) -> None:
+    def take_one():
+        with pytest.raises(ForkedError):
+            next(iterator)
+
     fifo = str(tmp_path / "fifo")
     with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
         iterator = iter(loader)
         first = next(iterator)
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                next(iterator)
-            except ForkedError:
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        run_in_fork(take_one)
         os.write(lines.fileno(), b"arrive\n")
         assert torch.cat([first, *iterator]).tolist() == list(range(size))

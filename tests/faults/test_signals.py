@@ -26,6 +26,7 @@ from headrace._pool import launch
 from tests.faults.watching import Numbers, in_processes, make_signal_pair, sidecar, wait_for_exit
 from tests.forks import Forks
 from tests.programs import run_by
+from tests.unit.streams.reading import Plain
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
@@ -219,18 +220,12 @@ class CtrlC:
         return self._offsets[code]
 
 
-class AsyncNumbers(hr.AsyncIterableDataset):
-    async def __aiter__(self):
-        for number in range(16):
-            yield number
-
-
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
         (Numbers(16), {"placement": "thread", "shuffle": True}),
         (Numbers(16), {"placement": "process"}),
-        (AsyncNumbers(), {"placement": "thread"}),
+        (Plain(16), {"placement": "thread"}),
         (range(16), {"num_workers": 1, "persistent_workers": True}),
     ],
     ids=["map-style", "process", "stream", "torch"],

@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import select
@@ -86,6 +87,25 @@ def wait_for_exit(descriptor: int) -> None:
     os.close(descriptor)
 
 
+def state_of(pid: int | str) -> str:
+    """The letter of a process's state; Z also of one that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def session_of(leader: int) -> list[int]:
+    """The living processes of the session of process `leader`."""
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == leader and state_of(pid) != "Z":
+                found.append(pid)
+    return found
+
+
 def kill(*pids: int) -> None:
     """SIGKILL processes, and wait until they have ended."""
     descriptors = [os.pidfd_open(pid) for pid in pids]
@@ -93,6 +113,21 @@ def kill(*pids: int) -> None:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     for descriptor in descriptors:
         wait_for_exit(descriptor)
+
+
+def run_in_fork(program: Callable[[], object]) -> None:
+    """Run a program in a fork of this process; it must not fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, since Python 3.12
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            program()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def first_call(path: Any) -> bool:
@@ -223,6 +258,14 @@ def drain(loader: hr.DataLoader) -> tuple[collections.Counter[Any], list[Excepti
         else:
             delivered.update(batch.tolist())
     return delivered, errors
+
+
+def digest(batches: Any) -> str:
+    """SHA-256 of the order and the bytes of batches."""
+    sha = hashlib.sha256()
+    for batch in batches:
+        sha.update(batch.numpy().tobytes())
+    return sha.hexdigest()
 
 
 def in_processes(dataset: Any, **options: Any) -> hr.DataLoader:

@@ -85,3 +85,12 @@ def write_lines(folder, count):
 def flat(batches):
     """The samples of batches."""
     return [sample for batch in batches for sample in torch.as_tensor(batch).flatten().tolist()]
+
+
+def plain(batch):
+    """A batch, or dicts and lists of batches, as lists and numbers, which `==` compares."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {name: plain(part) for name, part in batch.items()}
+    return [plain(part) for part in batch] if isinstance(batch, list | tuple) else batch

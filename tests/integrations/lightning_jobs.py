@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 
 import headrace as hr
-from tests.integrations.common import Numbers, TorchStream, tenfold
+from tests.integrations.common import Numbers, TorchStream, plain, tenfold
 
 SAMPLES = 40
 EPOCHS = 3
@@ -66,15 +66,6 @@ def leaves(batch: Any) -> Iterator[torch.Tensor]:
     elif batch is not None:
         for part in batch.values() if isinstance(batch, dict) else batch:
             yield from leaves(part)
-
-
-def plain(batch: Any) -> Any:
-    """A batch, or dicts and lists of batches, as plain lists."""
-    if batch is None or isinstance(batch, int):
-        return batch
-    if isinstance(batch, dict):
-        return {name: plain(part) for name, part in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else [plain(part) for part in batch]
 
 
 def raises_at(step: int, now: int) -> None:

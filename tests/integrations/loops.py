@@ -94,6 +94,13 @@ def evaluation_loader():
     return hr.DataLoader(Numbers(SAMPLES), BATCH, sampler=sampler, transform=pair)
 
 
+def parallel(model):
+    """The model, on several ranks in DDP."""
+    if torch.distributed.is_initialized():
+        return torch.nn.parallel.DistributedDataParallel(model)
+    return model
+
+
 def save(folder, step, epoch, **parts):
     states = {name: part.state_dict() for name, part in parts.items()}
     torch.save({"epoch": epoch, **states}, Path(folder, f"checkpoint_{step}.pt"))
@@ -190,11 +197,7 @@ def fastai_job(folder, loader, evaluation=None, *, resume=None, kill=False):
 
     line = Line()
     interruption = Interruption(folder, kill)
-    model = (
-        torch.nn.parallel.DistributedDataParallel(line)
-        if torch.distributed.is_initialized()
-        else line
-    )
+    model = parallel(line)
 
     class Save(Callback):
         def after_batch(self):
@@ -246,11 +249,7 @@ def torchtitan_job(folder, loader, evaluation=None, *, resume=None, kill=False):
     )
     dataloader = build(Component.Config(epochs=EPOCHS), loader=loader)
     line = Line()
-    model = (
-        torch.nn.parallel.DistributedDataParallel(line)
-        if torch.distributed.is_initialized()
-        else line
-    )
+    model = parallel(line)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     parts = {"dataloader": dataloader, "model": line}
     interruption = Interruption(folder, kill)

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ import torch
 import torch.distributed
 
 import headrace as hr
+from tests.faults.watching import digest
 from tests.integrations.common import Numbers, Stream, flat, tenfold
 
 SEED = 5
@@ -63,13 +63,6 @@ def slow_int(line):
 def made_stream_loader(pattern, **options):
     lines = hr.LinesDataset(pattern, shuffle=True, seed=SEED).map(slow_int)
     return hr.DataLoader(lines, BATCH, seed=SEED, transform=noisy, **options)
-
-
-def digest(batches):
-    sha = hashlib.sha256()
-    for batch in batches:
-        sha.update(batch.numpy().tobytes())
-    return sha.hexdigest()
 
 
 def engine_actors():

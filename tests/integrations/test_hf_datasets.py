@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 pytest.importorskip("datasets")
@@ -13,6 +12,7 @@ from datasets.distributed import split_dataset_by_node
 
 import headrace as hr
 from tests.documents import programs_with_output
+from tests.integrations.common import plain
 
 IMPORTS = ("datasets",)
 MAP, STREAM = "HF datasets, map-style", "HF IterableDataset"
@@ -52,16 +52,6 @@ def generated(shards):
             yield {"x": 10 * shard + number}
 
 
-def plain(batches):
-    return [
-        {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
-        for batch in batches
-    ]
-
-
 def numbers(batches):
     return [number for batch in batches for number in batch["x"].tolist()]
 
@@ -70,7 +60,7 @@ def numbers(batches):
 @pytest.mark.parametrize(("name", "workers"), [("torch format", 2), *((name, 0) for name in MAPS)])
 def test_map_style_dataset_gives_the_batches_of_torchs_loader(name, workers):
     with hr.DataLoader(MAPS[name](), BATCH, num_workers=workers) as loader:
-        assert plain(loader) == plain(TorchDataLoader(MAPS[name](), BATCH))
+        assert plain(list(loader)) == plain(list(TorchDataLoader(MAPS[name](), BATCH)))
 
 
 @pytest.mark.proves(STREAM, "same samples as in torch's loader", "with workers")
@@ -82,7 +72,7 @@ def test_stream_gives_the_batches_of_torchs_loader_in_each_epoch(name, workers):
         for epoch in range(2 - workers // 2):
             loader.set_epoch(epoch)
             torchs.dataset.set_epoch(epoch)
-            assert plain(loader) == plain(torchs)
+            assert plain(list(loader)) == plain(list(torchs))
 
 
 def check_continued(made, count):

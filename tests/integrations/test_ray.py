@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
+from tests.faults.watching import digest
 from tests.integrations import on_ray
 from tests.integrations.on_ray import (
     BATCHES,
@@ -18,7 +19,6 @@ from tests.integrations.on_ray import (
     KILLED_AT,
     SAMPLES,
     SAVED_AT,
-    digest,
     made_loader,
 )
 

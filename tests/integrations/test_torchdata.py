@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headrace as hr
+from tests.integrations.common import plain
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 BatchSampler, RandomSampler = torchdata.sampler.BatchSampler, torchdata.sampler.RandomSampler
@@ -21,15 +22,6 @@ everywhere = pytest.mark.parametrize(
     [(torchdata.StatefulDataLoader, {}), (hr.DataLoader, {}), (hr.DataLoader, {"num_workers": 3})],
     ids=["torchdata", "headrace", "headrace, workers"],
 )
-
-
-def plain(batch):
-    """A batch as lists and dicts of numbers, which `==` compares."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    if isinstance(batch, dict):
-        return {name: plain(value) for name, value in batch.items()}
-    return [plain(value) for value in batch] if isinstance(batch, list | tuple) else batch
 
 
 def batches(loader):

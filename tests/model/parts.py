@@ -31,14 +31,18 @@ def delay_of(index, slowest):
     return slowest * (index * 7 % 5) / 5
 
 
-class Numbers(hr.AsyncDataset):
-    """The samples 0, 1, 2, …, fetched one by one."""
+class Sized:
+    """A map-style dataset, some samples of which fail or are late."""
 
     def __init__(self, size, failing=(), slowest=0.0):
         self.size, self.failing, self.slowest = size, failing, slowest
 
     def __len__(self):
         return self.size
+
+
+class Numbers(Sized, hr.AsyncDataset):
+    """The samples 0, 1, 2, …, fetched one by one."""
 
     async def aget(self, index):
         await asyncio.sleep(delay_of(index, self.slowest))  # latency
@@ -52,14 +56,8 @@ class BatchedNumbers(Numbers):
         return [await self.aget(index) for index in indices]
 
 
-class RangedNumbers(hr.RangedDataset):
+class RangedNumbers(Sized, hr.RangedDataset):
     """The same, as byte ranges of two objects, which the loader joins."""
-
-    def __init__(self, size, failing=(), slowest=0.0):
-        self.size, self.failing, self.slowest = size, failing, slowest
-
-    def __len__(self):
-        return self.size
 
     def ranges(self, indices):
         places = np.asarray(indices, dtype=np.int64)
@@ -79,14 +77,8 @@ class IndexedNumbers(RangedNumbers):
     blocks = Blocks(2, 6)
 
 
-class TorchNumbers(Dataset):
+class TorchNumbers(Sized, Dataset):
     """The same, as a dataset of torch."""
-
-    def __init__(self, size, failing=(), slowest=0.0):
-        self.size, self.failing, self.slowest = size, failing, slowest
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         time.sleep(delay_of(index, self.slowest))  # latency

@@ -131,6 +131,7 @@ class Life:
     events: int | None = None  # of one more epoch, which is left then; None for no more
     ranks: int = 1
     workers: int | str = 0
+    engines: int = 1
     placement: str = "auto"
     batch_size: int | None = 2
 
@@ -208,7 +209,7 @@ def dataset_of(case):
         "mixed": f"mix([Numbers({text}).map(fetched), RangedNumbers(7).map(tenfold)], [2, 1])",
         "mixed, all": f"mix([Numbers({text}), IndexedNumbers(21).map(tenfold), Numbers(4)], {CHANGING}, seed=4, "
         'stop="all")',
-        "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [5, 3])",
+        "mixed, blocks": f"mix([IndexedNumbers({text}), IndexedNumbers(200)], [(0, [5, 3]), (100, [1, 4])])",
     }
     if case.data in mixes:
         return mixes[case.data]
@@ -282,6 +283,8 @@ def loader_of(case, life):
         arguments.append(order)
     if life.workers:
         arguments.append(f"num_workers={life.workers!r}")
+    if life.engines > 1:
+        arguments.append(f"engines={life.engines}")
     arguments.append(f"collate_fn={'list' if life.batch_size or by_batches else 'whole'}")
     if case.drop_last and not by_batches and life.batch_size:
         arguments.append("drop_last=True")
@@ -539,6 +542,7 @@ def draw(choice, *, processes):
             events=choice.choice([None, 0, 1, 2, 3, 5]),
             ranks=choice.choice([1, 1, 1, 2] if processes else [1, 1, 1, 2, 3]),
             workers=choice.choice([1, 3, "auto"]) if processes else 0,
+            engines=choice.choice([1, 2, 3]) if processes else 1,
             placement=choice.choice(["auto", "thread", "process"])
             if processes
             else choice.choice(["auto", "thread"]),
@@ -726,7 +730,12 @@ def _processes(case):
             placement = "auto"
         if case.data in ("TorchCount", "DividedTorchCount"):
             workers = case.lives[0].workers if case.lives[0].workers != "auto" else 1
-        lives.append(dataclasses.replace(life, workers=workers, placement=placement))
+        several = case.is_async and case.order not in DRAWING and placement != "thread"
+        engines = life.engines if several and workers != "auto" else 1
+        if engines > 1 and engines > workers:
+            workers = 0
+        changes = {"workers": workers, "engines": engines, "placement": placement}
+        lives.append(dataclasses.replace(life, **changes))
     changes = {"lives": tuple(lives)}
     by_workers = all(life.workers for life in lives)
     if case.transform == "kills" and not (by_workers and (case.is_async or not case.is_stream)):

@@ -225,7 +225,7 @@ def mix_of_streams(streams, weights, seed, stop):
     return Stream(items)
 
 
-def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=True, drop_last=False):
+def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=True):
     """Batches from buckets of similar lengths: a batch is given when the next sample does not fit in."""
 
     def items(place):
@@ -239,8 +239,7 @@ def batch_by_tokens(stream, max_tokens, *, length=len, boundaries=(), padded=Tru
                 yield buckets[bucket]
                 buckets[bucket] = []
             buckets[bucket].append(sample)
-        if not drop_last:
-            yield from filter(None, buckets)
+        yield from filter(None, buckets)
 
     return Stream(items)
 

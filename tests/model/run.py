@@ -1,35 +1,17 @@
 """Runs many programs of the model in several processes: `python -m tests.model.run --count 10000 --processes 2000`."""
 
 import argparse
-import contextlib
 import logging
+import multiprocessing
 import random
-import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
+from tests.hangs import HangError, ends_within
 from tests.model import programs
 
 SLOWEST = 120  # seconds of one program, after which it has hung
-
-
-class HangError(BaseException):
-    """A program has not ended. Not an Exception: code that catches errors of user code does not catch it."""
-
-
-@contextlib.contextmanager
-def ends_within(seconds):
-    def interrupt(signum, frame):
-        raise HangError(f"the program has not ended within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def program(seed, *, processes):
@@ -61,6 +43,12 @@ def check(seeds, *, processes):
     return wrong
 
 
+def share(seeds, with_processes):
+    """Run the programs of one job."""
+    logging.getLogger("headrace").setLevel(logging.ERROR)  # workers that are killed are warnings
+    return check(seeds, processes=False) + check(with_processes, processes=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="programs without processes")
@@ -71,32 +59,16 @@ def main():
         "--seed", type=int, default=None, help="of the first; by default another one each time"
     )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--job", type=int, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
-    if arguments.job is None:
-        print(
-            f"seed {seed}: {arguments.count} programs, and {arguments.processes} with processes",
-            flush=True,
-        )
-        command = [sys.executable, "-m", "tests.model.run", "--count", str(arguments.count)]
-        command += [
-            "--processes",
-            str(arguments.processes),
-            "--seed",
-            str(seed),
-            "--jobs",
-            str(arguments.jobs),
-        ]
-        children = [
-            subprocess.Popen([*command, "--job", str(job)]) for job in range(arguments.jobs)
-        ]
-        sys.exit(max(child.wait() for child in children))
-    logging.getLogger("headrace").setLevel(logging.ERROR)  # workers that are killed are warnings
-    own = slice(arguments.job, None, arguments.jobs)
-    wrong = check(range(seed, seed + arguments.count)[own], processes=False)
-    wrong += check(range(seed, seed + arguments.processes)[own], processes=True)
-    print(f"job {arguments.job}: {wrong} programs differ", flush=True)
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
+    print(f"seed {seed}: {given.count} programs, and {given.processes} with processes", flush=True)
+    seeds, with_processes = (
+        [range(seed + job, seed + count, given.jobs) for job in range(given.jobs)]
+        for count in (given.count, given.processes)
+    )
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as jobs:
+        wrong = sum(jobs.map(share, seeds, with_processes))
+    print(f"{wrong} programs differ", flush=True)
     sys.exit(wrong > 0)
 
 

@@ -10,17 +10,16 @@ from torch.utils import data
 
 import headrace as hr
 from tests.parity.datasets import LENGTH, Map
-from tests.parity.harness import NAMES, Raised, drained, epochs, parity
+from tests.parity.harness import ASYNC, NAMES, Raised, drained, epochs, parity
 
-ASYNC = [name for name in NAMES if name.startswith("async")]
 Point = namedtuple("Point", ["x", "label"])
 
 
 class Made(Map):
     """Samples that a function makes of their index."""
 
-    def __init__(self, make, length=5):
-        super().__init__(length)
+    def __init__(self, make):
+        super().__init__(5)
         self.make = make
 
     def __getitem__(self, index):

@@ -432,11 +432,8 @@ def test_killed_worker_is_an_error_as_in_torch(same):
         return drained(iter(DataLoader(Kills(), batch_size=2)), 7)
 
     torchs, ours = same.torchs(to_the_first_error).result, same.ours(to_the_end).result
-    # Torch's error, not ours, and not always the same: under load the end of the connection may
-    # come first.
+    # Not always the same: under load the end of the connection may come first.
     assert torchs.kind in (RuntimeError, ConnectionResetError, EOFError)
-    said = ("exited unexpectedly", "killed by signal", "Connection reset by peer")
-    assert torchs.kind is EOFError or any(words in torchs.message for words in said)
     error = ours.pop(2)
     assert error.kind is hr.errors.WorkerDiedError
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message

@@ -14,17 +14,10 @@ import torch
 import torch.distributed as dist
 
 import headrace as hr
+from tests.unit.streams.reading import Plain
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 KEPT = (17, 5)  # samples of each rank
-
-
-class Numbers(hr.AsyncIterableDataset):
-    """A stream of the same 400 numbers on all ranks."""
-
-    async def __aiter__(self):
-        for number in range(400):
-            yield number
 
 
 class Uneven(hr.AsyncIterableDataset):
@@ -283,7 +276,7 @@ class Unpicklable:
 
 
 def scenarios(store):
-    yield "filter", lambda: epochs(loader(Numbers().split().filter(keeps), 4))
+    yield "filter", lambda: epochs(loader(Plain(400).split().filter(keeps), 4))
     yield "none on a rank", lambda: epochs(loader(Uneven((6, 0))))
     yield "thread", lambda: epochs(loader(Uneven()))
     yield (
@@ -307,7 +300,7 @@ def scenarios(store):
     for workers in (0, 1):
         sampler = torch.utils.data.DistributedSampler(range(64), shuffle=False)
         yield f"lost, {workers}", lambda: lost([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
-        stream = Numbers().take(64).split()
+        stream = Plain(400).take(64).split()
         yield f"lost in a stream, {workers}", lambda: lost(stream, num_workers=workers)  # noqa: B023
     yield "gathered in the tail", gathered_in_the_tail
     yield "left at different steps", left_at_different_steps

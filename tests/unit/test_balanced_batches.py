@@ -217,14 +217,6 @@ def test_state_of_a_loader_with_another_max_tokens_is_an_error():
         loader_of(5001).load_state_dict(loader_of(5000).state_dict())
 
 
-def test_torchs_loader_reads_its_batches():
-    sampler = hr.BalancedBatchSampler(MIXED, 5000)
-    loader = torch.utils.data.DataLoader(range(len(MIXED)), batch_sampler=sampler, collate_fn=list)
-    given = [*loader]
-    sampler.set_epoch(0)
-    assert given == [*sampler]
-
-
 def test_a_hundred_million_lengths_in_a_file_take_the_memory_of_a_window(tmp_path):
     with open(tmp_path / "lengths", "wb") as file:
         file.truncate(10**8)
@@ -272,9 +264,7 @@ def test_lengths_that_change_after_the_sampler_was_made_are_an_error():
         list(sampler)
 
 
-@pytest.mark.parametrize(
-    "change", [{"window": -1}, {"batches": -1}, {"epoch": -1}, {"window": "x"}]
-)
+@pytest.mark.parametrize("change", [{"window": "x"}, {"batches": -1}, {"epoch": -1}])
 def test_damaged_state_is_an_error(change):
     sampler = hr.BalancedBatchSampler(MIXED, 5000, window=500)
     next(iter(sampler))

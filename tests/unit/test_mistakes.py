@@ -4,18 +4,12 @@ import pytest
 
 import headrace as hr
 from headrace.errors import DatasetTypeError
-
-
-class Numbers(hr.AsyncDataset):
-    def __len__(self):
-        return 4
-
-    async def aget(self, index):
-        return index
+from tests.datasets import Numbers
 
 
 class ForgottenAwait(Numbers):
     def __init__(self):
+        super().__init__(4)
         self.given = []
 
     async def aget(self, index):
@@ -37,11 +31,11 @@ def with_generator(sample, generator):
 
 MISTAKES = {
     "an async collate_fn": (
-        lambda: hr.DataLoader(Numbers(), collate_fn=asynchronous),
+        lambda: hr.DataLoader(Numbers(4), collate_fn=asynchronous),
         (TypeError, r"collate_fn must not be async.*map\(\)"),
     ),
     "an async transform": (
-        lambda: hr.DataLoader(Numbers(), transform=asynchronous),
+        lambda: hr.DataLoader(Numbers(4), transform=asynchronous),
         (TypeError, r"transform must not be async.*map\(\)"),
     ),
     "an async filter": (
@@ -49,20 +43,36 @@ MISTAKES = {
         (TypeError, "filter must not be async"),
     ),
     "a transform with a generator": (
-        lambda: hr.DataLoader(Numbers(), transform=with_generator),
+        lambda: hr.DataLoader(Numbers(4), transform=with_generator),
         (TypeError, "missing a required argument: 'generator'.*@headrace.randomized"),
     ),
     "a function of map with a generator": (
-        lambda: Numbers().map(with_generator),
+        lambda: Numbers(4).map(with_generator),
         (TypeError, "missing a required argument: 'generator'.*@headrace.randomized"),
     ),
     "a URL in place of a dataset": (
         lambda: hr.DataLoader("s3://bucket/train"),
         (DatasetTypeError, "is a URL, and not a dataset"),
     ),
+    "a context beside a placement": (
+        lambda: iter(
+            hr.DataLoader(
+                Numbers(4), placement="process", multiprocessing_context="fork", num_workers=1
+            )
+        ),
+        (ValueError, "placement= and multiprocessing_context= exclude each other"),
+    ),
     "an index of a stream": (
         lambda: hr.from_async_iterable(stream)[0],
         (TypeError, "is a stream, without indices"),
+    ),
+    "a class in place of a dataset": (
+        lambda: hr.DataLoader(Numbers),
+        (DatasetTypeError, r"is a class: give an object of it, Numbers\("),
+    ),
+    "a function in place of a dataset": (
+        lambda: hr.DataLoader(print),
+        (DatasetTypeError, "aget.*__getitem__.*__aiter__.*__iter__"),
     ),
     "an async generator": (
         lambda: hr.DataLoader(stream()),

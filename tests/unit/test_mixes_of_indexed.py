@@ -19,11 +19,10 @@ from tests.datasets import Numbers
 LANES = (1, 12, 192)
 
 
-def order_of(lengths, weights, *, stop="first", lanes=1, seed=0, shuffle=True):
+def order_of(lengths, weights, *, stop="first", lanes=1, shuffle=True):
     blocks = Blocks(4, lanes) if lanes > 1 else None
     sources = [Source(str(number), length, blocks) for number, length in enumerate(lengths)]
-    schedule = weights if isinstance(weights[0], tuple) else [(0, weights)]
-    return MixOrder(MixPlan(sources, schedule, stop), seed, 0, shuffle)
+    return MixOrder(MixPlan(sources, [(0, weights)], stop), 0, 0, shuffle)
 
 
 def joined(order, part=slice(None)):
@@ -117,14 +116,6 @@ def test_a_rank_reads_blocks_of_its_own(ranks):
         readers[index // 4].add(position % ranks)
     assert len(readers) > 1850
     assert {len(each) for each in readers.values()} == {1}
-
-
-def test_schedule_changes_the_weights_at_its_numbers_of_samples():
-    schedule = [(0, [1, 0]), (996, [0, 1]), (2996, [1, 1]), (3000, [1, 3])]
-    sources = sources_of(joined(order_of([20_000] * 2, schedule, lanes=12)), [20_000] * 2)
-    assert not sources[:996].any()
-    assert sources[996:2996].all()
-    assert abs(sources[3000:7000].mean() - 0.75) < 0.01
 
 
 # Loaders

@@ -10,25 +10,17 @@ import tarfile
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 import headrace as hr
 from tests.datasets import Numbers, SlowDataset
+from tests.faults.test_packing import digests
 
 
 def dataset(*samples):
     return SlowDataset(len(samples), 0, make=samples.__getitem__)
-
-
-def digests(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".index"]
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
 
 
 def upper(sample):
@@ -157,17 +149,6 @@ def test_tables_keep_schema_and_values(kind, tmp_path):
     assert found[0].schema.equals(found[1].schema, check_metadata=True)
     assert found[0].schema.equals(expected.schema, check_metadata=True)
     assert pa.concat_tables(found).equals(expected)
-
-
-def test_arrow_tables_become_parquet_of_the_same_schema(tmp_path):
-    table = pa.table(TYPES)
-    (tmp_path / "in").mkdir()
-    pyarrow.feather.write_feather(table, tmp_path / "in/0.arrow", compression="uncompressed")
-    source = hr.ArrowDataset(tmp_path / "in", format="arrow")
-    hr.pack(source, tmp_path / "out", format="parquet")
-    found = pq.read_table(tmp_path / "out/000000000000.parquet")
-    assert found.schema == source.schema
-    assert found.equals(table)
 
 
 def test_rows_get_the_given_schema(tmp_path):

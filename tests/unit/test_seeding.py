@@ -70,13 +70,6 @@ class Holder:
         self.parts = {"nested": [("rng", rng)]}
 
 
-class Slotted:
-    __slots__ = ("rng",)
-
-    def __init__(self, rng):
-        self.rng = rng
-
-
 class SeededByMethod:
     def __init__(self):
         self.seeds = []
@@ -111,7 +104,7 @@ def of_numpy(rng):
     [
         *(
             (put, np.random.default_rng(0), of_numpy)
-            for put in (Holder, Slotted, in_closure, in_default, in_module)
+            for put in (Holder, in_closure, in_default, in_module)
         ),
         (lambda rng: rng.normal, np.random.default_rng(0), of_numpy),
         (functools.partial(functools.partial, max), np.random.default_rng(0), of_numpy),

@@ -1,27 +1,11 @@
 """The demo as its user runs it."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from demo.job import verdict
-
-ROOT = Path(__file__).parents[3]
-
-
-def processes_of_session(session: int) -> list[str]:
-    """The command lines of what still runs in a session."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and os.getsid(int(folder.name)) == session:
-                found.append((folder / "cmdline").read_text())
-        except (ProcessLookupError, FileNotFoundError):
-            continue  # it ended while we looked
-    return [
-        command for command in found if command
-    ]  # one that has ended, and is not yet reaped, has none
+from tests.documents import ROOT
+from tests.faults.watching import session_of
 
 
 def test_the_demo_trains_compares_and_leaves_no_process():
@@ -47,7 +31,7 @@ def test_the_demo_trains_compares_and_leaves_no_process():
         "Done in",
     ):
         assert promise in output
-    assert processes_of_session(demo.pid) == []
+    assert session_of(demo.pid) == []
 
 
 def test_a_model_that_learned_too_little_is_not_called_done():

@@ -65,7 +65,6 @@ class Event:
     def __init__(self, stream):
         self.stream = stream
         self.passed = False
-        self.waited_for = 0
         stream.work.append(self._pass)
 
     def _pass(self):
@@ -77,16 +76,14 @@ class Event:
 
     def synchronize(self):
         self.stream.fail_if_dead()
-        self.waited_for += not self.passed
         self.stream.run()
         assert self.passed
 
 
 class RecordingStreams:
-    device = torch.device("cpu")
+    device, registers = torch.device("cpu"), True
 
-    def __init__(self, *, registers=True, locked=None):
-        self.registers = registers
+    def __init__(self, *, locked=None):
         self.locked = locked  # bytes that may be page-locked; None for no limit
         self.log = []
         self.consumer = self._current = Stream("consumer", self.log)

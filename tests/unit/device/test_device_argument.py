@@ -24,19 +24,11 @@ def test_absent_device_is_an_error_at_construction(device):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"device": "moon"}, RuntimeError, "moon"),
-        ({"device": 1.5}, TypeError, "float"),
-        ({"device_prefetch": -1}, ValueError, "at least 0"),
-        ({"device_prefetch": "2"}, TypeError, "'2'"),
-        ({"device_prefetch": True}, TypeError, "True"),
-    ],
-    ids=str,
+    ("device", "error", "says"), [("moon", RuntimeError, "moon"), (1.5, TypeError, "float")]
 )
-def test_invalid_device_is_refused(options, error, says):
+def test_invalid_device_is_refused(device, error, says):
     with pytest.raises(error, match=says):
-        hr.DataLoader([1], **options)
+        hr.DataLoader([1], device=device)
 
 
 @pytest.mark.parametrize("name", ["device", "device_prefetch"])

@@ -13,12 +13,13 @@ from tests.unit.device.recording import Rows
 class PinnedMemory:
     """What torch's allocator does for `pin_memory()`: a copy, which is kept while a copy out of it may be under way.
 
-    Args:
+    Attributes:
         limit: how many bytes may be pinned.
     """
 
-    def __init__(self, limit=float("inf")):
-        self.limit = limit
+    limit = float("inf")
+
+    def __init__(self):
         self.kept = []
 
     def copy(self, tensor, device=None):

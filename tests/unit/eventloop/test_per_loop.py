@@ -14,41 +14,24 @@ from headrace._eventloop.per_loop import per_loop
 
 
 class Log:
-    """What was opened and closed, in order, each with the loop it happened on."""
+    """What was opened and closed, in order."""
 
     def __init__(self):
-        self.events = []
+        self.order = []
 
-    def resource(self, name, **options):
+    def resource(self, name):
         @contextlib.asynccontextmanager
         async def opened():
-            self.events.append(("open", name, asyncio.get_running_loop()))
+            self.order.append(("open", name))
             yield name
-            self.events.append(("close", name, asyncio.get_running_loop()))
+            self.order.append(("close", name))
 
-        return per_loop(opened, **options)
-
-    @property
-    def order(self):
-        return [(what, name) for what, name, _ in self.events]
+        return per_loop(opened)
 
 
 @pytest.fixture
 def log():
     return Log()
-
-
-def test_each_loop_opens_and_closes_its_own_resource(log):
-    resource = log.resource("a")
-
-    async def use():
-        assert await resource() == await resource() == "a"
-
-    asyncio.run(use())
-    asyncio.run(use())
-    loops = [loop for _, _, loop in log.events]
-    assert log.order == [("open", "a"), ("close", "a")] * 2
-    assert loops[0] is loops[1] is not loops[2] is loops[3]
 
 
 def test_resources_close_in_reverse_order_of_opening_when_asyncio_run_ends(log):
@@ -57,7 +40,7 @@ def test_resources_close_in_reverse_order_of_opening_when_asyncio_run_ends(log):
     async def make():
         return f"on {await inner()}"
 
-    outer = per_loop(make, close=lambda name: log.events.append(("close", name, None)))
+    outer = per_loop(make, close=lambda name: log.order.append(("close", name)))
 
     async def use():
         await outer()
@@ -76,7 +59,7 @@ async def test_resource_opened_while_another_failed_is_closed(log):
     async def slow():
         await failed.wait()
         yield
-        log.events.append(("close", "slow", None))
+        log.order.append(("close", "slow"))
 
     resource = per_loop(slow)
     opening = asyncio.ensure_future(resource())
@@ -166,7 +149,7 @@ class Pool(contextlib.AsyncExitStack):
 
 async def test_pool_is_entered(log):
     pool = Pool()
-    pool.callback(log.events.append, ("close", "pool", None))
+    pool.callback(log.order.append, ("close", "pool"))
     assert await per_loop(lambda: pool)() is pool
     await end_tasks(1.0)
     assert log.order == [("close", "pool")]

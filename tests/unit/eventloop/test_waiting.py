@@ -11,6 +11,7 @@ import pytest
 
 from headrace._eventloop import waiting
 from headrace._eventloop.waiting import wait_done, wait_readable
+from tests.faults.watching import run_in_fork
 
 
 @pytest.fixture
@@ -149,12 +150,8 @@ def test_signal_handler_that_returns_does_not_end_the_wait_for_a_future(handled)
 def test_fork_does_not_share_the_signal_sockets(pair):
     pair[0].send(b"x")
     wait_readable(pair[1], timeout=None)  # from now on this process has such a pair
-    result, sender = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.write(sender, b"none" if waiting._signal_pair is None else b"some")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(result, 10) == b"none"
-    os.close(result)
-    os.close(sender)
+
+    def program():
+        assert waiting._signal_pair is None
+
+    run_in_fork(program)

@@ -1,6 +1,5 @@
 """Blocking calls on the engine's loop: one warning for each place, and none where the loop is not to blame."""
 
-import http.server
 import logging
 import threading
 import time
@@ -12,6 +11,7 @@ import requests
 import headrace as hr
 from headrace._eventloop import watchdog
 from headrace._eventloop.loop_thread import EVENT_LOOP_VARIABLE
+from tests.answers import answering
 from tests.datasets import Numbers
 
 BLOCK = 0.3  # seconds: the blocking under test
@@ -102,21 +102,12 @@ def records(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def slow_url():
-    class Late(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            time.sleep(BLOCK)  # the latency of this server
-            self.send_response(200)
-            self.end_headers()
+    def answer(request):
+        time.sleep(BLOCK)  # the latency of this server
+        request.send(200, b"")
 
-        def log_message(self, *arguments):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with answering(answer) as url:
+        yield url
 
 
 def watch_of(loader):

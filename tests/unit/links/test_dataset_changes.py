@@ -66,8 +66,11 @@ def test_datasets_that_hold_each_other_are_visited_once():
     assert snapshot(one) == snapshot(one)
 
 
-def test_copy_in_another_process_is_renewed_when_the_dataset_changed_only():
+def test_copy_in_another_process_is_renewed_when_the_dataset_changed_otherwise_than_by_set_epoch():
     class Lives(Keys):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
         async def aget(self, index):
             self.prefix += "+"  # in the copy
             return f"{self.prefix}{self.epoch}{self.keys[index]}"
@@ -75,12 +78,13 @@ def test_copy_in_another_process_is_renewed_when_the_dataset_changed_only():
     dataset = Lives()
     options = {"num_workers": 1, "placement": "process", "concurrency": 1}
     with hr.DataLoader(dataset, batch_size=None, **options) as loader:
-        assert [*loader, *loader] == ["p+0a", "p++0b", "p+++0a", "p++++0b"]
-        dataset.epoch = 7
-        loader.set_epoch(3)  # which this dataset has no method for
-        assert list(loader) == ["p+7a", "p++7b"]
+        assert [*loader, *loader] == ["p+0a", "p++0b", "p+++1a", "p++++1b"]
+        loader.set_epoch(7)
+        assert list(loader) == ["p+++++7a", "p++++++7b"]
+        dataset.prefix = "q"
+        assert list(loader) == ["q+8a", "q++8b"]
         dataset.keys.append("c")
-        assert list(loader) == ["p+7a", "p++7b", "p+++7c"]
+        assert list(loader) == ["q+9a", "q++9b", "q+++9c"]
 
 
 NOTEBOOK = """

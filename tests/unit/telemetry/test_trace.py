@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import headrace as hr
-from tests.datasets import Numbers
+from tests.datasets import Numbers, TorchStream
+from tests.faults.watching import run_in_fork
 from tests.trace_processor import TraceProcessor, missing
 from tests.unit.streams.reading import Count
 
 LENGTH, BATCH = 64, 8
+SQUARES = [index * index for index in range(LENGTH)]
 
 
 class Photos(Numbers):
@@ -27,20 +29,6 @@ class Photos(Numbers):
 class Joined(Photos):
     async def agets(self, indices):
         return [torch.full((100,), index) for index in indices]
-
-
-class Squares(torch.utils.data.Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return index * index
-
-
-class Halves(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        return iter(range(info.id, LENGTH, info.num_workers))
 
 
 def double(sample):
@@ -72,8 +60,8 @@ def all_loaders():
             Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options
         ),
         "Count": hr.DataLoader(Count(LENGTH), in_order=False, **options),
-        "Squares": hr.DataLoader(Squares(), **options),
-        "Halves": hr.DataLoader(Halves(), num_workers=2, **options),
+        "list": hr.DataLoader(SQUARES, **options),
+        "TorchStream": hr.DataLoader(TorchStream(LENGTH), num_workers=2, **options),
     }
 
 
@@ -128,12 +116,14 @@ def test_work_is_in_the_process_that_did_it(path):
         if event["name"] == "transform and collate" and event["ph"] == "X"
     }
     workers = {
-        f"worker {number} of {name}" for name in ("Photos", "Joined", "Halves") for number in (0, 1)
+        f"worker {number} of {name}"
+        for name in ("Photos", "Joined", "TorchStream")
+        for number in (0, 1)
     }
     assert {name for _, name in worked} - {"consumer", "loader of Photos 3"} <= workers
     assert {
         ("Photos 2", "consumer"),
-        ("Squares", "consumer"),
+        ("list", "consumer"),
         ("Photos 3", "loader of Photos 3"),
     } <= worked
     assert names[os.getpid()] == "consumer"
@@ -200,7 +190,7 @@ def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_blo
 
 
 def test_two_traces_at_once_are_the_same_and_a_file_that_exists_is_replaced(tmp_path):
-    with hr.DataLoader(Squares(), BATCH) as loader:
+    with hr.DataLoader(SQUARES, BATCH) as loader:
         with hr.trace(tmp_path / "t.json") as path, hr.trace(tmp_path / "other.json") as other:
             list(loader)
         assert len(events_of(path)) == len(events_of(other)) > LENGTH // BATCH
@@ -234,19 +224,15 @@ def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, s
         raise AssertionError("the block was entered")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_fork_leaves_the_file_alone(tmp_path):
-    tracing = hr.trace(tmp_path / "t.json")
-    with hr.DataLoader(Squares(), BATCH) as loader:
-        path = tracing.__enter__()
-        if not (child := os.fork()):
-            try:
-                list(loader)
-                tracing.__exit__(None, None, None)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+    def read():
         list(loader)
         tracing.__exit__(None, None, None)
+
+    tracing = hr.trace(tmp_path / "t.json")
+    with hr.DataLoader(SQUARES, BATCH) as loader:
+        path = tracing.__enter__()
+        run_in_fork(read)
+        read()
     events = events_of(path)
     assert len(calls_of(events)) == LENGTH // BATCH

@@ -111,26 +111,3 @@ def test_many_records_arrive_complete_and_once(caplog):
     run(chatters)
     expected = sorted("x" * size for size in range(500) for _ in range(3 * 4))
     assert said(caplog) == expected
-
-
-def test_explicit_fork_context_forks_workers_of_async_datasets_from_this_process():
-    inherited = {"here": True}
-    lock = threading.Lock()  # which cannot be pickled
-
-    def parent(sample):
-        with lock:
-            return os.getppid() if inherited["here"] else 0
-
-    options = {
-        "batch_size": 2,
-        "num_workers": 2,
-        "transform": parent,
-        "multiprocessing_context": "fork",
-    }
-    with hr.DataLoader(Numbers(4), **options) as loader:
-        assert [batch.tolist() for batch in loader] == [[os.getpid()] * 2] * 2
-        assert loader.stats().placement == "thread"
-    with pytest.raises(
-        ValueError, match="placement= and multiprocessing_context= exclude each other"
-    ):
-        iter(hr.DataLoader(Numbers(4), placement="process", **options))

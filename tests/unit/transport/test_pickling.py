@@ -1,7 +1,7 @@
 """Pickling restores values, types, shapes, and the identity of classes."""
 
-import json
 import pickle
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -209,10 +209,6 @@ def test_label_that_is_kept_does_not_keep_the_memory_of_its_batch(kind):
 # Errors
 
 
-class Plain:
-    pass
-
-
 class NeedsTwo(Exception):
     def __init__(self, left, right):
         super().__init__(left)
@@ -231,12 +227,6 @@ class Gone(FileNotFoundError):
         self.bucket = bucket
 
 
-class NotUtf8(UnicodeDecodeError):
-    def __init__(self, name, raw):
-        super().__init__("utf-8", raw, 0, 1, "bad byte")
-        self.name = name
-
-
 def raised(action, *args):
     with pytest.raises(BaseException) as caught:
         action(*args)
@@ -247,9 +237,6 @@ EXACT = [
     NeedsTwo(1, 2),
     HasSlots("a.jpg", 3),
     Gone("k", "b"),
-    NotUtf8("a.txt", b"\xff"),
-    raised(json.loads, "{"),
-    raised(open, "/no/such/file"),
     raised(compile, "a b", "script.py", "exec"),
     raised(__import__, "no_such_module_at_all"),
     np.exceptions.AxisError(3, 2),
@@ -258,30 +245,34 @@ EXACT = [
 ]
 
 
-def test_error_with_an_object_keeps_its_class():
-    assert type(there_and_back(picklable_error(LookupError(Plain())))) is LookupError
-
-
 @pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
 def test_error_is_restored_with_any_constructor(error):
     error.add_note("noted")
     came = there_and_back(picklable_error(error))
     assert (type(came), str(came), repr(came)) == (type(error), str(error), repr(error))
     assert came.__notes__ == ["noted"]
-    for name in (
-        "path",
-        "bucket",
-        "name",
-        "pos",
-        "errno",
-        "filename",
-        "reason",
-        "lineno",
-        "axis",
-        "code",
-        "msg",
-    ):
+    for name in ("path", "bucket", "filename", "name", "lineno", "axis"):
         assert getattr(came, name, None) == getattr(error, name, None)
+
+
+def test_error_with_an_object_keeps_its_class():
+    assert type(there_and_back(picklable_error(LookupError(object())))) is LookupError
+
+
+class Unprintable(Exception):
+    def __init__(self):
+        super().__init__()
+        self.lock, self.held = threading.Lock(), torch.ones(3)
+
+    def __str__(self):
+        raise ValueError("not printable")
+
+
+def test_error_that_cannot_be_printed_loses_only_what_cannot_be_pickled():
+    came = there_and_back(picklable_error(Unprintable()))
+    assert type(came) is Unprintable
+    assert not hasattr(came, "lock")
+    assert torch.equal(came.held, torch.ones(3))
 
 
 class Refused(Exception):
@@ -316,6 +307,11 @@ def forgetful():
     return error
 
 
+class Dies(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
 class Request:
     url = "http://h/x"
 
@@ -325,7 +321,7 @@ class Request:
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg")],
+    [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg"), (Dies("oh"), "oh")],
     ids=str,
 )
 def test_error_whose_text_is_composed_of_what_cannot_be_sent_arrives_as_text(error, text):

@@ -1,6 +1,5 @@
 """What limits a loader, from records of batches whose times are known."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -352,12 +351,8 @@ def test_few_batches_or_none_have_no_diagnosis():
     assert str(found).startswith("No batch")
 
 
-def test_counts_are_in_the_values_and_in_the_text():
-    found = report(
-        fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2)
-    )
-    values = dataclasses.asdict(found)
-    assert values["requests"]["requests"] == 500
-    assert "waits for             fetch 100 %" in str(found)
-    for fact in ("hedges", "cache hits"):
-        assert fact in str(found)
+def test_counts_are_in_the_text():
+    requests = RequestCounts(requests=10, hedges=1, cache_hits=2)
+    text = str(report(fetch=0.02, load=FULL, requests=requests))
+    for fact in ("waits for             fetch 100 %", "hedges", "cache hits"):
+        assert fact in text

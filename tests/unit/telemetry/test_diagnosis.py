@@ -221,7 +221,7 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
 def test_change_that_is_advised_is_of_the_limit(limit, setup, steps, change):
     found = report(SETUP._replace(**setup), **steps)
     assert (found.limit, found.change) == (limit, change)
-    # transforms that wait are told from transforms that compute
+    # the advice for transforms that wait names another remedy
     assert ("await in aget" in found.advice) == (steps.get("work_cpu") == 0.01)
 
 

@@ -9,15 +9,14 @@ import shutil
 import tarfile
 from pathlib import Path
 
-import boto3
 import lance
 import numpy as np
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import zarr
-from moto.server import ThreadedMotoServer
 
+from tests.contract.places import moto_bucket, variables_of
 from tests.documents import programs_with_output, python_blocks
 from tests.hub_server import serve_hub
 from tests.unit.datasets.formats import FIXTURES, video_file
@@ -115,45 +114,29 @@ def write_data(folder):
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory):
     """Images, shards, text, tokens and tables behind an S3 server: the lines that lead a program to them."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    names = (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_REGION",
-        "AWS_ENDPOINT_URL",
-        "AWS_ALLOW_HTTP",
-    )
-    keys = {
-        "aws_access_key_id": "key",
-        "aws_secret_access_key": "secret",
-        "region_name": "us-east-1",
-    }
-    client = boto3.client("s3", endpoint_url=url, **keys)
-    client.create_bucket(Bucket="bucket")
     folder = tmp_path_factory.mktemp("bucket")
     write_data(folder)
-    for path in folder.glob("*/**/*"):
-        if path.is_file():
-            key = path.relative_to(folder).as_posix()
-            client.upload_file(path, "bucket", key, ExtraArgs={"ACL": "public-read"})
-    images = sorted(folder.glob("train/*/*"))[:45] + [
-        folder / f"train/gone/{n}.jpg" for n in range(3)
-    ]
-    links = [
-        {"url": f"{url}/bucket/{path.relative_to(folder).as_posix()}", "caption": path.stem}
-        for path in images
-    ]
-    links += [{"url": "http://127.0.0.1:9/nowhere", "caption": ""}] * 2
-    (folder / "links.jsonl").write_text("\n".join(map(json.dumps, links)))
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
-    with serve_hub({"main": "a" * 40, "a" * 40: files}) as hub:
-        variables = dict(zip(names, (*keys.values(), url, "true"), strict=True))
-        variables |= {"HF_ENDPOINT": hub.urls[0]}
+    with (
+        moto_bucket("bucket") as (client, options),
+        serve_hub({"main": "a" * 40, "a" * 40: files}) as hub,
+    ):
+        for path in folder.glob("*/**/*"):
+            if path.is_file():
+                key = path.relative_to(folder).as_posix()
+                client.upload_file(path, "bucket", key, ExtraArgs={"ACL": "public-read"})
+        images = sorted(folder.glob("train/*/*"))[:45]
+        images += [folder / f"train/gone/{n}.jpg" for n in range(3)]
+        url = f"{options['endpoint']}/bucket"
+        links = [
+            {"url": f"{url}/{path.relative_to(folder).as_posix()}", "caption": path.stem}
+            for path in images
+        ]
+        links += [{"url": "http://127.0.0.1:9/nowhere", "caption": ""}] * 2
+        (folder / "links.jsonl").write_text("\n".join(map(json.dumps, links)))
+        variables = {**variables_of(options), "AWS_ALLOW_HTTP": "true", "HF_ENDPOINT": hub.urls[0]}
         ignored = "import warnings\nwarnings.filterwarnings('ignore', 'a sample was skipped')\n"
         yield f"{ignored}import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
-    server.stop()
 
 
 def test_program_of_the_readme_reads_each_image_of_a_bucket(run, bucket):

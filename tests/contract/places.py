@@ -117,6 +117,12 @@ def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         server.stop()
 
 
+def variables_of(options: Mapping[str, str]) -> dict[str, str]:
+    """Options of a bucket of moto's as variables of the environment."""
+    names = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+    return {names.get(name, name.upper()): value for name, value in options.items()}
+
+
 @contextlib.contextmanager
 def moto(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     """moto's S3, filled by boto3, with signed requests."""

@@ -30,7 +30,7 @@ from headrace.errors import (
 from headrace.loader import DataLoader
 from object_server import ObjectServer
 from tests.answers import answering
-from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket
+from tests.contract.places import ACCOUNT, ACCOUNT_KEY, azurite, moto_bucket, variables_of
 
 # of boto3 and moto themselves
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -108,10 +108,8 @@ def failure_of(url, **options):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, workers):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket["endpoint"])
-    monkeypatch.setenv("AWS_REGION", bucket["region"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket["aws_access_key_id"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket["aws_secret_access_key"])
+    for name, value in variables_of(bucket).items():
+        monkeypatch.setenv(name, value)
     with DataLoader(
         ObjectDataset("s3://holidays/train"), batch_size=3, num_workers=workers, collate_fn=list
     ) as loader:

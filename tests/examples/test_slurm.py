@@ -45,10 +45,6 @@ def job_with_a_free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-def test_the_slurm_script_is_valid_bash() -> None:
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-
-
 @pytest.mark.skipif(
     shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: shellcheck)"
 )

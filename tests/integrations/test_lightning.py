@@ -17,6 +17,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: make test-i
 from lightning.fabric.utilities import data
 from lightning.pytorch import callbacks
 
+from tests.faults import watching
 from tests.integrations import lightning_jobs as jobs
 from tests.integrations.common import Numbers, TorchNumbers, flat, tenfold
 
@@ -169,7 +170,7 @@ def test_nothing_is_left_after_fit(options):
         list(other)
     gc.collect()
     before = set(threading.enumerate())
-    children = set(children_of_this())
+    children = watching.children()
     dataset = Numbers(jobs.SAMPLES)
     loader = hr.DataLoader(
         dataset, 8, shuffle=True, seed=5, concurrency=3, transform=tenfold, **options
@@ -181,13 +182,8 @@ def test_nothing_is_left_after_fit(options):
     )
     assert options or dataset.most == 3
     assert [thread.name for thread in set(threading.enumerate()) - before] == []
-    assert set(children_of_this()) <= children
+    assert watching.children() == children
     assert not multiprocessing.active_children()
-
-
-def children_of_this():
-    with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
-        return file.read().split()
 
 
 @pytest.mark.proves(TRAINER, "evaluation")

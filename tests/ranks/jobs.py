@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 
 from tests.rendezvous import Rendezvous
 
@@ -25,3 +26,9 @@ def outputs(forks, program, ranks, **environment):
         program,
         [{"RANK": str(rank), **meeting.variables, **environment} for rank in range(ranks)],
     )
+
+
+def answer(value):
+    """Print what a rank returns, and end the rank: the ordinary way out now and then aborts in gloo's threads."""
+    print(json.dumps(value), flush=True)
+    os._exit(0)

@@ -41,9 +41,7 @@ def test_error_of_torchs_collate_has_a_remedy(samples, remedy, num_workers):
     assert [note for note in caught.value.__notes__ if remedy in note]
 
 
-@pytest.mark.parametrize(
-    "samples", [[3, -1], [True, False], [1, True], [1, 2.5], [1.5, 2], [2**70, 1]], ids=str
-)
+@pytest.mark.parametrize("samples", [[3, -1], [1, True], [1, 2.5], [1.5, 2], [2**70, 1]], ids=str)
 def test_numbers_are_collated_as_by_torch(samples):
     def outcome(loader):
         try:

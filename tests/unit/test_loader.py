@@ -1,4 +1,4 @@
-"""The loader's arguments, its lives and its copies."""
+"""The loader's arguments, and its copies."""
 
 import asyncio
 import copy
@@ -28,21 +28,6 @@ def test_collate_fn_set_later_counts_from_the_next_iteration_and_leaves_a_runnin
         loader.collate_fn = sum
         assert list(loader) == [1, 5, 9]
         assert lists([first, *running]) == [[0, 1], [2, 3], [4, 5]]
-
-
-# Lives
-
-
-def test_with_block_closes_and_the_loader_can_be_used_again():
-    loader = hr.DataLoader(Numbers(10), batch_size=5)
-    with loader:
-        running = iter(loader)
-        next(running)
-    with pytest.raises(hr.errors.LoaderClosedError):
-        next(running)
-    assert lists(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    loader.close()
-    loader.close()
 
 
 # Copies

@@ -1,6 +1,5 @@
 """What limits a loader, from records of batches whose times are known."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -222,7 +221,7 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
 def test_change_that_is_advised_is_of_the_limit(limit, setup, steps, change):
     found = report(SETUP._replace(**setup), **steps)
     assert (found.limit, found.change) == (limit, change)
-    # transforms that wait are told from transforms that compute
+    # the advice for transforms that wait names another remedy
     assert ("await in aget" in found.advice) == (steps.get("work_cpu") == 0.01)
 
 
@@ -352,12 +351,8 @@ def test_few_batches_or_none_have_no_diagnosis():
     assert str(found).startswith("No batch")
 
 
-def test_counts_are_in_the_values_and_in_the_text():
-    found = report(
-        fetch=0.02, load=FULL, requests=RequestCounts(requests=10, hedges=1, cache_hits=2)
-    )
-    values = dataclasses.asdict(found)
-    assert values["requests"]["requests"] == 500
-    assert "waits for             fetch 100 %" in str(found)
-    for fact in ("hedges", "cache hits"):
-        assert fact in str(found)
+def test_counts_are_in_the_text():
+    requests = RequestCounts(requests=10, hedges=1, cache_hits=2)
+    text = str(report(fetch=0.02, load=FULL, requests=requests))
+    for fact in ("waits for             fetch 100 %", "hedges", "cache hits"):
+        assert fact in text

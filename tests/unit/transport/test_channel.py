@@ -14,19 +14,6 @@ from headrace._transport.channel import (
 from headrace.testing import same
 
 
-class Received:
-    def __init__(self):
-        self.objects = asyncio.Queue()
-        self.lost = asyncio.Event()
-
-
-def connected():
-    ours, theirs = Connection.pair()
-    received = Received()
-    channel = EngineChannel(ours, received.objects.put_nowait, received.lost.set)
-    return channel, BlockingChannel(theirs), received
-
-
 @pytest.mark.parametrize("sent", [0, 1000])
 def test_nothing_follows_a_message_whose_sending_was_interrupted(monkeypatch, sent):
     ours, theirs = Connection.pair()
@@ -61,12 +48,14 @@ def _refuse():
 
 def test_object_that_cannot_be_unpickled_arrives_as_its_error(on_loop):
     async def scenario():
-        channel, worker, received = connected()
+        ours, theirs = Connection.pair()
+        received = asyncio.Queue()
+        channel = EngineChannel(ours, received.put_nowait, asyncio.Event().set)
+        worker = BlockingChannel(theirs)
         worker.send(CannotArrive())
         worker.send([torch.ones(2)])
-        error = await received.objects.get()
-        assert isinstance(error, ValueError)
-        assert same(await received.objects.get(), [torch.ones(2)])
+        assert isinstance(await received.get(), ValueError)
+        assert same(await received.get(), [torch.ones(2)])
         channel.close()
         worker.close()
 

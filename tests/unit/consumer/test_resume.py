@@ -165,6 +165,18 @@ def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
     assert loader.state_dict(lag=2) == states[-1]
 
 
+def test_earlier_state_is_known_after_a_last_batch_that_lost_all_samples():
+    def make():
+        options = {"on_error": "skip", "transform": lambda sample: 1 / (N - 1 - sample)}
+        return DataLoader(Numbers(N), 3, sampler=Shifted(N), **options)
+
+    loader = make()
+    list(loader)
+    continued = restored(make(), loader.state_dict(lag=1))
+    assert list(continued) == []
+    assert epochs(continued, 1) == epochs(loader, 1)
+
+
 @pytest.mark.parametrize("method", ["aget", "agets"])
 def test_loader_that_is_dropped_after_an_error_of_a_fetch_is_freed(method):
     class Fails(Numbers):

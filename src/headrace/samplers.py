@@ -229,12 +229,13 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._steps(self._ranks.shard())  # find the rank now, not at the first `next()`
+        # Find rank and epoch now, not at the first `next()`.
+        return self._steps(self._ranks.shard(), self.epoch)
 
-    def _steps(self, shard: ReaderShare) -> Iterator[list[int]]:
-        # The epoch begins at the first `next()`. Torch's loader calls iter() twice for an epoch,
-        # and draws from a single iterator.
-        epoch, cursor, self._restored = self.epoch, self._restored or Cursor(), None
+    def _steps(self, shard: ReaderShare, epoch: int) -> Iterator[list[int]]:
+        # The first `next()` takes the restored position. Torch's loader calls iter() twice for an
+        # epoch, and draws from a single iterator.
+        cursor, self._restored = self._restored or Cursor(), None
         batches = balanced_batches(self._limits, self._cost, self.window, self.seed, epoch, cursor)
         for batch, after in batches_of_rank(batches, shard):
             self._position = epoch, after

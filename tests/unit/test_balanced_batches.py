@@ -208,6 +208,16 @@ def test_fifty_restarts_with_other_numbers_of_ranks_give_every_sample_once(seed)
     assert state == {"epoch": 1, "window": 0, "batches": 0, "checksum": None}
 
 
+def test_open_iterations_of_a_loader_have_their_epochs():
+    def make():
+        sampler = hr.BalancedBatchSampler(range(1, 9), 9, seed=0)
+        return hr.DataLoader(range(8), batch_sampler=sampler, collate_fn=list)
+
+    loader, other = make(), make()
+    first, second = iter(loader), iter(loader)
+    assert [list(first), list(second), list(loader)] == [list(other) for _ in range(3)]
+
+
 def test_state_of_a_loader_with_another_max_tokens_is_an_error():
     def loader_of(max_tokens):
         sampler = hr.BalancedBatchSampler(MIXED, max_tokens, rank=0, world_size=1)

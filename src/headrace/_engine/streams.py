@@ -19,7 +19,7 @@ from headrace._engine.assemble import Catch
 from headrace._engine.fetch import Fetch, FetchContext, Fetchers, FetchStage
 from headrace._engine.hedging import HedgedRequests
 from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
-from headrace._eventloop.per_loop import end_all
+from headrace._eventloop.per_loop import cancel_once, end_all
 from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
 from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, as_exception
@@ -196,7 +196,7 @@ class RowFetching:
         if answer.cancelled():
             return
         task = asyncio.ensure_future(function(row))
-        answer.add_done_callback(lambda _: task.cancel())
+        answer.add_done_callback(lambda _: cancel_once(task))
         try:
             await asyncio.wait((task,))
         finally:  # the session may end

@@ -232,12 +232,23 @@ def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = N
     return PerLoop(make, close)
 
 
-async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+def cancel_once(future: asyncio.Future[Any]) -> None:
+    """Cancel a future, or a task that is not being cancelled.
+
+    Another cancellation would interrupt the cleanup of user code.
+    """
+    if not (isinstance(future, asyncio.Task) and future.cancelling()):
+        future.cancel()
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until all tasks have ended.
 
     If the waiting task is cancelled, the cancellation is raised after all tasks have ended.
     """
-    pending = {task for task in tasks if task.cancel()}
+    pending = {task for task in tasks if not task.done()}
+    for task in pending:
+        cancel_once(task)
     cancelled: asyncio.CancelledError | None = None
     while pending:
         try:

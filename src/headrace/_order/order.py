@@ -32,7 +32,7 @@ from headrace._order.samplers import (
     batches,
     integers,
 )
-from headrace._order.spec import TorchLoader, deciding_sampler
+from headrace._order.spec import TorchLoader, deciding_sampler, samplers_within
 from headrace._order.state import LoaderState, decoded, drawn_last
 from headrace._random.seeding import isolated_generators
 from headrace._ranks.rankinfo import RankInfo
@@ -115,11 +115,17 @@ class EpochOrder:
         # continue the epoch. So the loader counts `samples_at_most` samples for each batch,
         # whatever the size of this rank's batch.
         self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
-        own = getattr(self.sampler, "generator", None)
-        self._generator: torch.Generator | None = loader.generator if own is None else own
-        self._parts = (self._batch_sampler, self.sampler) if self.is_walked else ()
+        self._parts = samplers_within(self._index_sampler) if self.is_walked else []
+        own = (getattr(part, "generator", None) for part in self._parts)
+        self._generator: torch.Generator | None = next(
+            (each for each in own if isinstance(each, torch.Generator)), loader.generator
+        )
         # The user's sampler, if it has a state.
         self.stateful: Stateful | None = next(filter(is_stateful, self._parts), None)
+        # Whether the sampler continues from the state. The sampler within a user's sampler may
+        # have drawn ahead. Then the draws are repeated, from the state before the epoch.
+        outer = [part for part in self._parts if type(part) is not BatchSampler][:1]
+        self.continues_sampler = self.stateful is not None and self.stateful in outer
         # State of a user's sampler before the epoch's first draw.
         self.sampler_at_start: object = None
         # State before the epoch, to be restored at the first draw.
@@ -147,7 +153,7 @@ class EpochOrder:
         The order then depends on a generator, or on a sampler's own state.
         """
         has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
-        return self.is_walked and (type(self.sampler) in _WHOLE or has_state)
+        return has_state or any(type(part) in _WHOLE for part in self._parts)
 
     def division(self, saved: LoaderState) -> str | None:
         """Return why the rest of the epoch depends on the number of ranks, or None."""
@@ -218,9 +224,17 @@ class EpochOrder:
         if draws:
             self.restore_sampler(state)
 
-    def sampler_state(self) -> object:
-        """Return the state of the user's sampler, or None."""
-        return None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+    def sampler_state(self, *, ended: bool = False) -> object:
+        """Return the state of the user's sampler, or None.
+
+        If the draws are repeated after a restore, the state is from before the epoch, unless the
+        epoch has `ended`.
+        """
+        if self.stateful is None:
+            return None
+        if self.sampler_at_start is not None and not (ended or self.continues_sampler):
+            return self.sampler_at_start
+        return copy.deepcopy(self.stateful.state_dict())
 
     def describe(self) -> str:
         """Return the sampler with its deciding arguments, as text."""
@@ -311,8 +325,10 @@ class EpochOrder:
             self._generator.set_state(self.generator)
 
     def _resumed_draws(self, resumed: LoaderState) -> Iterator[object]:
-        if self.stateful is not None and resumed.sampler is not None:
-            self.restore_sampler(resumed.sampler)  # before the sampler's iterator is made
+        if not self.continues_sampler:
+            self.sampler_at_start = resumed.sampler
+        self.restore_sampler(resumed.sampler)  # before the sampler's iterator is made
+        if self.continues_sampler and resumed.sampler is not None:
             draws: Iterator[object] = iter(self._decides)
         else:
             count = resumed.batches if self.sampler is None else resumed.cursor

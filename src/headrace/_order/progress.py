@@ -171,7 +171,7 @@ class EpochProgress(Iterator[BatchPlan]):
         del ahead[0]
         # A short batch is the last batch: the sampler's state is the state at the end already.
         ended = (
-            state is not None
+            order.continues_sampler
             and order.sampler is not None
             and len(indices) < (order.batch_size or 1)
         )
@@ -208,7 +208,7 @@ class EpochProgress(Iterator[BatchPlan]):
 
     def _on_exhausted(self) -> None:
         self._most = self._number
-        self._sampler_at_end = self._order.sampler_state()
+        self._sampler_at_end = self._order.sampler_state(ended=True)
 
     def on_batch(self, host: HostBatch, losses: Losses, *, given: bool) -> None:
         """Record a batch.
@@ -280,10 +280,10 @@ class EpochProgress(Iterator[BatchPlan]):
         cursor = self._origin + samples * self._ranks
         sampler = point.drawn.sampler
         # The program may have changed the sampler since the batch was drawn.
-        if plan is not None and not (back or self._drawn):
+        if plan is not None and point is self._last and not self._drawn:
             sampler = order.sampler_state()
         checked = None
-        if plan is not None and order.is_walked and order.stateful is None:
+        if plan is not None and order.is_walked and not order.continues_sampler:
             checked = drawn_last(plan.indices, self._part.rank)
         earlier = [
             Given(first - samples, count)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headrace._base.remote_placement import RemotePlacement
@@ -21,6 +21,7 @@ from headrace._engine.look_ahead import (
 from headrace._order.samplers import CursorSampler
 from headrace._records.error_policy import ErrorPolicy
 from headrace._streams.kinds import DatasetKind, joined_part
+from headrace._streams.resumable import is_stateful
 from headrace.options import LoaderOptions, number_of_engines, remote_placement
 
 if TYPE_CHECKING:
@@ -51,14 +52,29 @@ def deciding_sampler(loader: TorchLoader) -> Any:
     return batches.sampler if inherits else batches  # type: ignore[attr-defined]
 
 
+def samplers_within(sampler: object) -> list[Any]:
+    """Return a sampler, and the samplers in attributes, which the sampler may draw from."""
+    found = [sampler]
+    for each in found:
+        for value in getattr(each, "__dict__", {}).values():
+            # A sampler needs no base class. A dataset with a state has `__getitem__`.
+            draws = hasattr(value, "__iter__") and not hasattr(value, "__getitem__")
+            is_sampler = isinstance(value, Sampler) or (draws and is_stateful(value))
+            if is_sampler and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
 def drawn_freely(loader: TorchLoader) -> float:
     """Return how many batches may be drawn at any time.
 
     Drawing so many batches uses no generator shared with the program.
     """
-    sampler = deciding_sampler(loader)
-    if not type(sampler).__module__.startswith(("headrace.", "torch.utils.")):  # a user's sampler
-        return 0
+    samplers = samplers_within(loader._index_sampler)
+    modules = [type(each).__module__ for each in samplers]
+    if not all(each.startswith(("headrace.", "torch.utils.")) for each in modules):
+        return 0  # a user's sampler
+    sampler = samplers[-1]
     if isinstance(sampler, CursorSampler) or getattr(sampler, "generator", None) is None:
         return math.inf
     if type(sampler) is RandomSampler and (

@@ -369,21 +369,30 @@ def test_agets_is_not_called_without_batches():
 # Leaving early
 
 
-def test_leaving_early_lets_a_fetch_clean_up():
-    class Connected(Numbers):
-        async def aget(self, index):
-            try:
-                started.set()
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)  # as the closing of a connection does
-                cleaned.append("fetch")
+class Aget(hr.AsyncDataset):
+    def __init__(self, function):
+        self.aget = function
 
-    started, cleaned = threading.Event(), []
-    with hr.DataLoader(Connected(1)) as loader:
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize("make", [Aget, Numbers(8).map, Count(8).map])
+def test_leaving_early_lets_fetches_clean_up(make):
+    async def connect(index):
+        try:
+            started.release()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as the closing of a connection does
+            cleaned.append(index)
+
+    started, cleaned = threading.Semaphore(0), []
+    with hr.DataLoader(make(connect), 8, memory_budget=None) as loader:
         running = iter(loader)
-        started.wait()
-    assert cleaned == ["fetch"]
+        for _ in range(8):
+            started.acquire()
+    assert sorted(cleaned) == [*range(8)]
     del running
 
 

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -163,6 +165,18 @@ def test_state_of_earlier_batches_is_known_to_a_caller_that_reads_ahead():
     assert loader.state_dict(lag=2) == states[-1]
 
 
+def test_earlier_state_is_known_after_a_last_batch_that_lost_all_samples():
+    def make():
+        options = {"on_error": "skip", "transform": lambda sample: 1 / (N - 1 - sample)}
+        return DataLoader(Numbers(N), 3, sampler=Shifted(N), **options)
+
+    loader = make()
+    list(loader)
+    continued = restored(make(), loader.state_dict(lag=1))
+    assert list(continued) == []
+    assert epochs(continued, 1) == epochs(loader, 1)
+
+
 @pytest.mark.parametrize("method", ["aget", "agets"])
 def test_loader_that_is_dropped_after_an_error_of_a_fetch_is_freed(method):
     class Fails(Numbers):
@@ -258,6 +272,46 @@ def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made)
     continued = restored(DataLoader(make(), batch_size=1), saved(loader))
     assert epochs(continued, 1) == [[[4], [5], [6], [7]]]
     del iterator
+
+
+class Pairs(Sampler):
+    """Pairs of the indices of a sampler, which has drawn one index more."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return map(list, itertools.pairwise(self.inner))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("outer", [Pairs, lambda inner: BatchSampler(inner, 2, False)])
+@pytest.mark.parametrize("argument", ["batch_sampler", "sampler"])
+@pytest.mark.parametrize("kind", ["state", "generator", "epoch"])
+def test_sampler_within_another_sampler_continues(kind, argument, outer, epoch):
+    def make():
+        inner = {
+            "state": lambda: Shifted(N),
+            "generator": lambda: RandomSampler(
+                range(N), generator=torch.Generator().manual_seed(3)
+            ),
+            "epoch": lambda: DistributedSampler(range(N), 1, 0, seed=5),
+        }[kind]()
+        options = {"batch_size": None} if argument == "sampler" else {}
+        return DataLoader(Numbers(N), collate_fn=list, **{argument: outer(inner)}, **options)
+
+    loader = make()
+    for _ in range(epoch):
+        list(loader)
+    states, batches = [saved(loader)], []
+    for batch in loader:
+        batches.append(batch)
+        states.append(saved(loader))
+    following = list(loader)
+    for number in (0, 2, len(batches)):
+        continued = restored(make(), states[number])
+        assert list(continued) == batches[number:]
+        assert list(continued) == following
 
 
 def noisy(sample):

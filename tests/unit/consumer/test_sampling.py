@@ -4,10 +4,11 @@ import asyncio
 import itertools
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import TensorDataset
 
 import headrace as hr
 from headrace._order.samplers import SeededRandomSampler
@@ -104,7 +105,8 @@ def test_generator_that_the_program_shares_with_torchs_sampler_is_drawn_from_whe
     assert drawn(hr.DataLoader) == drawn(TorchDataLoader)
 
 
-def test_draws_of_a_sampler_do_not_depend_on_the_order_of_arrival():
+@pytest.mark.parametrize("batched", [False, True])
+def test_draws_of_a_sampler_do_not_depend_on_the_order_of_arrival(batched):
     class Released(hr.AsyncDataset):
         """Samples arrive after some iterations of the event loop."""
 
@@ -115,12 +117,15 @@ def test_draws_of_a_sampler_do_not_depend_on_the_order_of_arrival():
             return 100
 
         async def aget(self, index):
-            for _ in range(index % 7 * self.delay):
+            for _ in range(int(np.sum(index)) % 7 * self.delay):
                 await asyncio.sleep(0)
             return index
 
     def drawn(delay):
         options = {"sampler": Drawing(100, 60, "torch"), "batch_size": 1, "in_order": False}
+        if batched:
+            sampler = BatchSampler(options["sampler"], 1, False)
+            options |= {"sampler": sampler, "batch_size": None}
         return [draws for _, draws in run(hr.DataLoader, Released(delay), draw, **options)]
 
     assert drawn(0) == drawn(1) == drawn(40)

@@ -88,7 +88,7 @@ class NotPicklableError(HeadraceError, TypeError):
 
 
 class DeviceUnavailableError(HeadraceError, RuntimeError):
-    """The device for batches does not exist or cannot be used.
+    """The device for batches is missing or cannot be used.
 
     Likely causes: a wrong number, CUDA_VISIBLE_DEVICES, a build of torch without CUDA, no memory
     left on the device.
@@ -104,7 +104,7 @@ class DeviceUnavailableError(HeadraceError, RuntimeError):
 
 
 class CudaGraphError(HeadraceError, RuntimeError):
-    """A batch was requested during the capture of a CUDA graph.
+    """A batch was requested while capturing a CUDA graph.
 
     Likely causes: `next()` within ``torch.cuda.graph(...)``.
 
@@ -370,7 +370,7 @@ class MissingExtraError(HeadraceError, ImportError):
 
 
 class CacheFolderError(HeadraceError, PermissionError):
-    """The folder of a disk cache is open to other users.
+    """The folder of a disk cache is open to others.
 
     The folder could contain files of another user.
 
@@ -387,7 +387,7 @@ class CacheFolderError(HeadraceError, PermissionError):
 
 
 class StateError(HeadraceError, ValueError):
-    """A saved state is damaged, or does not fit the loader.
+    """A saved state is damaged, or is of another loader.
 
     Nothing was restored.
 
@@ -546,7 +546,7 @@ class ObjectChangedError(StoreError):
 
 
 class ChecksumError(StoreError):
-    """The received bytes do not match the checksum or the length.
+    """The received bytes do not match checksum or length.
 
     All attempts received wrong bytes.
 

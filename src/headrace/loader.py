@@ -422,7 +422,7 @@ class DataLoader(TorchLoader, Generic[T_co]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> list[list[Any]]:
-        """Return the keys of the samples of steps, without reading samples.
+        """Return the keys of the samples of steps.
 
         Samples of a dataset without keys are named by index. Arguments and errors are as for
         `batch_at`, with numbers of several batches.
@@ -463,7 +463,7 @@ class DataLoader(TorchLoader, Generic[T_co]):
         rewind.exclude(self, steps or {}, keys)
 
     def stats(self) -> LoaderStats:
-        """Return counts of batches, samples, requests and waiting in all epochs."""
+        """Return counts of batches, samples, requests and waiting times."""
         return copy.copy(self._control.counters.stats)
 
     def report(self) -> Report:
@@ -486,7 +486,7 @@ class DataLoader(TorchLoader, Generic[T_co]):
         self._control.close_engine()
 
     async def aclose(self) -> None:
-        """Close the loader as `close` does, without blocking the caller's event loop."""
+        """Close the loader without blocking the caller's event loop."""
         self._control.close_epochs()
         import anyio.to_thread  # takes 3 ms, and only async programs need anyio
 

@@ -63,7 +63,7 @@ _Json = dict[str, Any]
 
 
 class Packed(NamedTuple):
-    """Result of `pack`: what this call has written on this rank.
+    """Shards and samples that a call of `pack` has written.
 
     Attributes:
         shards: number of shards.
@@ -88,7 +88,7 @@ def pack(
     num_workers: int = 0,
     **options: Unpack[LoaderOptions],
 ) -> Packed:
-    """Write the samples of a map-style dataset into shards, in order, on any number of ranks.
+    """Write a map-style dataset into shards.
 
     A `DataLoader` fetches and transforms the samples. A terminal shows a progress bar. Each shard
     holds the same number of consecutive samples. Rank r of W writes the shards r, r + W, ...: into
@@ -339,7 +339,7 @@ def _index(store: Store, firsts: range) -> None:
 
 
 class pack_results:
-    """Write the outputs of a model for each batch of a loader into Parquet shards.
+    """Write the outputs of a model into Parquet shards.
 
     The results of each sample are written exactly once, after any interruption, also by SIGKILL,
     and on any number of ranks. Each shard has the results of `samples_per_shard` consecutive
@@ -426,7 +426,7 @@ class pack_results:
                 upload.result()
 
     def put(self, results: Any) -> None:
-        """Write the results of the batch that the loader has returned last.
+        """Write the results of the last returned batch.
 
         Call `put` once for each batch, before the next batch.
 

@@ -106,7 +106,7 @@ class BlockShuffleSampler(BlockSampler):
 
 
 class BalancedBatchSampler(DistributedSampler[Any]):
-    """Balance the number of tokens per batch across ranks and steps.
+    """Batches of similar cost across ranks and steps.
 
     A `batch_sampler` for map-style datasets with samples of different lengths, for training on
     concatenated samples (such as `headrace.TokenDataset` by document). The sampler divides each
@@ -297,7 +297,7 @@ class quadratic(NamedTuple):
 
 
 def fit_cost(loader: Any) -> quadratic:
-    """Fit the cost of samples to the measured steps of a loader.
+    """Fit the cost of samples to measured steps.
 
     A step lasts from the return of `next()` to the following call, so the training loop must wait
     for the device in each step. A step of several ranks lasts as long as the slowest rank: the

@@ -91,7 +91,7 @@ class DatasetContract(_Contract):
     """
 
     def indices(self, dataset: Any) -> Sequence[int]:
-        """Return the indices to try: the first eight and the last."""
+        """Return the indices to try: first eight, and last."""
         return sorted({*range(min(len(dataset), 8)), len(dataset) - 1})
 
     def test_length_is_constant(self) -> None:
@@ -206,7 +206,7 @@ class StreamContract(_Contract):
         self._assert_same_stream(first, second, "the second pass")
 
     def test_concurrent_passes_are_independent(self) -> None:
-        """Two concurrent passes give the same samples as a single pass.
+        """Two concurrent passes give the samples of a single pass.
 
         A program may read two iterators of a loader at the same time.
         """

@@ -132,7 +132,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         )
 
     def take(self, count: int) -> AsyncIterableDataset[T_co]:
-        """Take the first `count` samples, or all samples of a shorter stream.
+        """Take at most the first `count` samples.
 
         If the stream is split over ranks, the count is for each rank.
 
@@ -171,7 +171,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
     def split(
         self, *, rank: int | None = None, world_size: int | None = None
     ) -> AsyncIterableDataset[T_co]:
-        """Give each rank every n-th sample, the same number on all ranks.
+        """Give each rank every n-th sample, equally many.
 
         The stream must not be split yet. Each rank reads the whole stream, so the stream must be
         the same on all ranks. The workers of a stock torch loader also read the whole stream and
@@ -306,7 +306,7 @@ class AsyncIterableDataset(IterableDataset[T_co]):
 
 
 class OperatedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
-    """An operation on a stream, or on a tuple of streams.
+    """An operation on a stream, or on several streams.
 
     Iterators have the class `operator` and are made from `dataset` and `options`, with an `order`
     in place of a `seed`. `shown` is the repr, with ``{}`` in place of the repr of `dataset`.
@@ -343,7 +343,7 @@ def _is_endless(stream: Any) -> bool:
 
 
 class MappedStream(MapComposition, OperatedStream[T_co]):
-    """A stream with a function applied to each sample; made by `map`.
+    """A stream with a function applied to each sample.
 
     A loader applies the last functions of an expression together with `transform`. Functions before
     another operation run in the loader's workers before batching.

@@ -170,7 +170,7 @@ class RangedDataset(AsyncDataset[T_co]):
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
     ) -> memoryview:
-        """Read the bytes of an object from `start` up to `stop`.
+        """Read the bytes of an object from `start` to `stop`.
 
         `index` is given if the bytes are for a single sample.
         """
@@ -190,7 +190,7 @@ class RangedDataset(AsyncDataset[T_co]):
     def samples_of(
         self, indices: Sequence[Any], data: Sequence[memoryview]
     ) -> Sequence[T_co] | torch.Tensor:
-        """Make the samples of a batch: a sequence, or a new tensor.
+        """Make the samples of a batch, as sequence or tensor.
 
         Override this method if a batch is faster to make than sample by sample.
         """
@@ -273,7 +273,7 @@ class MappedDataset(MapComposition, _Applied[T_co]):
 
 
 class FetchedDataset(_Applied[T_co]):
-    """A dataset with a coroutine function applied to each row; made by `map`."""
+    """A dataset with a coroutine function applied to each row."""
 
     def __init__(self, dataset: object, fn: Callable[[Any], Awaitable[T_co]]) -> None:
         super().__init__(dataset, fn)
@@ -335,7 +335,7 @@ class InParts:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def locate(self, index: Any) -> tuple[int, Any]:
-        """Return the number of a part, and the index within the part.
+        """Return the number of a part, and the index there.
 
         Raises:
             IndexError: the index is out of range.
@@ -369,7 +369,7 @@ class IndexedParts(InParts, ConcatComposition, AsyncDataset[Any]):
 
     @functools.cached_property
     def blocks(self) -> Blocks | None:
-        """The smallest blocks of the parts, if all parts have blocks."""
+        """Smallest blocks of the parts, if all have blocks."""
         found: list[Any] = [blocks_of(source) for source in self.sources]
         if None in found:
             return None

@@ -23,7 +23,7 @@ def batch_by_tokens(
     padded: bool = True,
     drop_last: bool = False,
 ) -> AsyncIterableDataset[list[Any]]:
-    """Batch the samples of a stream by a budget of tokens.
+    """Batch the samples of a stream by tokens.
 
     The result is a stream of lists of samples. Read the stream with ``batch_size=None``:
     ``DataLoader(batch_by_tokens(stream, 4096), batch_size=None, transform=…, collate_fn=…)``. Both

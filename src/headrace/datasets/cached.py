@@ -83,7 +83,10 @@ class Cacheable(AsyncDataset[T_co]):
 
     @abstractmethod
     def sample_of(self, index: int, data: memoryview) -> T_co:
-        """Make the sample at `index` from bytes; raise an error for damaged bytes."""
+        """Make the sample at `index` from bytes.
+
+        Damaged bytes raise an error.
+        """
 
     async def aget(self, index: int) -> T_co:
         """Fetch the sample at `index`.
@@ -105,7 +108,7 @@ class Cacheable(AsyncDataset[T_co]):
         *,
         version: str | int | None = None,
     ) -> CachedDataset[T_co]:
-        """Return this dataset with a cache in a folder of the local disk.
+        """Return this dataset with a cache on disk.
 
         The cache keeps objects, or blocks of 64 KiB of shards. All processes with the same folder
         share the cache. Two processes may fetch the same bytes at the same time. Several datasets
@@ -153,7 +156,7 @@ class Cacheable(AsyncDataset[T_co]):
 
 
 class CachedDataset(AsyncDataset[T_co]):
-    """A dataset with a cache on disk, made by the method `cache`.
+    """A dataset with a cache on disk.
 
     Attributes:
         dataset: the dataset without a cache; fetches bytes and makes samples.
@@ -187,7 +190,7 @@ class CachedDataset(AsyncDataset[T_co]):
         return f"{type(self).__name__}({self.dataset!r}, {self._cache!r})"
 
     async def aget(self, index: int) -> T_co:
-        """Read the sample at `index` from the cache or the store.
+        """Read a sample from the cache or the store.
 
         Errors are errors of the dataset.
         """

@@ -32,7 +32,9 @@ def hub(
     timeout: float = 30.0,
     retry: RetryPolicy | int | None = None,
 ) -> tuple[Shard, ...]:
-    """List files of a Hugging Face repository as shards. Needs ``headrace[hub]``.
+    """List files of a Hugging Face repository as shards.
+
+    Needs ``headrace[hub]``.
 
     The result is for the `shards` of any dataset. `huggingface_hub` lists the files, with the token
     and settings of the environment (``hf auth login``, ``HF_TOKEN``, ``HF_ENDPOINT``). A `Store`

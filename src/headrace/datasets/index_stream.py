@@ -50,7 +50,7 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         return _IndexIterator(self, self._ranks.shard().in_worker(), self._order_for(self._seed))
 
     def sampler(self, reader: ReaderShare, order: Order) -> BlockSampler:
-        """Return a sampler with the order of a loader of the dataset.
+        """Return a sampler with the order of the dataset's loader.
 
         Repetitions of the stream have other seeds.
         """

@@ -29,7 +29,7 @@ _Files = Mapping[str, Shard]
 
 
 class LeRobotDataset(MappedDataset[_Fields]):
-    """Rows of a LeRobot dataset of format version 3, with the frames of the cameras.
+    """Rows and camera frames of a LeRobot dataset, version 3.
 
     Map-style. Needs ``headrace[parquet]``, ``headrace[video]`` for videos, and ``headrace[image]``
     for images in the rows. A sample is a dict, equal to the sample of lerobot: tensors of float32,

@@ -27,7 +27,7 @@ LINE_LIMIT = 64 << 20
 
 
 class LinesDataset(ShardedStream[Any]):
-    r"""A stream of the lines of files: parsed JSON, text, or bytes.
+    r"""A stream of lines: parsed JSON, text, or bytes.
 
     Files are read as `TarDataset` reads shards: several at once, by ranged requests, plain, gzip or
     zstd, in the same order in every run, split over ranks. Lines end with ``\n`` or ``\r\n``. The

@@ -174,7 +174,7 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
-        """Fetch the bytes of the object at `index`; errors as of `aget`."""
+        """Fetch the bytes of an object; errors as of `aget`."""
         found = self.extent(index)
         key, size, checksum = found.key, found.length, found.checksum
         if size is None:

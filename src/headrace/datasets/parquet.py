@@ -139,14 +139,14 @@ class TableDataset(IndexedShards[Any]):
         )
 
     def sample_key(self, index: int) -> str:
-        """Return the file and the row of the sample at `index`."""
+        """Return the file and the row of a sample."""
         number, row = self.locate(index)
         group = self._groups[number]
         row = int(self._passing[number][row]) if self._passing else row
         return f"{group.footer.shard.key}[{sum(group.footer.rows[: group.number]) + row}]"
 
     async def aget(self, index: int) -> Any:
-        """Read a row: a dict, or a table with one row."""
+        """Read a row, as dict or table."""
         return (await self.agets([index]))[0]
 
     async def agets(self, indices: Sequence[int]) -> Sequence[Any]:

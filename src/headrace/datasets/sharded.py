@@ -110,7 +110,7 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         raise NotImplementedError  # each format has its own
 
     def index_decoder(self, shard: Shard) -> Decoder:
-        """Return the decoder for indexing, for all options of the class."""
+        """Return the decoder for indexing, whatever the options."""
         return self.decoder(shard)
 
     @classmethod
@@ -262,7 +262,10 @@ class IndexedDataset(RangedShards[T_co]):
         return self.samples_of([index], [data])[0]
 
     def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
-        """Make the samples of a batch; raises `ShardError` for invalid bytes."""
+        """Make the samples of a batch.
+
+        Invalid bytes raise `ShardError`.
+        """
         ranges = self.ranges(indices)
         return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
 
@@ -291,7 +294,7 @@ class IndexedDataset(RangedShards[T_co]):
         return Blocks.within(self._unpacked.limit, nbytes, len(self), size)
 
     def shard_size(self, number: int) -> int:
-        """Return the number of bytes of a shard, unpacked if the shard is compressed."""
+        """Return the number of unpacked bytes of a shard."""
         index, place = self._index, self._numbers[number]
         return int(index.ends[place]) if index.pieces[place] else super().shard_size(number)
 

@@ -39,7 +39,7 @@ class VideoClip(NamedTuple):
 
 
 class VideoDataset(RangedShards[VideoClip]):
-    """Clips of the first video track of mp4 and mov files.
+    """Clips of video tracks in mp4 and mov files.
 
     Map-style. A sample is a `VideoClip`, for decoding in ``transform=``. A clip is read by a ranged
     request, from the key frame before the clip to the last byte needed by the clip's frames. The
@@ -115,7 +115,7 @@ class VideoDataset(RangedShards[VideoClip]):
         return Ranges(shards, clips["start"], clips["stop"])
 
     def sample_key(self, index: int) -> str:
-        """Return the file and the start of the clip at `index`."""
+        """Return the file and the start of a clip."""
         return f"{self._shards[self.range(index)[0]].key}[{self.clips[index]['seconds']:.3f} s]"
 
     def sample_of(self, index: int, data: memoryview) -> VideoClip:
@@ -123,7 +123,7 @@ class VideoDataset(RangedShards[VideoClip]):
         return self.clip_of(self.clips[index], data)
 
     def clip_of(self, clip: Any, data: memoryview) -> VideoClip:
-        """Make a clip, described as in `clips`, from the clip's bytes."""
+        """Make a clip, described as in `clips`, from bytes."""
         number = clip["video"]
         track = self._tracks[number]
         frames = track.frames[clip["first"] : clip["last"]]

@@ -168,7 +168,7 @@ class ZarrDataset(RangedDataset[Any]):
         return Ranges(blocks * self._count + windows, rows, rows + 1)
 
     async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
-        """Read neighbours in a block: for each sample, a view of each array."""
+        """Read neighbouring samples in a block, as views of arrays."""
         number, window = divmod(number, self._count)
         first = number * self._step + start
         places = [divmod(first, array.chunks[self._axis]) for array in self._arrays]

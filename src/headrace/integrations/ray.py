@@ -19,7 +19,7 @@ __all__ = ["prepare_data_loader"]
 def prepare_data_loader(
     loader: DataLoader[Any], add_dist_sampler: bool = True, move_to_device: bool = True
 ) -> DataLoader[Any]:
-    """Prepare a loader in the training function of a Ray worker.
+    """Prepare a loader in a training function of Ray.
 
     Call this function in place of `ray.train.torch.prepare_data_loader`. Ray's function would make
     a plain torch loader, without headrace's engine. This function returns `loader` itself, or a

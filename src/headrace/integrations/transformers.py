@@ -196,7 +196,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 loader.close()
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the numbers of epochs and steps, and restore the loader.
+        """Return numbers of epochs and steps, and restore the loader.
 
         Overrides the method of `transformers.Trainer`. The position of the loader decides the
         number of remaining steps.
@@ -291,7 +291,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super()._run_epoch(**arguments)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and in a checkpoint also the loader's state.
+        """Save the model, and for checkpoints the loader's state.
 
         Overrides the method of `transformers.Trainer`.
         """

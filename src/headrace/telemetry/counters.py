@@ -81,7 +81,7 @@ class LoaderStats:
 
     @property
     def wait_share(self) -> float:
-        """Share of the elapsed time spent waiting for data, from 0 to 1."""
+        """Share of the time spent waiting, from 0 to 1."""
         return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
 
 
@@ -135,7 +135,7 @@ class Counters:
         self.stats.skipped = (*self.stats.skipped, *failures)[-SKIPS:]
 
     def records(self, last: int = KEPT) -> list[BatchRecord]:
-        """Return the last batches of the latest iteration, at most `last`.
+        """Return at most `last` batches of the latest iteration.
 
         The wait of an iteration's first batch is the start-up. If the iteration's first batch is no
         longer among the records, the first returned record has a wait of 0 s.

@@ -94,7 +94,7 @@ class Figures:
 
     @property
     def period(self) -> float:
-        """Mean time from a batch to the next batch, in seconds."""
+        """Mean seconds from a batch to the next batch."""
         return self.seconds / self.batches if self.batches else 0.0
 
 
@@ -168,7 +168,7 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
 
 
 def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
-    """Return the steps of a batch on the way to `next()`.
+    """Return the stages of a batch before `next()`.
 
     Each step has its end time, or 0.0 if the batch skipped the step.
     """

@@ -225,6 +225,10 @@ class AsyncNumbers(hr.AsyncIterableDataset):
             yield number
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="CPython 3.12.1 crashes after a tracer of instructions has raised; 3.13 leaves out instructions",
+)
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [

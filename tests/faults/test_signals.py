@@ -220,6 +220,10 @@ class CtrlC:
         return self._offsets[code]
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="CPython 3.12.1 crashes after a tracer of instructions has raised; 3.13 leaves out instructions",
+)
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [

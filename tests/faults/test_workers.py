@@ -107,9 +107,9 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(
     ) in (
         DYING.items()
     ):  # once for each of the three epochs, and where it is reported it is not logged
-        first = rf"worker \d \(pid \d+\) .*{death} on batch {index // 4}, indices .*, attempt 1\..* has taken its place"
+        first = rf"worker \d \(pid \d+\) .*{death} on batch {index // 4}, indices .*, attempt 1\..* takes its place"
         assert len(re.findall(first, stderr)) == 3, stderr
-    assert not re.search(r"indices .*, attempt 2\..* has taken its place", stderr)
+    assert not re.search(r"indices .*, attempt 2\..* takes its place", stderr)
 
 
 class ReadBy(torch.utils.data.Dataset[Any]):
@@ -140,9 +140,7 @@ def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(
         ) as loader:
             read = [(int(index), int(worker)) for index, worker in loader]
             assert [index for index, _ in read] == list(range(300))
-            assert [
-                (index, worker) for index, worker in read if worker != index % 2 and index != 201
-            ] == []
+            assert [(index, worker) for index, worker in read if worker != index % 2] == []
 
     assert "on batch 201, indices [201], attempt 1. " in case(program)
 

@@ -48,6 +48,7 @@ from headrace._records.batches import (
 from headrace._records.failure import describe_samples
 from headrace._records.messages import (
     Answer,
+    Call,
     Consumed,
     EngineRequest,
     SessionEnd,
@@ -105,6 +106,11 @@ class Engine:
         if self.config.kind.is_async:  # otherwise the loop runs no user code
             self.watch.begin()
         task.add_done_callback(lambda _: self._forget(session))
+
+    def call_on_consumers_thread(self, function: Callable[[], None]) -> None:
+        """Have each consumer that waits for a batch call `function`."""
+        for session in self._running:
+            session.send(Call(function))
 
     def _forget(self, session: EngineSession) -> None:
         del self._running[session]
@@ -224,7 +230,7 @@ class EngineSession:
         self._functions = SessionFunctions(
             apply or executor.apply, lambda: executor.workers, start.seed, common_seed
         )
-        self._send = send
+        self.send = send
         self._in_order = config.in_order
         self._next_number = start.batch
         self._held: dict[int, HostBatch] = {}  # batches waiting for earlier batches
@@ -261,7 +267,7 @@ class EngineSession:
         elif isinstance(message, Consumed):
             self._on_consumed(message.number)
         elif isinstance(message, StatusRequest):
-            self._send(Status(self._status(message.number)))
+            self.send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
         elif isinstance(message, WorkersRequest) and isinstance(self._executor, ProcessExecutor):
@@ -331,7 +337,7 @@ class EngineSession:
                 raise
         finally:
             self._requests.bodies.close()
-            self._send(SessionEnd(error))
+            self.send(SessionEnd(error))
             # Free the shared memory of the functions now, not at the next garbage collection.
             self._work = None
 
@@ -436,6 +442,6 @@ class EngineSession:
         while (done := self._held.pop(self._next_number, None)) is not None:
             del self._outstanding[self._next_number]
             self._next_number += 1
-            self._send(done)
+            self.send(done)
         if self._left and not self._outstanding:
             self.cancel()

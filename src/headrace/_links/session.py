@@ -72,8 +72,8 @@ class Session:
         """Return the oldest arrived batch, or None. The batch stays here until `release`."""
         self._receive()  # even with ready batches: a dead engine is replaced at once
         while self._calls and not self._ready:
-            assert self._work is not None
-            self._work.call(self._calls[0].function)  # called again after Ctrl-C
+            function = self._calls[0].function  # called again after Ctrl-C
+            function() if self._work is None else self._work.call(function)
             with suppress(IndexError):  # another thread has closed the session
                 self._calls.popleft()
             self._receive()

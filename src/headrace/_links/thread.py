@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace._engine.config import EngineConfig
 from headrace._engine.engine import Engine, EngineSession
+from headrace._engine.executors import ProcessExecutor
 from headrace._engine.sample_functions import apply_on_consumers_thread
 from headrace._eventloop.loop_thread import LoopThread
 from headrace._eventloop.waiting import Waker
@@ -102,13 +103,14 @@ class ThreadPlacement(Placement):
         for_one_session: bool = False,
     ) -> None:
         super().__init__()
-        self._engine = Engine(config, work if config.context is None else None)
+        self._engine = engine = Engine(config, work if config.context is None else None)
+        if isinstance(engine.executor, ProcessExecutor):
+            engine.executor.call = engine.call_on_consumers_thread
         self._for_one_session = for_one_session
         try:
             self._loop = LoopThread("headrace-engine")
         except BaseException:  # no thread could be started, or Ctrl-C; the engine has workers
-            self._engine.executor.kill()
-            self._engine.executor.release()
+            engine.executor.release()
             raise
         self._ended = False
 

@@ -49,6 +49,7 @@ class WorkerProcess(ABC):
         self.exit_code: int | None = None
         # The reason why the process could not be started; None unless the start has failed.
         self.refusal: OSError | None = None
+        self._ended = False
 
     @abstractmethod
     def ended(self) -> bool:
@@ -72,13 +73,16 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Close the descriptors of this handle."""
+        """Close the descriptors of this handle. Further calls do nothing."""
 
 
 def launch_worker(
     context: BaseContext, task: WorkerTask | None, worker: int, workers: int
 ) -> tuple[WorkerProcess, Connection]:
-    """Start a worker from any thread by `multiprocessing`, which passes the task.
+    """Start a worker by `multiprocessing`, which passes the task.
+
+    A fork destroys the thread-local objects of all threads but the caller's, and keeps the locks
+    of these threads. So only a thread that may fork this process calls this function.
 
     Returns:
         The worker process, and the engine's end of the worker's channel.
@@ -125,18 +129,19 @@ class _ContextProcess(WorkerProcess):
         self._process = process
 
     def ended(self) -> bool:
-        if self.exit_code is None and connection.wait([self.sentinel], 0):
+        if not self._ended and connection.wait([self.sentinel], 0):
             # None if the program, or the kernel for the program, has reaped the process
             self.exit_code = self._process.exitcode
-            return True
-        return self.exit_code is not None
+            self._ended = True
+        return self._ended
 
     def release(self) -> None:
         if not self.ended():
             self._process.join(1.0)  # seconds; the process has just been killed
+            self._ended = True
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self.sentinel, self._descriptor = self._process.sentinel, None
+            self._descriptor = None
         with suppress(ValueError):  # still running; multiprocessing joins it at exit
             self._process.close()
 
@@ -179,7 +184,6 @@ class _ZygoteProcess(WorkerProcess):
     def __init__(self, status: int) -> None:
         super().__init__(status, None)
         os.set_blocking(status, False)
-        self._ended = False
 
     def ended(self) -> bool:
         while not self._ended:

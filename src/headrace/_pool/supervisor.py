@@ -97,6 +97,7 @@ class NumberedWorker:
     # Numbers of the tasks in the process, if the pool sends tasks.
     loaded: set[int] = field(default_factory=set)
     jobs: deque[Job] = field(default_factory=deque)  # jobs sent to the process, in order
+    # Set after the end of the process. The worker then keeps `pinned` for the replacement.
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     def close_channel(self) -> None:
@@ -107,6 +108,12 @@ class NumberedWorker:
             asyncio.get_running_loop().remove_reader(self.process.sentinel)
         self.process.release()
         self.close_channel()
+
+    def discard(self) -> None:
+        """Kill the process, and close all descriptors. Any thread may call."""
+        self.process.signal(signal.SIGKILL)
+        self.process.release()
+        self.connection.close()
 
     def cannot_start(self, error: Exception) -> WorkerDiedError:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -186,12 +193,13 @@ class Pool:
         self.broken: WorkerDiedError | None = None  # the reason why the pool runs no more jobs
         # Deaths of started processes since the reader of this count last set it to 0.
         self.deaths = 0
+        # Has a thread call a function that may fork this process.
+        self.call: Callable[[Callable[[], None]], None] = lambda function: function()
         self._closing = False
         try:
             for number in self._numbers:
                 self._workers[number] = self._start(number)
         except BaseException:  # Ctrl-C too: nothing owns the workers that have started
-            self.kill()
             self.release()
             raise
 
@@ -210,7 +218,10 @@ class Pool:
         return NumberedWorker(number, process, connection)
 
     def open(self) -> None:
-        """Connect the launched workers to the running loop, once."""
+        """Connect the launched workers to the running loop, once.
+
+        Also ask again for the replacements of dead workers.
+        """
         for worker in self._workers.values():
             if worker.channel is None:
                 try:
@@ -218,6 +229,8 @@ class Pool:
                 except Exception as error:
                     self._break(worker.cannot_start(error))
                     raise
+            elif worker.exited.is_set() and self.broken is None:
+                self._replace(worker)
 
     def resize(self, stop: int) -> None:
         """Change the workers to the numbers below `stop`.
@@ -351,10 +364,9 @@ class Pool:
             worker.process.signal(signal.SIGKILL)
 
     def release(self) -> None:
-        """Close the remaining handles, after the loop is closed."""
+        """Kill the remaining workers and close their handles, after the loop is closed."""
         for worker in self._workers.values():
-            worker.process.release()
-            worker.connection.close()
+            worker.discard()
         self._forget()
 
     def _forget(self) -> None:
@@ -371,8 +383,8 @@ class Pool:
                 worker.leaving = True
                 worker.close_channel()
             return
-        while worker.channel is not None and not worker.leaving:
-            # Waiting jobs go first. If requests are pinned, waiting jobs come from a dead worker.
+        while worker.channel is not None and not (worker.leaving or worker.exited.is_set()):
+            # Waiting jobs go first.
             queue, most = (
                 (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
             )
@@ -429,7 +441,9 @@ class Pool:
         suspect = job if worker.started else None  # a worker reads no job before the start
         died = worker.death(suspect)
         worker.close_channel()
-        again = worker.pinned if self._stateful else self._waiting
+        # `multiprocessing` may start the replacement late. If another worker took the job, random
+        # draws would depend on the time.
+        again = self._waiting if self._context is None else worker.pinned
         # The worker had not begun the remaining jobs. All remaining jobs are pinned.
         worker.pinned.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
@@ -455,19 +469,51 @@ class Pool:
         if refusal is not None:
             self._break(worker.cannot_start(refusal))
             return
-        try:
-            with explained(f"replace worker {worker.number}"):
-                successor = self._start(worker.number)
-            successor.pinned, successor.failed_starts = worker.pinned, worker.failed_starts + 1
-            worker = self._workers[worker.number] = successor
-            self._connect(successor)
-        except Exception as error:
-            if not worker.exited.is_set():
-                worker.process.signal(signal.SIGKILL)
-            self._break(worker.cannot_start(error))
-            return
         if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
-            _log.warning("%s Another process has taken its place.", died)
+            _log.warning("%s Another process takes its place.", died)
+        self._replace(worker)
+
+    def _replace(self, dead: NumberedWorker) -> None:
+        """Start a process in place of a dead process.
+
+        `multiprocessing` starts the process on the thread of `call`, perhaps later.
+        """
+        if self._context is None:
+            self._take_over(dead, self._successor(dead))
+            return
+        loop = asyncio.get_running_loop()
+
+        def start() -> None:
+            if self._workers.get(dead.number) is dead:  # otherwise an earlier call was enough
+                successor = self._successor(dead)
+                try:
+                    loop.call_soon_threadsafe(self._take_over, dead, successor)
+                except RuntimeError:  # the loop has ended
+                    if isinstance(successor, NumberedWorker):
+                        successor.discard()
+
+        self.call(start)
+
+    def _successor(self, dead: NumberedWorker) -> NumberedWorker | Exception:
+        try:
+            with explained(f"replace worker {dead.number}"):
+                return self._start(dead.number)
+        except Exception as error:
+            return error
+
+    def _take_over(self, dead: NumberedWorker, successor: NumberedWorker | Exception) -> None:
+        if isinstance(successor, Exception):
+            self._break(dead.cannot_start(successor))
+        elif self._closing or self._workers.get(dead.number) is not dead:
+            successor.discard()
+        else:
+            successor.pinned, successor.failed_starts = dead.pinned, dead.failed_starts + 1
+            self._workers[dead.number] = successor
+            try:
+                self._connect(successor)
+            except Exception as error:
+                successor.process.signal(signal.SIGKILL)
+                self._break(successor.cannot_start(error))
 
     def _break(self, died: WorkerDiedError) -> None:
         """Fail all requests.

@@ -82,8 +82,11 @@ def has_threads() -> bool:
 
     The function forks this process to find out. A library with support for forks then ends threads
     (OpenBLAS, with threads since the import of NumPy and SciPy), or restarts threads in the child
-    (jemalloc, a part of Arrow).
+    (jemalloc, a part of Arrow). With threads of Python there is no fork: the child would destroy
+    the thread-local objects of the threads, and a destructor may wait for ever.
     """
+    if threading.active_count() > 1:
+        return True
     with warnings.catch_warnings():
         # Python 3.12 counts threads before the fork, and warns.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -94,4 +97,4 @@ def has_threads() -> bool:
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # the thread has ended
             names.append(file.read_text().strip())
-    return max(threading.active_count(), len(names) - names.count("jemalloc_bg_thd")) > 1
+    return len(names) - names.count("jemalloc_bg_thd") > 1

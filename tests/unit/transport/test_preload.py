@@ -121,6 +121,34 @@ def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_
     assert len(set(pids_of(module))) == 4  # a helper, two workers, the loader's
 
 
+def test_template_destroys_no_thread_local_object_of_a_thread_of_a_module(write, tmp_path):
+    # The destructor of such an object may wait in a fork for ever: for threads that the fork lacks.
+    destroyed = tmp_path / "destroyed"
+    module = write(
+        "preloaded",
+        f"""
+        import threading
+        local, started, owner = threading.local(), threading.Event(), os.getpid()
+
+        class Held:
+            def __del__(self):
+                if os.getpid() != owner:
+                    open({str(destroyed)!r}, "w").close()
+
+        def hold():
+            local.held = Held()
+            started.set()
+            threading.Event().wait()
+
+        if owner != {OF_TESTS}:
+            threading.Thread(target=hold, daemon=True).start()
+            started.wait()
+        """,
+    )
+    assert double_in_workers(module.double, placement="thread") == DOUBLED
+    assert not destroyed.exists()
+
+
 def test_workers_start_after_their_template_was_killed(module):
     with hr.DataLoader(
         Numbers(8), batch_size=4, num_workers=2, transform=module.double, placement="thread"

@@ -25,7 +25,13 @@ from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.epochs import keys_within
 from headrace._streams.fetch_functions import fetching
-from headrace._streams.resumable import BadRecord, ResumableIterator, State, start_stream
+from headrace._streams.resumable import (
+    BadRecord,
+    ResumableIterator,
+    State,
+    restore_dataset,
+    start_stream,
+)
 from headrace.errors import StateError
 
 # Rows of a stream that count as a batch for hedging.
@@ -269,7 +275,7 @@ class StreamFetch(FetchStage):
                     await self._admitted.wait()
                 plan = self._plans.popleft()
                 progress = self._progress
-                if progress.ended:
+                if progress.ended and self._state is None:
                     self.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
                 batch = StreamBatch(plan, progress, self._tolerance)
@@ -289,6 +295,10 @@ class StreamFetch(FetchStage):
         state, self._state = self._state, None
         self._first = self._progress.position
         try:
+            if state is not None and self._progress.ended:
+                # The next epoch needs the restored dataset.
+                restore_dataset(self._dataset, state["stream"])
+                return None
             with keys_within(0):
                 stream = start_stream(self._dataset)
                 if state is not None:

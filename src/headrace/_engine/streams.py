@@ -106,7 +106,7 @@ class StreamBatch:
         if in_a_row >= self._tolerance.max_in_a_row:
             unskippable = f"{in_a_row} failures in a row"
         # Skipping an error that ended the stream would skip all samples after the error.
-        if self._tolerance.skips and _ended_a_generator(error):
+        if self._tolerance.skips and _ended_a_stream(error):
             unskippable = "the error ended the stream, samples after it are missing"
         failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
@@ -160,13 +160,16 @@ def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
     return raw._replace(samples=[failure], whole=False)
 
 
-def _ended_a_generator(error: BaseException) -> bool:
-    """Whether `error` came out of a generator function of the user.
+def _ended_a_stream(error: BaseException) -> bool:
+    """Whether `error` came out of a generator function of the user, or prevented a stream's start.
 
     The generator has then ended. The first frame outside of headrace decides: a generator in an
-    inner frame may have served only a single sample.
+    inner frame may have served only a single sample. A part of a stream that cannot start, such as
+    shards for too many ranks, would be missing as a whole.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is start_stream.__code__:
+            return True
         if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
     return False

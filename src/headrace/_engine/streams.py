@@ -25,7 +25,13 @@ from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.epochs import keys_within
 from headrace._streams.fetch_functions import fetching
-from headrace._streams.resumable import BadRecord, ResumableIterator, State, start_stream
+from headrace._streams.resumable import (
+    BadRecord,
+    ResumableIterator,
+    State,
+    restore_dataset,
+    start_stream,
+)
 from headrace.errors import StateError
 
 # Rows of a stream that count as a batch for hedging.
@@ -100,7 +106,7 @@ class StreamBatch:
         if in_a_row >= self._tolerance.max_in_a_row:
             unskippable = f"{in_a_row} failures in a row"
         # Skipping an error that ended the stream would skip all samples after the error.
-        if self._tolerance.skips and _ended_a_generator(error):
+        if self._tolerance.skips and _ended_a_stream(error):
             unskippable = "the error ended the stream, samples after it are missing"
         failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
         self._add_failure(replace(failure, unskippable=unskippable))
@@ -154,13 +160,16 @@ def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
     return raw._replace(samples=[failure], whole=False)
 
 
-def _ended_a_generator(error: BaseException) -> bool:
-    """Whether `error` came out of a generator function of the user.
+def _ended_a_stream(error: BaseException) -> bool:
+    """Whether `error` came out of a generator function of the user, or prevented a stream's start.
 
     The generator has then ended. The first frame outside of headrace decides: a generator in an
-    inner frame may have served only a single sample.
+    inner frame may have served only a single sample. A part of a stream that cannot start, such as
+    shards for too many ranks, would be missing as a whole.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is start_stream.__code__:
+            return True
         if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
             return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
     return False
@@ -269,7 +278,7 @@ class StreamFetch(FetchStage):
                     await self._admitted.wait()
                 plan = self._plans.popleft()
                 progress = self._progress
-                if progress.ended:
+                if progress.ended and self._state is None:
                     self.deliver(RawBatch(plan._replace(indices=()), (), end=True))
                     continue
                 batch = StreamBatch(plan, progress, self._tolerance)
@@ -289,6 +298,10 @@ class StreamFetch(FetchStage):
         state, self._state = self._state, None
         self._first = self._progress.position
         try:
+            if state is not None and self._progress.ended:
+                # The next epoch needs the restored dataset.
+                restore_dataset(self._dataset, state["stream"])
+                return None
             with keys_within(0):
                 stream = start_stream(self._dataset)
                 if state is not None:

@@ -14,7 +14,9 @@ from headrace._engine.config import EngineConfig, name_unpicklable
 from headrace._links.placement import Placement, snapshot
 from headrace._links.session import Session
 from headrace._links.thread import ThreadPlacement
+from headrace._ranks.rankinfo import bound
 from headrace._records.batches import SessionStart
+from headrace._streams.epochs import session_epoch
 from headrace._streams.kinds import DatasetKind, propagate_epoch
 from headrace._streams.resumable import warn_of_rereading
 from headrace._transport.shared_pickle import SharedPickle
@@ -141,14 +143,15 @@ class PlacementSelector:
 
         A copy in another process gets the epoch with the next session.
         """
-        if self._seen is None or self._config is None:
-            propagate_epoch(dataset, epoch, only_wanted=only_wanted)
-            return
-        copied = self._config.dataset
-        same = self._seen == snapshot(copied)
-        propagate_epoch(copied, epoch)
-        if same:  # the copy stays valid
-            self._seen = snapshot(copied)
+        with bound(session_epoch, epoch):
+            if self._seen is None or self._config is None:
+                propagate_epoch(dataset, epoch, only_wanted=only_wanted)
+                return
+            copied = self._config.dataset
+            same = self._seen == snapshot(copied)
+            propagate_epoch(copied, epoch)
+            if same:  # the copy stays valid
+                self._seen = snapshot(copied)
 
     def drop(self) -> None:
         """Close the engines of a collected loader.

@@ -23,9 +23,10 @@ from headrace._engine.worker_tasks import dump_batch
 from headrace._eventloop.loop_thread import end_tasks, new_event_loop
 from headrace._links.placement import CLOSE_DEADLINE
 from headrace._pool.launch import adopt_control
-from headrace._ranks.rankinfo import RankInfo, set_process_rank
+from headrace._ranks.rankinfo import RankInfo, bound, set_process_rank
 from headrace._records.batches import BatchPlan, HostBatch, RawBatch, SessionStart
 from headrace._records.messages import Answer, EngineRequest, SessionEnd, SessionStarted
+from headrace._streams.epochs import session_epoch
 from headrace._streams.kinds import propagate_epoch
 from headrace._transport.channel import BlockingChannel, Connection, EngineChannel
 from headrace._transport.log_records import unsent_records
@@ -176,7 +177,8 @@ class _Sidecar:
             with explained("start the workers"):
                 self._engines.append(Engine(config, opening.work))
         engine, start = self._engines[-1], opening.start
-        propagate_epoch(config.dataset, start.epoch, only_wanted=not start.set_epoch)
+        with bound(session_epoch, start.epoch):
+            propagate_epoch(config.dataset, start.epoch, only_wanted=not start.set_epoch)
         work = self._functions(config, opening.work)
         session = EngineSession(engine, server.send, work, start)
         engine.start(session)

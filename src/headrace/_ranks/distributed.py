@@ -13,7 +13,13 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from headrace._ranks.rankinfo import RankInfo, own_rank, rank_of_group, reader_divides
+from headrace._ranks.rankinfo import (
+    RankInfo,
+    own_rank,
+    rank_of_group,
+    rank_of_loader,
+    reader_divides,
+)
 
 undivided: ContextVar[bool] = ContextVar("headrace_undivided", default=False)
 """Whether streams that start now are read whole by all ranks and workers.
@@ -55,7 +61,7 @@ class RankChoice:
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
         self.given: ReaderShare | None = None
-        # In a spawned worker: rank of the parent process.
+        # In a spawned worker of torch's own loader: rank of the parent process.
         self._of_parent: ReaderShare | None = None
         self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
         if rank is not None and world_size is not None:
@@ -88,7 +94,7 @@ class RankChoice:
                 "a stream or sampler", self.given.index, self.given.count, rank_of_group()
             )
             return self.given
-        if self._of_parent is not None:
+        if self._of_parent is not None and rank_of_loader() is None:
             return self._of_parent
         info = own_rank()
         return ReaderShare(info.rank, info.world_size)

@@ -90,8 +90,13 @@ def rank_of_group() -> RankInfo | None:
 
     None if the loader has no `data_parallel=`.
     """
-    info = _of_context.get() or _of_process
+    info = rank_of_loader()
     return info if info is not None and info.source == GROUP else None
+
+
+def rank_of_loader() -> RankInfo | None:
+    """Return the rank that a loader has set for this code, or None."""
+    return _of_context.get() or _of_process
 
 
 def own_rank() -> RankInfo:
@@ -99,7 +104,7 @@ def own_rank() -> RankInfo:
 
     In contrast to `get_rank_info`, the reader of a stream does not matter.
     """
-    return _of_context.get() or _of_process or _resolved()
+    return rank_of_loader() or _resolved()
 
 
 def reader_divides() -> bool:

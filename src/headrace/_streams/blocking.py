@@ -10,8 +10,9 @@ from collections.abc import AsyncIterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from headrace._eventloop.loop_thread import LoopThread
-from headrace._ranks.rankinfo import reader_divides, reading_divided
+from headrace._ranks.rankinfo import bound, reader_divides, reading_divided
 from headrace._streams.composition import Functions, apply_functions
+from headrace._streams.epochs import session_epoch
 from headrace._streams.resumable import start_stream
 from headrace._torchcompat.private import outside_workers
 
@@ -53,7 +54,9 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     ) -> None:
         self._functions = functions
         self._place = outside_workers if whole else contextlib.nullcontext
-        self._divided = reader_divides()  # from a context variable of this thread
+        # From context variables of this thread.
+        self._divided = reader_divides()
+        self._epoch = bound(session_epoch, session_epoch.get())
         with self._place():
             self._stream = start_stream(dataset)
 
@@ -66,5 +69,5 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
         return transformed
 
     async def _read(self) -> Any:
-        with reading_divided(self._divided):
+        with reading_divided(self._divided), self._epoch:
             return await anext(self._stream, _END)

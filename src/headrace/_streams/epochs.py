@@ -52,6 +52,7 @@ class FollowsEpoch:
 
     wants_epoch = True  # loaders call `set_epoch` before each epoch
     _epoch: int | None = None
+    _of_loader = True  # whether the number is the loader's own
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also of inner streams.
@@ -59,13 +60,16 @@ class FollowsEpoch:
         Loaders call this method.
         """
         self._epoch = epoch = whole_number("epoch", epoch)
+        self._of_loader = epoch == session_epoch.get()
         for part in children(self):
             propagate_epoch(part, epoch)
 
     def _order_for(self, seed: int | None) -> Order:
         seed = (session_seed.get() or 0) if seed is None else seed
-        epoch = (session_epoch.get() or 0) if self._epoch is None else self._epoch
-        return Order(seed, epoch, current_repetition.get())
+        epoch = session_epoch.get() if self._of_loader else None
+        # Another iteration may have set `_epoch` meanwhile.
+        epoch = self._epoch if epoch is None else epoch
+        return Order(seed, epoch or 0, current_repetition.get())
 
 
 # Seeds depend on the place of a stream in the composition, not on the time when the stream starts:

@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from headrace._base.array_types import IntArray
-from headrace._base.text import short_repr
+from headrace._base.text import dataset_repr, short_repr
 from headrace._ranks.distributed import RankChoice
 from headrace._ranks.rankinfo import RankInfo
 from headrace.errors import DatasetTypeError
@@ -309,17 +309,35 @@ def given_rank(stream: Any) -> RankInfo | None:
     """Return the rank given by the user to a stream or to inner streams.
 
     Returns None if no rank was given, or several different ranks.
+
+    Raises:
+        ValueError: a part has a rank, and another part has none.
     """
-    choices = [getattr(part, "_ranks", None) for part in walk_datasets(stream)]
-    given = {
-        choice.given
-        for choice in choices
-        if isinstance(choice, RankChoice) and choice.given is not None
-    }
-    if len(given) != 1:
+    parts = {part._ranks.given: part for part in _divided_parts(stream, set())}
+    without = parts.pop(None, None)
+    if parts and without is not None:
+        part = dataset_repr(next(iter(parts.values())))
+        raise ValueError(
+            f"{part} was given rank= and world_size=, but {dataset_repr(without)} in the same "
+            f"stream was not: give both to all parts, or to none"
+        )
+    if len(parts) != 1:
         return None
-    found = given.pop()
+    (found,) = parts
     return RankInfo(found.index, found.count, "the dataset")
+
+
+def _divided_parts(stream: Any, visited: set[int]) -> Iterator[Any]:
+    """Yield the parts that divide themselves among ranks.
+
+    A `split` reads inner streams whole.
+    """
+    if isinstance(getattr(stream, "_ranks", None), RankChoice):
+        yield stream
+    elif id(stream) not in visited:
+        visited.add(id(stream))
+        for part in children(stream):
+            yield from _divided_parts(part, visited)
 
 
 def propagate_epoch(

@@ -274,6 +274,16 @@ def test_dataset_whose_state_outlives_an_epoch_continues(make, is_iterator_made)
     del iterator
 
 
+@pytest.mark.parametrize("placement", ["thread", "process"])
+def test_dataset_whose_state_outlives_an_epoch_continues_from_the_last_batch(placement):
+    loaders = [DataLoader(Log(), batch_size=3, placement=placement) for _ in range(2)]
+    with loaders[0] as loader:
+        for _ in loader:
+            state = saved(loader)
+    with restored(loaders[1], state) as continued:
+        assert epochs(continued, 2) == [[], [[4, 5, 6], [7]]]
+
+
 class Pairs(Sampler):
     """Pairs of the indices of a sampler, which has drawn one index more."""
 

@@ -10,6 +10,7 @@ import torch
 
 import headrace as hr
 from tests.model.parts import BadSampleError, Count
+from tests.unit.shards.resuming import in_memory
 
 PREFIX = "a sample was skipped"
 
@@ -286,3 +287,11 @@ def test_error_that_ends_a_generator_is_raised_and_not_skipped(name, num_workers
     assert sorted(given) == sorted(set(given))
     assert len(given) <= 20
     assert "samples after it are missing" in "\n".join(raised.value.__notes__)
+
+
+def test_part_of_a_stream_that_cannot_start_is_raised_and_not_skipped():
+    store = in_memory({"a.txt": b"a line"})
+    lines = hr.LinesDataset(["a.txt"], store=store, rank=0, world_size=2)
+    loader = skipping(hr.concat([Count(2), lines, Count(2)]))
+    with loader, pytest.raises(ValueError, match="1 shards cannot be divided among 2 ranks"):
+        list(loader)

@@ -98,6 +98,18 @@ def test_epochs_have_different_reproducible_orders(make, placement, num_workers)
         assert epochs_of(loader, 2) == epochs[1:]
 
 
+@pytest.mark.parametrize(
+    ("around", "placement"), [(Packed, "thread"), (Packed, "process"), (OfTorch, "auto")]
+)
+def test_running_iteration_keeps_its_epoch_when_another_begins(around, placement):
+    repeated = around(shuffled().repeat(9))  # too long to be read ahead
+    with hr.DataLoader(repeated, 8, placement=placement) as loader:
+        expected = epochs_of(loader, 2)
+        loader.set_epoch(0)
+        iterators = iter(loader), iter(loader)
+        assert [torch.cat([*each]).tolist() for each in iterators] == expected
+
+
 def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
     class EpochRecorder(torch.utils.data.Dataset):
         epoch = -1

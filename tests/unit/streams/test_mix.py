@@ -93,6 +93,18 @@ def test_each_rank_draws_for_itself_and_again_the_same(as_rank):
     assert sources(0, 1) == [step[0] for step in steps]
 
 
+def test_rank_given_to_a_part_is_the_same_in_a_process_and_for_the_other_parts():
+    part = Count(40).split(rank=1, world_size=2)
+    orders = []
+    for placement in ("thread", "process"):
+        mixed = hr.mix([part, Count(90, 50)], [1, 1])
+        with hr.DataLoader(mixed, placement=placement) as loader:
+            orders.append([batch.item() for batch in loader])
+    assert orders[0] == orders[1]
+    with pytest.raises(ValueError, match=r"\(40\)\.split\(\) was given.*\(90\)\.split\(\) in the"):
+        iter(hr.DataLoader(hr.concat([part, Count(90).split()])))
+
+
 def test_ranks_of_a_mix_have_equal_numbers_only_without_an_end():
     endless = Count(9).map(abs).repeat()
     for stop, parts, differ in (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, index_array
 from headrace._consumer.rewind import with_exclusions, with_own_samplers
 from headrace._order.exclusion import Order, taken
 from headrace._order.order import COMPUTED
@@ -151,7 +151,7 @@ def _indices(order: Order) -> IntArray:
 
 def _joined(pieces: Iterable[range | IntArray]) -> IntArray:
     """Join pieces of an order in a new array."""
-    return np.concatenate([np.empty(0, np.int64), *map(np.asarray, pieces)])
+    return np.concatenate([np.empty(0, np.int64), *map(index_array, pieces)])
 
 
 def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntArray:

@@ -93,6 +93,12 @@ def test_report_is_what_a_random_run_has_delivered(sampler, drop_last):
         run.check()
 
 
+def test_ranks_may_have_nothing_but_padding_left():
+    run = Run(SAMPLERS["in_order"])
+    run.part(None, ranks=3, steps=1, batch_size=13)
+    run.check()
+
+
 def test_samples_of_a_lost_part_were_never_delivered():
     run = Run(elastic)
     state = run.part(None, ranks=1, steps=5)

@@ -49,7 +49,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (None, "[{}, {'placement': 'thread'}]"),
+        (None, "[{}, {'placement': 'thread'}, {'multiprocessing_context': 'spawn'}]"),
         ("spawn", "[{}, {'placement': 'thread'}, {'engines': 2, 'num_workers': 2}]"),
         ("forkserver", "[{}]"),
     ],

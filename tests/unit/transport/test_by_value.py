@@ -27,7 +27,8 @@ class Photo:
     def __init__(self, number):
         self.number = number
 
-def negate(photo):
+@hr.randomized
+def negate(photo, rng):
     return Photo(-photo.number)
 
 def photos(samples) -> list[Photo]:

@@ -127,7 +127,8 @@ def pack(
             types of other samples come from the first 64 samples.
         allow_changed: whether to continue with a changed `transform`.
         num_workers: number of processes for `transform`.
-        options: options of the `DataLoader`, such as `transform` and `on_error`. `seed` is 0 by
+        options: options of the `DataLoader`, such as `transform` and `on_error`. A shard without a
+            good sample is an error, unless ``on_error=SkipErrors(max_share=1)``. `seed` is 0 by
             default; the random numbers of `transform` follow from `seed`. A dataset with
             `set_epoch` gets the number of the shard as the epoch.
 
@@ -198,6 +199,8 @@ def pack(
     with loader, alone, temporary as folder, _Uploads(place) as uploads:
         if format == "parquet":
             schema = schema or write(all_numbers[:ROWS], 0).schema
+            if schema is None and all_numbers:
+                raise ValueError(f"the first {ROWS} samples have failed: give schema=")
             arguments["schema"] = str(schema)
         size, left = _begin(
             place,
@@ -208,7 +211,8 @@ def pack(
         )
         for numbers in tqdm(left, "pack", unit="shard", disable=None):
             uploads.add(write(numbers), numbers)
-    records = [upload.result() for upload in uploads.all]
+    results = [upload.result() for upload in uploads.all]
+    records = [record for record in results if record["samples"]]
     if format == "tar":
         _index(place, all_numbers[::size])
     totals = (sum(record[name] for record in records) for name in ("samples", "bytes"))

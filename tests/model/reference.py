@@ -31,7 +31,7 @@ from tests.model.parts import BadSampleError
 class Samples:
     """A map-style dataset: `read(index)` returns a sample, or raises its error."""
 
-    blocks, by_batch = None, False
+    blocks = None
 
     def __init__(self, size, read):
         self.size, self.read = size, read
@@ -44,25 +44,24 @@ class Samples:
 
     def map(self, function):
         mapped = Samples(self.size, lambda index: function(self.read(index)))
-        mapped.blocks, mapped.by_batch = self.blocks, self.by_batch
+        mapped.blocks = self.blocks
         return mapped
 
 
-def numbers(*, of_torch=False, by_batch=False, blocks=None):
-    """A class of datasets. With `by_batch` one call reads a batch, so that an error is of all its samples."""
+def numbers(*, of_torch=False, blocks=None):
+    """A class of datasets."""
 
     def make(size, failing=(), slowest=0.0):
         dataset = Samples(size, lambda index: parts.checked(index, failing))
-        dataset.of_torch, dataset.by_batch, dataset.blocks = of_torch, by_batch, blocks
+        dataset.of_torch, dataset.blocks = of_torch, blocks
         return dataset
 
     return make
 
 
-Numbers = RangedNumbers = numbers()
+# batches with an error are read again sample by sample
+Numbers = RangedNumbers = BatchedNumbers = numbers()
 IndexedNumbers = numbers(blocks={"block_size": 2, "blocks_at_once": 6})
-BatchedNumbers = numbers(by_batch=True)
-# torch's batches are read again sample by sample
 TorchNumbers = BatchedTorchNumbers = numbers(of_torch=True)
 
 
@@ -90,7 +89,7 @@ class Stream:
     """A stream: `items(place)` yields samples, and `Failed` where one cannot be read."""
 
     # whether each worker reads a copy of it, as of torch's streams
-    copies = of_torch = by_batch = False
+    copies = of_torch = False
 
     def __init__(self, items):
         self.items = items
@@ -689,9 +688,6 @@ class Iteration:
             except BadSampleError:
                 if self.loader.on_error == "raise":
                     raise
-                if getattr(self.loader.dataset, "by_batch", False) and self.loader.batch_size:
-                    samples, kept = [], []
-                    break
         self.loader.skipped_samples += len(indices) - len(kept)
         return samples, kept, positions[0]
 

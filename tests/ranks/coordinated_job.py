@@ -177,9 +177,21 @@ def resumed():
     return [len(before), *epochs(again)]
 
 
+class Ending(Uneven):
+    """Sets an event at the end."""
+
+    ended = threading.Event()
+
+    async def __aiter__(self):
+        async for sample in super().__aiter__():
+            yield sample
+        self.ended.set()
+
+
 def discarded():
-    with loader(Uneven()) as coordinated:
-        steps = sum(1 for _ in coordinated)
+    data = Ending((7, 5))
+    with loader(data, placement="thread", num_workers=1, prefetch_factor=16) as coordinated:
+        steps = sum(data.ended.wait() for _ in coordinated)
         stats = coordinated.stats()
         return [steps, stats.batches, stats.discarded_batches]
 

@@ -47,7 +47,7 @@ def test_batches_of_longer_ranks_that_were_ready_are_counted_as_discarded(ranks)
     for number, rank in enumerate(ranks):
         steps, delivered, discarded = rank["discarded"]
         assert steps == delivered == 5
-        assert (discarded == 0) == (number == 1)  # which has the fewest
+        assert discarded in ((1, 2), (0,))[number]  # the other rank has 2 batches less
 
 
 @pytest.mark.parametrize("kind", ["lost", "lost in a stream"])

@@ -281,6 +281,23 @@ def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
     assert len(hr.TarDataset.index(tmp_path)) == 2
 
 
+def test_shard_whose_samples_all_fail_is_complete_if_all_may_fail(tmp_path):
+    def make(index):
+        if index == 6:
+            raise ValueError("broken")
+        return {"txt": str(index)}
+
+    pack = functools.partial(hr.pack, SlowDataset(7, 0, make=make), tmp_path, samples_per_shard=3)
+    with pytest.raises(hr.errors.TooManySkippedError, match="max_share=1"):
+        pack(on_error="skip")
+    policy = hr.SkipErrors(max_share=1)
+    assert pack(on_error=policy) == (0, 0, 0)
+    assert len(hr.TarDataset.index(tmp_path)) == 6
+    bad = SlowDataset(1, 0, make=lambda index: 1 / index)
+    with pytest.raises(ValueError, match="give schema="):
+        hr.pack(bad, tmp_path / "rows", format="parquet", on_error=policy)
+
+
 @pytest.mark.parametrize(
     ("format", "samples", "problem"),
     [

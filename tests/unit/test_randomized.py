@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import sys
+import types
 
 import cloudpickle
 import numpy as np
@@ -85,6 +87,15 @@ def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it(
 
     with pytest.raises(RuntimeError, match=r"transform=, or to \.map\(\)"):
         drawn(Fetching(LENGTH, 0), transform=None)
+
+
+def test_a_loader_with_a_function_of_the_main_program_is_pickled(monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("import headrace\n@headrace.randomized\ndef noisy(x, rng): return x + 1", vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    copy = pickle.loads(pickle.dumps(hr.DataLoader(range(4), 4, transform=main.noisy)))
+    assert next(iter(copy)).tolist() == [1, 2, 3, 4]
+    assert repr(pickle.loads(cloudpickle.dumps(main.noisy))) == repr(main.noisy)
 
 
 def test_a_lambda_and_a_local_function_reach_workers():

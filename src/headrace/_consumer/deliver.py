@@ -100,8 +100,12 @@ class FailureHandler:
         """
         if not self.skips:
             return
-        if whole and self._epoch.examples and not self._epoch.delivered:
-            raise self._epoch.error("every sample failed, and no batch could be delivered")
+        nothing = whole and self._epoch.examples and not self._epoch.delivered
+        if nothing and not self._policy.all_may_fail:
+            raise self._epoch.error(
+                "every sample failed, and no batch could be delivered: if this is acceptable, give "
+                "on_error=headrace.SkipErrors(max_share=1)"
+            )
         self._check(ended=True)
 
     def _handle(self, host: HostBatch) -> Failure | None:

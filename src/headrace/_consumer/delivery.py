@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
-from headrace._base.array_types import IntArray
+from headrace._base.array_types import IntArray, index_array
 from headrace._consumer.rewind import with_exclusions, with_own_samplers
+from headrace._order.exclusion import Order, taken
 from headrace._order.order import COMPUTED
-from headrace._order.samplers import RankSampler
+from headrace._order.samplers import MixSampler, RankSampler
 from headrace._order.state import LoaderState
 from headrace._ranks.distributed import ReaderShare
 from headrace._streams.kinds import sample_key
@@ -25,8 +26,10 @@ class EpochDelivery(NamedTuple):
         epoch: Number of the epoch.
         ended: Whether a part of the run reached the end of the epoch.
         once: Number of samples delivered once.
-        others: Indices of the other samples, by kind: delivered more than once ("repeated"),
-            "never" delivered, or not delivered because of `DataLoader.exclude` ("excluded").
+        others: Indices of the other samples of the dataset, by kind: delivered more than once
+            ("repeated"), "never" delivered, or not delivered because of `DataLoader.exclude`
+            ("excluded"). Samples that an epoch of a mix repeats are "repeated", and samples that
+            an epoch of a mix leaves out are "never" delivered.
         dataset: The dataset. `str()` shows a few indices with the keys of the samples.
     """
 
@@ -109,27 +112,27 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
             raise StateError(f"part {number} cannot be verified: {'; '.join(problems)}")
         spans.append((begin, last))
         stop = max(stop, last.epoch + 1)
+    is_mix = isinstance(sampler, MixSampler)
+    size = len(sampler.dataset) if is_mix else sampler.epoch_size
     found = []
     for epoch in range(stop):
-        counts = np.zeros(sampler.epoch_size, np.int64)
+        counts = np.zeros(size, np.int64)
         excluded = counts > 0
         ended = False
         for begin, last in spans:
             if not begin.epoch <= epoch <= last.epoch:
                 continue
             order.leave_out(last.excluded)
-            samples = sampler.order_in(epoch)
-            indices = _joined(sampler._dealt(samples, ReaderShare(0, 1), 0))
+            indices = _indices(sampler.order_in(epoch))
             first = begin if begin.epoch == epoch else LoaderState(epoch, own)
             delivered = _left(order, first, last, len(indices))
             if last.epoch == epoch:
                 delivered -= _left(order, last, last, len(indices))
-            counts[indices] += delivered
+            np.add.at(counts, indices, delivered)
             ended |= last.epoch > epoch or last.over
             if last.excluded:
-                left_out = np.ones_like(excluded)
-                left_out[indices] = False
-                excluded |= left_out
+                whole = _indices(sampler._order(epoch))
+                excluded[np.setdiff1d(whole, indices)] = True
         never = counts < 1
         others = {
             "repeated": np.flatnonzero(counts > 1),
@@ -141,9 +144,14 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     return found
 
 
+def _indices(order: Order) -> IntArray:
+    """Return all indices of an order."""
+    return _joined(taken(order, range(len(order))))
+
+
 def _joined(pieces: Iterable[range | IntArray]) -> IntArray:
     """Join pieces of an order in a new array."""
-    return np.concatenate([np.empty(0, np.int64), *map(np.asarray, pieces)])
+    return np.concatenate([np.empty(0, np.int64), *map(index_array, pieces)])
 
 
 def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntArray:

@@ -386,7 +386,7 @@ class Epoch:
         if not self._ended:
             self._counters.stats.discarded_batches += (
                 not self._next.is_lost
-            ) + self._session.ready()
+            ) + self._session.certain()
         self.close()
         if self._ahead.failure is not None and self._ended:
             raise self._ahead.failure.exception()

@@ -171,9 +171,11 @@ class Engine:
         blocks = can.agets and reads_whole_blocks(dataset)
         if blocks and options["concurrency"] == "auto":
             calls = max(1, config.look_ahead // config.engines)
-            return BatchFetch(context, dataset, calls, blocks=True, joins=True)
+            return BatchFetch(context, dataset, calls, blocks=True, singly=True, joins=True)
         if blocks or (config.assembler.batched and can.agets and not can.ranges):
-            return BatchFetch(context, dataset, self._concurrency("calls"), blocks=blocks)
+            calls = self._concurrency("calls")
+            singly = blocks or (can.aget and config.assembler.tolerance.skips)
+            return BatchFetch(context, dataset, calls, blocks=blocks, singly=singly)
         make = RangeFetch if can.ranges else SampleFetch
         return make(context, dataset, self._concurrency("fetches"))
 

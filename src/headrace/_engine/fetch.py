@@ -406,14 +406,15 @@ class BatchFetch(SampleFetch):
     is then read once for all waiting samples. A call therefore costs little, and all planned
     batches may be in calls.
 
-    If a call for several batches fails, each batch is fetched alone. If this fails too and the
-    dataset reads blocks, each sample is fetched alone, and each error names the sample. Without
-    blocks, the error is the error of the batch.
+    If a call for several batches fails, each batch is fetched alone. If this fails too, each sample
+    is fetched alone if `singly`, and each error names the sample. Otherwise the error is the error
+    of the batch.
 
     Args:
         concurrency: With an `AdaptiveLimit`, the search for the number of calls. With `joins`, the
             number of calls. Otherwise the number of samples in flight, as the sum over the calls.
         blocks: Whether the dataset reads whole blocks.
+        singly: Whether to fetch the samples of a failed batch alone, with `aget`.
         joins: Whether a call may fetch several batches.
     """
 
@@ -424,10 +425,11 @@ class BatchFetch(SampleFetch):
         concurrency: int | AdaptiveLimit,
         *,
         blocks: bool = False,
+        singly: bool = False,
         joins: bool = False,
     ) -> None:
         super().__init__(context, dataset, concurrency)
-        self._blocks, self._joins = blocks, joins
+        self._blocks, self._singly, self._joins = blocks, singly, joins
         # Number of samples in flight; 0 if `concurrency` counts calls.
         self._samples = 0 if joins or self._limit is not None else self.size
         self._of_call = 1  # samples of the last batch; 1 if `concurrency` counts calls
@@ -481,7 +483,7 @@ class BatchFetch(SampleFetch):
                     await self._fetch([plan])
                 return
             batch = PartialBatch(plans[0])
-            if self._blocks:
+            if self._singly:
                 self._partial[plans[0].number] = batch
                 self._fetch_singly((batch, slot) for slot in range(len(batch.samples)))
                 return

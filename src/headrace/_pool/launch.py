@@ -25,12 +25,11 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-import cloudpickle
-
 from headrace._base.descriptors import check_free, shortage
 from headrace._pool.worker import ProcessEnvironment, WorkerTask, serve
 from headrace._pool.zygote import EXIT_STATUS, FORK, FORK_TEMPLATE
 from headrace._transport.channel import Connection
+from headrace._transport.pickling import dump_message
 from headrace._transport.preload import program_sources
 
 
@@ -106,8 +105,8 @@ def launch_worker(
         try:
             process = start(task)
         except (AttributeError, TypeError, pickle.PicklingError):
-            # Only cloudpickle can pickle a lambda, for example.
-            process = start(cloudpickle.dumps(task))
+            # Only cloudpickle can pickle a lambda, for example. No buffer is out of band.
+            process = start(dump_message(task, smallest=sys.maxsize).pickled)
     except BaseException:  # Ctrl-C too: nothing owns the connection yet
         ours.close()
         raise

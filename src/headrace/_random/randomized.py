@@ -115,14 +115,18 @@ class Randomized(Generic[T, U]):
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickle by name if possible.
 
-        A decorator gives the transform the name of the function. Functions of the main program are
-        pickled by value.
+        A decorator gives the transform the name of the function. For the main program, the pickler
+        decides: pickle takes the name of the function, and cloudpickle the value.
         """
         name: str = getattr(self, "__qualname__", "")
-        found: object = None if self.__module__ == "__main__" else sys.modules.get(self.__module__)
+        found: object = sys.modules.get(self.__module__)
         for part in name.split("."):
             found = getattr(found, part, None)
-        return name if found is self else (Randomized, (self.fn,))
+        if found is self:
+            if self.__module__ not in ("__main__", "__mp_main__"):
+                return name
+            self.fn.__qualname__ = f"{name}.fn"  # where pickle finds the function
+        return Randomized, (self.fn,), vars(self)
 
     def __repr__(self) -> str:
         return f"headrace.randomized({getattr(self, '__qualname__', self.fn)})"

@@ -100,6 +100,8 @@ class ErrorPolicy:
     __slots__ = ()
     tolerance: Tolerance = Tolerance(skips=True)
     """The part of the policy for the engine."""
+    all_may_fail = False
+    """Whether an epoch without a delivered sample is no error."""
 
     def decide(self, failure: Failure) -> Decision:
         """Return whether to raise the failure or to skip the samples.
@@ -133,8 +135,9 @@ class SkipErrors(ErrorPolicy):
     Attributes:
         max_share: largest share of skipped samples in an epoch, from 0 to 1. The share is compared
             once `max_share` allows 10 samples (for 0.01, after 1,000 samples of the epoch), and at
-            the end of the epoch. The unreadable rest of a shard counts with its number of samples:
-            the known number, or else an estimate, at least 1.
+            the end of the epoch. With 1, an epoch without a good sample is no error. The unreadable
+            rest of a shard counts with its number of samples: the known number, or else an
+            estimate, at least 1.
         max_in_a_row: largest number of consecutive errors to skip.
 
     Raises:
@@ -157,6 +160,10 @@ class SkipErrors(ErrorPolicy):
     def tolerance(self) -> Tolerance:  # type: ignore[override]
         # One more than allowed: the consumer counts the excess and raises the error.
         return Tolerance(skips=True, max_in_a_row=self.max_in_a_row + 1)
+
+    @property
+    def all_may_fail(self) -> bool:  # type: ignore[override]
+        return self.max_share == 1
 
     def excess(self, counts: EpochFailures, *, ended: bool) -> str | None:
         if counts.longest > self.max_in_a_row:

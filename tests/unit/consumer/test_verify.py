@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import BatchSampler
 
 import headrace as hr
+from tests.datasets import Numbers
 from tests.unit.consumer.test_timeouts import Held
 from tests.unit.streams.reading import stream
 
@@ -92,6 +93,12 @@ def test_report_is_what_a_random_run_has_delivered(sampler, drop_last):
         run.check()
 
 
+def test_ranks_may_have_nothing_but_padding_left():
+    run = Run(SAMPLERS["in_order"])
+    run.part(None, ranks=3, steps=1, batch_size=13)
+    run.check()
+
+
 def test_samples_of_a_lost_part_were_never_delivered():
     run = Run(elastic)
     state = run.part(None, ranks=1, steps=5)
@@ -139,6 +146,21 @@ def test_ranks_of_an_exact_sampler_drop_batches_of_their_own():
     batches = [batch for loader in ranks for batch in loader]
     report, _ = hr.verify([(None, ranks[0].state_dict())], ranks[2])
     assert report.once == 7 * len(batches) == 28
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_samples_that_a_mix_repeats_or_leaves_out_are_reported(stop):
+    mix = hr.mix([Numbers(30), Numbers(8).map(lambda n: n + 30)], [1, 1], stop=stop)
+    loader = hr.DataLoader(mix, 4, shuffle=True, seed=0)
+    loader.exclude(keys=[31])
+    given = Counter(index for batch in loader for index in batch.tolist())
+    report, _ = hr.verify([(None, loader.state_dict())], loader)
+    assert report.once == [*given.values()].count(1)
+    others = {kind: {*indices.tolist()} for kind, indices in report.others.items()}
+    repeated = {index for index in given if given[index] > 1}
+    never = {*range(38)} - given.keys() - {31}
+    assert others == {"repeated": repeated, "never": never, "excluded": {31}}
+    assert (bool(repeated), bool(never)) == (stop == "all", stop == "first")
 
 
 def test_batches_out_of_order_are_refused():

@@ -27,7 +27,8 @@ class Photo:
     def __init__(self, number):
         self.number = number
 
-def negate(photo):
+@hr.randomized
+def negate(photo, rng):
     return Photo(-photo.number)
 
 def photos(samples) -> list[Photo]:
@@ -49,7 +50,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (None, "[{}, {'placement': 'thread'}]"),
+        (None, "[{}, {'placement': 'thread'}, {'multiprocessing_context': 'spawn'}]"),
         ("spawn", "[{}, {'placement': 'thread'}, {'engines': 2, 'num_workers': 2}]"),
         ("forkserver", "[{}]"),
     ],

@@ -18,12 +18,10 @@ class CgroupLimits(NamedTuple):
     Attributes:
         cores: CPU seconds per second.
         memory: memory limit in bytes.
-        memory_left: bytes left in the group with the fewest bytes left.
     """
 
     cores: float = math.inf
     memory: float = math.inf
-    memory_left: float = math.inf
 
     @classmethod
     def here(
@@ -41,12 +39,7 @@ class CgroupLimits(NamedTuple):
             if each.is_relative_to(root):
                 quota, period = _numbers(each / "cpu.max", math.inf, 1.0)
                 (memory,) = _numbers(each / "memory.max", math.inf)
-                (used,) = _numbers(each / "memory.current", 0.0)
-                limits = cls(
-                    min(limits.cores, quota / period),
-                    min(limits.memory, memory),
-                    min(limits.memory_left, memory - used),
-                )
+                limits = cls(min(limits.cores, quota / period), min(limits.memory, memory))
         return limits
 
 

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments of the command; by default ``sys.argv[1:]``.
 
     Returns:
-        0 for success. 1 for a failure, or for problems found by the command. 2 for bad arguments
+        0 for success. 1 for a failure. 2 for bad arguments
         and for missing packages. 130 for an interrupt.
     """
     parser = _parser()
@@ -82,12 +82,6 @@ def _parser() -> argparse.ArgumentParser:
         "read the I-th of N shares, on one of N machines; then run the command without this option"
     )
     add("--part", type=_part, metavar="I/N", help=about)
-    commands.add_parser(
-        "doctor",
-        help="look for what on this machine a loader will suffer from",
-        description="Prints a line for each finding: limits of descriptors and memory, cores, "
-        "the event loop. A problem has its remedy. Exit status 1 if there is one.",
-    )
     return parser
 
 

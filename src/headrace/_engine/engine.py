@@ -173,9 +173,9 @@ class Engine:
             calls = max(1, config.look_ahead // config.engines)
             return BatchFetch(context, dataset, calls, blocks=True, singly=True, joins=True)
         if blocks or (config.assembler.batched and can.agets and not can.ranges):
-            calls = self._concurrency("calls")
             singly = blocks or (can.aget and config.assembler.tolerance.skips)
-            return BatchFetch(context, dataset, calls, blocks=blocks, singly=singly)
+            concurrency = self._concurrency("calls")
+            return BatchFetch(context, dataset, concurrency, blocks=blocks, singly=singly)
         make = RangeFetch if can.ranges else SampleFetch
         return make(context, dataset, self._concurrency("fetches"))
 

@@ -3,9 +3,8 @@
 A benchmark that fails, or takes longer than its limit, is reported; the others still run, and the
 exit status is 1. Those that cannot run here are named with the reason. The results, as JSON in
 `benchmarks/results`, hold the commit, the machine, the load before and after each benchmark, and
-each figure in every repetition; they are written after each benchmark, and `compare.py` compares
-two of them. With `--quick` every benchmark does little work in a few seconds and checks its bytes:
-nothing is claimed.
+each figure in every repetition; they are written after each benchmark. With `--quick` every
+benchmark does little work in a few seconds and checks its bytes: nothing is claimed.
 
 Some benchmarks run with fewer stores, or less work for a repetition, than by themselves, so that
 all take about an hour on two cores: `SHORTER` has them. With `--long` each does what it does by
@@ -71,7 +70,6 @@ SHARED = {
     "store.py",
     "stored_readers.py",
 }
-TOOLS = {"compare.py", "run_all.py"}
 FORMAT = 1  # of the file of results
 # What those that take longest do in a run of all; five repetitions remain.
 SHORTER: dict[str, list[str]] = {
@@ -95,7 +93,7 @@ LIMIT, QUICK_LIMIT = 1800.0, 180.0
 
 def benchmarks() -> list[Path]:
     """Every benchmark, by name."""
-    return sorted(file for file in HERE.glob("*.py") if file.name not in SHARED | TOOLS)
+    return sorted(file for file in HERE.glob("*.py") if file.name not in SHARED | {"run_all.py"})
 
 
 def reason_not_to_run(name: str, *, quick: bool) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks: some of them in their quick mode, which checks every byte; how all are run; how runs are compared.
+"""The benchmarks: some of them in their quick mode, which checks every byte; how all are run.
 
 Speed is not tested. `make bench-quick` runs the quick mode of every benchmark.
 """
@@ -59,11 +59,6 @@ def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
     tables = [record for record in results["records"] if "table" in record]
     assert {record["file"] for record in tables} == set(ran)
     assert not [record for record in results["records"] if "claim" in record]
-    refused = subprocess.run(
-        [sys.executable, BENCHMARKS / "compare.py", file, file], capture_output=True, text=True
-    )
-    assert refused.returncode == 2
-    assert "quick run" in refused.stderr
 
 
 def test_quick_benchmark_fails_when_a_byte_is_wrong(module):
@@ -145,75 +140,3 @@ def test_benchmark_that_hangs_is_ended_with_its_processes(folder, tmp_path, modu
     assert os.read(reader, 100) == b"started"
     assert os.read(reader, 100) == b""  # once no process has the other end
     os.close(reader)
-
-
-def results(path, figures):
-    """Write a file of results; `figures` are (words, values, higher is better, met) of one claim."""
-    rows = [
-        {
-            "words": words,
-            "values": values,
-            "value": sorted(values)[len(values) // 2],
-            "higher_is_better": up,
-            "met": met,
-        }
-        for words, values, up, met in figures
-    ]
-    machine = {
-        "cpu": "x",
-        "cores": 2,
-        "memory_bytes": 1,
-        "kernel": "y",
-        "python": "3",
-        "versions": {"torch": "2"},
-    }
-    ran = {"status": "ran", "reason": "", "arguments": [], "load_before": [0.1, 0.1, 0.1]}
-    records = [
-        {"file": "a.py", "claim": "reading", "figures": rows},
-        {"file": "a.py", "table": "ms", "values": {}},
-    ]
-    given = {
-        "format": 1,
-        "complete": True,
-        "quick": False,
-        "commit": "abc",
-        "changed": False,
-        "machine": machine,
-    }
-    path.write_text(
-        json.dumps(given | {"benchmarks": {"a.py": ran, "b.py": ran}, "records": records})
-    )
-    return str(path)
-
-
-@pytest.fixture
-def compared(tmp_path, module, monkeypatch, capsys):
-    """Compares two runs; the exit status and what was printed."""
-
-    def compare(a, b):
-        monkeypatch.setattr(sys, "argv", ["compare.py", a, b])
-        with pytest.raises(SystemExit) as ended:
-            module("compare").main()
-        printed = capsys.readouterr()
-        return int(ended.value.code), printed.out + printed.err
-
-    return compare
-
-
-RATE = ("of a loop", [0.8, 0.9, 1.0], True, True)
-COST = ("ms", [5.0, 6.0, 7.0], False, True)
-
-
-@pytest.mark.parametrize(
-    ("now", "status", "found"),
-    [
-        ([RATE, COST], 0, "2 of 2 figures within their ranges"),
-        ([("of a loop", [0.5, 0.6, 0.7], True, True), COST], 1, "WORSE: 1\n  a: reading: of a loop: 0.9 (0.8 to 1) →"),
-        ([("of a loop", [1.1, 1.2, 1.3], True, True), COST], 0, "better: 1\n  a: reading: of a loop"),
-        ([RATE, COST, ("× torch", [3.0], True, None)], 0, "only in B: 1\n  a: reading: × torch"),
-    ],
-)  # fmt: skip
-def test_comparison_reports_figures_whose_ranges_are_apart(tmp_path, compared, now, status, found):
-    a, b = results(tmp_path / "a", [RATE, COST]), results(tmp_path / "b", now)
-    reached, printed = compared(a, b)
-    assert (reached, found in printed) == (status, True), printed

@@ -32,7 +32,7 @@ from tests.rendezvous import Rendezvous
 PROJECT = tomllib.loads(text_of("pyproject.toml"))
 README = text_of("README.md")
 _, SAVING = python_blocks("README.md")
-PHOTOS, BLOCKING, READINGS, IMAGES, RECORDS, CLICKS, EVENTS, PAGES = python_blocks(
+PHOTOS, BLOCKING, READINGS, IMAGES, RECORDS, EVENTS, PAGES = python_blocks(
     "docs/your-own-dataset.md"
 )
 WAITS = "docs/my-gpu-waits.md"
@@ -131,21 +131,6 @@ def test_reference_has_every_public_name():
     errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
     assert set(headrace.__all__) - errors - {"__version__"} <= named
     assert {"decode", "errors", "testing", "types"} <= named
-
-
-def test_websocket_program_runs(run):
-    async def clicks(request):
-        feed = web.WebSocketResponse()
-        await feed.prepare(request)
-        for number in range(40):
-            await feed.send_json({"x": number})
-        await feed.close()
-        return feed
-
-    with served("/clicks", clicks) as port:
-        printed = run(located(CLICKS, "ws://localhost:8080", f"ws://127.0.0.1:{port}"))
-    numbers = [int(number) for number in re.findall(r"\d+", "".join(printed).replace("x", ""))]
-    assert numbers == list(range(40))
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ def samplers_within(sampler: object) -> list[Any]:
     """Return a sampler, and the samplers in attributes, which the sampler may draw from."""
     found = [sampler]
     for each in found:
-        for value in getattr(each, "__dict__", {}).values():
+        for name, value in getattr(each, "__dict__", {}).items():
             # A sampler needs no base class. A dataset with a state has `__getitem__`.
             draws = hasattr(value, "__iter__") and not hasattr(value, "__getitem__")
             is_sampler = isinstance(value, Sampler) or (draws and is_stateful(value))
+            is_sampler = is_sampler or (name == "sampler" and value is not None)
             if is_sampler and not any(value is other for other in found):
                 found.append(value)
     return found

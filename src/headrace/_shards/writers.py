@@ -85,7 +85,7 @@ class TarWriter(ShardWriter):
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
         with contextlib.suppress(ShardError):
-            found = self._decoder.whole_sample(packed.getbuffer(), 0)
+            found = self._decoder.whole_sample(packed.getvalue(), 0)
         # Readers give the names of fields in lower case.
         expected: dict[str, Any] = {name.lower(): data for name, data in files.items()}
         expected |= {"__key__": key, "__url__": ""}
@@ -96,7 +96,7 @@ class TarWriter(ShardWriter):
                 "one field, and fields have no slash"
             )
         self._keys.add(key)
-        self.nbytes += self._file.write(packed.getbuffer())
+        self.nbytes += self._file.write(packed.getvalue())
 
     def close(self) -> None:
         end = self.nbytes + 2 * tarfile.BLOCKSIZE

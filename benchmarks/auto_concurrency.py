@@ -27,7 +27,8 @@ from store import BUCKET, Store
 SIZE = 4_000
 OURS = FAMILIES["headrace"]
 AUTO = Setting(0, variant="auto")
-SWEPT = 2_000  # objects for each setting of the sweep: whether it is the best shows in as many
+# Objects for each setting of the sweep: whether it is the best shows in as many.
+SWEPT = 2_000
 # Latency, faults, and the settings that are tried; those that cannot be the best take most of the
 # time.
 STORES: dict[str, tuple[float, tuple[Fault, ...], list[int]]] = {

@@ -134,7 +134,8 @@ def main() -> None:
     for name, lengths in distributions(arguments.samples, arguments.files):
         max_tokens = MAX_TOKENS[name]
         began = time.thread_time()
-        batches = list(hr.BalancedBatchSampler(lengths, max_tokens))  # of all ranks, in turn
+        # Of all ranks, in turn.
+        batches = list(hr.BalancedBatchSampler(lengths, max_tokens))
         costs.append((time.thread_time() - began) / len(lengths) * 1e6)
         if not np.array_equal(np.sort(np.concatenate(batches)), np.arange(len(lengths))):
             raise RuntimeError("samples are missing or doubled: this run does not count")

@@ -15,7 +15,8 @@ import numpy as np
 __all__ = ["LONGEST", "check_order", "check_set", "content_of", "contents", "key_of", "numbers_of"]
 
 WORD = 8  # bytes
-STARTS = 1 << 17  # where a stretch can begin, in words; more than the objects of any benchmark
+# Where a stretch can begin, in words; more than the objects of any benchmark.
+STARTS = 1 << 17
 # between the stretches of two numbers in a row; odd, so that no two numbers below STARTS share one
 STEP = 40_503
 LONGEST = 1 << 20  # bytes of an object

@@ -68,7 +68,8 @@ SIZES = {  # the last three are those of MLPerf Storage
     "4 KB": Size(4_000, 512, 6_400, 64, 256),
     "115 KB": Size(114_664, 512, 2_560, 64, 256),
     "2.8 MB": Size(2_828_488, 32, 256, 8, 64),
-    "147 MB": Size(146_600_632, 4, 8, 2, 4),  # each in parts of 8 MiB, of which eight are in flight
+    # Each in parts of 8 MiB, of which eight are in flight.
+    "147 MB": Size(146_600_632, 4, 8, 2, 4),
 }
 
 

@@ -61,7 +61,8 @@ from PIL import Image
 from store import nginx_is_installed, serve_objects
 
 PEERS = ("torchdata", "spdl-core", "litdata", "webdataset", "ray", "simplejpeg")
-LATENCY, SPREAD = 0.030, 0.596  # seconds, median of log-normal latencies: one in 100 takes 120 ms
+# Seconds, median of log-normal latencies: one in 100 takes 120 ms.
+LATENCY, SPREAD = 0.030, 0.596
 STALLED, STALL = 0.001, 1.0  # share of requests, seconds
 SHARDS = 16
 SHORT = {

@@ -46,7 +46,8 @@ LOADERS = {
         functools.partial(headrace, in_order=False), [Setting(CONCURRENCY)], in_order=False
     ),
 }
-SPREAD, MEDIAN, WIDE = 0.8, 0.040, 256  # of log-normal latencies, in seconds; fetches in flight
+# Of log-normal latencies, in seconds; fetches in flight.
+SPREAD, MEDIAN, WIDE = 0.8, 0.040, 256
 
 
 def main() -> None:

@@ -120,7 +120,8 @@ def first_batch(loader_class: Any, dataset: Any, *, pickles: int, **options: Any
     else:
         for (
             _
-        ) in batches:  # torch's workers may abort where an epoch is left in its middle, and say so
+            # torch's workers may abort where an epoch is left in its middle, and say so.
+        ) in batches:
             pass
     return elapsed * 1e3
 
@@ -187,7 +188,8 @@ def import_of(modules: str) -> tuple[float, float]:
 
 def starts(wait: float) -> None:
     """In an interpreter of its own: print the milliseconds from `iter()` to the first batch of two loaders."""
-    gc.collect()  # due once after the imports, in 0.1 s, wherever the next allocations happen to be
+    # Due once after the imports, in 0.1 s, wherever the next allocations happen to be.
+    gc.collect()
     elapsed = []
     for pause in (wait, 0.0):
         loader = hr.DataLoader(Numbers(), BATCH, placement="process")

@@ -30,7 +30,8 @@ BATCH = 64
 SIZE = 56_000  # bytes of an image
 SHARD = 500  # images of a shard, a file or a row group's multiple
 ROW_GROUP = 100  # images
-BUFFER = 1000  # images from which a reader of streams draws, as their documentations propose
+# Images from which a reader of streams draws, as their documentations propose.
+BUFFER = 1000
 TORCHVISION_OPERATORS = Path(__file__).parents[1] / "tests/integrations/torchvision_ops.py"
 
 Batches = Iterable[Sequence[Any]]

@@ -135,7 +135,8 @@ def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options:
     from litdata import StreamingRawDataset
     from litdata.raw.indexer import FileIndexer, FileMetadata
 
-    logging.getLogger("litdata").setLevel(logging.ERROR)  # warns that objects of 56 KB are small
+    # Warns that objects of 56 KB are small.
+    logging.getLogger("litdata").setLevel(logging.ERROR)
 
     class Known(FileIndexer):
         def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:

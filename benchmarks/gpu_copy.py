@@ -298,7 +298,8 @@ def ahead(gpu: Gpu | StandIn, batches: Iterator[Batch]) -> Iterator[Batch]:
         return coming
 
     for batch in batches:
-        if last is not None:  # its copy was enqueued a step ago, and the next is not enqueued yet
+        # Its copy was enqueued a step ago, and the next is not enqueued yet.
+        if last is not None:
             ready(last)
         with gpu.on(side):
             coming = [part.to(gpu.device, non_blocking=True) for part in batch]

@@ -122,7 +122,8 @@ def with_bare_ranges(case: Case, url: str) -> float:
             for key, start, length in wanted:
                 data = await obstore.get_range_async(store, key, start=start, length=length)
                 received += len(data)
-                if case.parse is not None:  # lines that are cut by the ranges' borders are left out
+                # Lines that are cut by the ranges' borders are left out.
+                if case.parse is not None:
                     whole = bytes(data)
                     case.parse(whole[whole.find(b"\n") + 1 : whole.rfind(b"\n")])
 
@@ -196,7 +197,8 @@ def main() -> None:
     arguments = parse_arguments(parser, samples=100, rounds=1)
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder))  # indices that are built are kept there
+        # Indices that are built are kept there.
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder))
         cases = (
             tar_case(56_064, arguments.samples),
             tar_case(1_024, 16 * arguments.samples),

@@ -26,7 +26,8 @@ import headrace as hr
 TENSORS = 114
 SHAPE = (32, 4)
 BATCH = 8
-TORCH_SHARE = 8  # torch is given every eighth batch: its rate does not depend on how many there are
+# Torch is given every eighth batch: its rate does not depend on how many there are.
+TORCH_SHARE = 8
 
 LIMIT, HEADRACE, TORCH = "two bare collate loops", "headrace", "torch"
 
@@ -50,7 +51,8 @@ def many(samples: list[int]) -> Batch:
 
 def read(loader: Any, batches: int) -> float:
     received = iter(loader)
-    right = is_right(next(received), 0)  # the first is not counted: the workers are starting
+    # The first is not counted: the workers are starting.
+    right = is_right(next(received), 0)
     began = time.perf_counter()
     for number, batch in enumerate(received, 1):
         right += is_right(batch, number)

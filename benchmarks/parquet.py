@@ -133,7 +133,8 @@ def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> fl
 def with_loader(
     dataset: hr.ParquetDataset, files: int, size: int, batch_size: int = BATCH, **options: Any
 ) -> float:
-    dataset = pickle.loads(pickle.dumps(dataset))  # without the row groups of the epoch before
+    # Without the row groups of the epoch before.
+    dataset = pickle.loads(pickle.dumps(dataset))
     with hr.DataLoader(dataset, batch_size, **options) as loader:
         began = time.perf_counter()
         rows = sum(map(len, loader))

@@ -174,7 +174,8 @@ def assemble(samples: Sequence[Any], *, seconds: float) -> Batch:
     if seconds:
         time.sleep(seconds)
     complete = time.perf_counter()
-    pairs = [sample for sample in samples if type(sample) is tuple]  # not the test server's objects
+    # Not the test server's objects.
+    pairs = [sample for sample in samples if type(sample) is tuple]
     latency, loop = map(fmean, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return Batch(len(samples), latency, loop, complete - began if seconds else 0.0, complete)
 

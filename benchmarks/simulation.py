@@ -164,7 +164,8 @@ class _Loader:
         seed: int,
         batches: float = math.inf,
     ) -> None:
-        self.received: list[float] | None = None  # the time of each batch, if it is wanted
+        # The time of each batch, if it is wanted.
+        self.received: list[float] | None = None
         self._host, self._store, self._gates, self._clock = host, store, gates, clock
         self._random = random.Random(seed)
         self._by_index = batches < math.inf  # latencies are those of the samples' indices

@@ -91,7 +91,8 @@ class Store:
             statistics = answer.read().decode()
         if statistics.startswith("{"):
             return int(json.loads(statistics)["requests"].get("GET", 0))
-        return int(statistics.splitlines()[2].split()[2])  # nginx's: accepted, handled, requests
+        # nginx's: accepted, handled, requests.
+        return int(statistics.splitlines()[2].split()[2])
 
     @property
     def url(self) -> str:

@@ -419,7 +419,8 @@ def datatrove(job: Job) -> Any:
             return DatatroveFolderDataset("s3://bucket", SIZE // 2 - 1, "*.ds", shuffle=True)
 
         def __getitem__(self, number: Any) -> Any:
-            return self.folder[number]  # opened in each worker: s3fs does not survive a fork
+            # Opened in each worker: s3fs does not survive a fork.
+            return self.folder[number]
 
     return job.torch(
         Windows(range(job.count)),
@@ -451,7 +452,8 @@ def hub_of(endpoint: str, data: Path) -> str:
         def log_message(self, *_: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()  # as long as the process
+    # As long as the process.
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"
 
 

@@ -38,7 +38,8 @@ SIZE = 56_064  # bytes of an image
 SAMPLES = 1000
 SHARDS = 4
 BATCH = 64
-RECORDS = 57_856  # bytes of a sample in a shard: two headers, and both contents padded to blocks
+# Bytes of a sample in a shard: two headers, and both contents padded to blocks.
+RECORDS = 57_856
 KEPT = 6 * BATCH  # samples in the look-ahead of a loader
 
 STREAM, COPIES, COPIES_KEPT = (

@@ -30,7 +30,8 @@ import headrace as hr
 
 ROWS = 1_000_000
 SIZES = {64: 5, 1024: 20}  # a batch, and how many times torch's rate is aimed at
-SAMPLES = {"limit": 600_000, "headrace": 300_000, "torch": 40_000}  # in one turn: about 0.1 s each
+# In one turn: about 0.1 s each.
+SAMPLES = {"limit": 600_000, "headrace": 300_000, "torch": 40_000}
 ONE_BY_ONE = {1: 4_000, 64: 40_000}  # a batch, and the samples in one turn
 
 LIMIT, LOOP, HEADRACE, TORCH = "bare index_select", "bare loop", "headrace", "torch"

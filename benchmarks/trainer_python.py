@@ -116,7 +116,8 @@ def torch_loader(dataset: OneAtATime) -> torch.utils.data.DataLoader[Any]:
         batch_size=BATCH,
         collate_fn=stack,
         num_workers=2,
-        prefetch_factor=4,  # 256 objects in flight, where the batch's GETs are made at once
+        # 256 objects in flight, where the batch's GETs are made at once.
+        prefetch_factor=4,
         multiprocessing_context="spawn",
         persistent_workers=True,
     )

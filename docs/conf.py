@@ -19,7 +19,8 @@ html_theme = "furo"
 html_copy_source = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
 extensions += ["sphinx_gallery.gen_gallery"]
-if os.environ.get("HEADRACE_DOCS_ONLINE") == "1":  # names of others in signatures become links
+# Names of others in signatures become links.
+if os.environ.get("HEADRACE_DOCS_ONLINE") == "1":
     extensions += ["sphinx.ext.intersphinx"]
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", None),

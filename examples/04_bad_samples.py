@@ -30,7 +30,8 @@ with hr.DataLoader(Rows(), batch_size=2, transform=int) as loader:
             print(next(batches).tolist())
         except StopIteration:
             break
-        except ValueError as error:  # the transform's own error; iteration continues after it
+        except ValueError as error:
+            # The transform's own error; iteration continues after it.
             print(f"{error}\n  {error.__notes__[-1]}")
 
 # The first skipped sample of an epoch is a warning, which is printed here.

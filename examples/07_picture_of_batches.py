@@ -27,7 +27,8 @@ from headrace import DataLoader
 
 CLASSES = {"disc": 440, "square": 120, "star": 40}  # number of samples of each
 COLOURS = ["#3b6fb6", "#d08a1d", "#b8423a"]
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # ImageNet's, for red, green and blue
+# ImageNet's, for red, green and blue.
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 BATCH = 40
 SIDE = 96  # pixels

@@ -50,9 +50,11 @@ def gathered(value):
 
 
 def train():
-    torch.manual_seed(dist.get_rank())  # ranks start with different models; DDP broadcasts rank 0's
+    # Ranks start with different models; DDP broadcasts rank 0's.
+    torch.manual_seed(dist.get_rank())
     line = Line(1000)
-    sampler = DistributedSampler(line, shuffle=True)  # gets the rank from torch.distributed
+    # Gets the rank from torch.distributed.
+    sampler = DistributedSampler(line, shuffle=True)
     # With workers use another start method than fork: gloo has threads in this process.
     loader = DataLoader(line, batch_size=50, sampler=sampler)
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -97,7 +99,8 @@ if __name__ == "__main__":
             "2",
             sys.argv[0],
         ]
-        one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun warns if it is not set
+        # Torchrun warns if it is not set.
+        one_thread = {"OMP_NUM_THREADS": "1", **os.environ}
         print(
             subprocess.run(
                 torchrun, env=one_thread, check=True, stdout=subprocess.PIPE, text=True

@@ -36,7 +36,8 @@ def program(name):
 def postgres():
     """A server in a temporary folder, on a socket there and on no port."""
     with tempfile.TemporaryDirectory(prefix="pg-") as folder:
-        user = "postgres" if os.geteuid() == 0 else None  # the server refuses to run as root
+        # The server refuses to run as root.
+        user = "postgres" if os.geteuid() == 0 else None
         if user:
             shutil.chown(folder, user)
         data = f"{folder}/data"

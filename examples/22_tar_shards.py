@@ -67,5 +67,6 @@ with tempfile.TemporaryDirectory() as name:
     print(f"{indexed}; sample 50 is {indexed[50]['__key__']}, one ranged read")
     for rank in range(
         2
-    ):  # in training, each rank is a process, and gives the loader `indexed` with shuffle=True
+        # In training, each rank is a process, and gives the loader `indexed` with shuffle=True.
+    ):
         read(f"rank {rank}", indexed.stream(shuffle=True, seed=7, rank=rank, world_size=2))

@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     global _stderr
-    _stderr = os.dup(2)  # output is not captured now; later, descriptor 2 is a file of pytest's
+    # Output is not captured now; later, descriptor 2 is a file of pytest's.
+    _stderr = os.dup(2)
     tools = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ["HEADRACE_TEST_TOOLS"] = os.path.join(tools, "headrace-tests")
     # Indices of shards are kept there; not in the folder of the user who runs the tests.

@@ -43,7 +43,8 @@ def main() -> None:
     logging.getLogger("asyncio").addFilter(
         lambda record: not record.getMessage().startswith("Executing <")
     )
-    gc.freeze()  # else each fork's collector goes through torch's objects, 0.3 s at its end alone
+    # Else each fork's collector goes through torch's objects, 0.3 s at its end alone.
+    gc.freeze()
     # the processes that wait for forks are not waited for
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv.pop())) as control:

@@ -365,7 +365,8 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(run, of_ranks, photos):
 
 def test_ranks_of_the_page_of_validation_evaluate_each_sample_once(of_ranks, photos):
     *_, evaluate = python_blocks("docs/train-and-validate.md")
-    (Path(photos.removeprefix("file://")) / "7/photo.jpg").unlink()  # 49 samples for two ranks
+    # 49 samples for two ranks.
+    (Path(photos.removeprefix("file://")) / "7/photo.jpg").unlink()
     assert of_ranks(located(evaluate, "s3://bucket/val", photos)) == ["49 samples\n"] * 2
 
 
@@ -500,7 +501,8 @@ def test_pages_and_headings_that_the_sources_name_exist():
         for page, anchor in re.findall(
             r"(?<![/\w])(docs/[\w/.-]*\w)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
         ):
-            found = next(ROOT.glob(f"{page}*"), None)  # a design note may be named by its number
+            # A design note may be named by its number.
+            found = next(ROOT.glob(f"{page}*"), None)
             if found is None or (
                 anchor and anchor not in headings_of(found.read_text(encoding="utf-8"))
             ):

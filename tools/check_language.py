@@ -51,7 +51,8 @@ IDENTIFIERS = (
     *("aside", "_Trips"),  # run_blocking
     *("Verdict", "verdicts", "MISPLACED"),  # classify_error, RequestFailure, WRONG_RANGE
     *("Packer", "Parted", "Evened"),  # StringArrayBuilder, ShardIterator, EqualLength
-    *("Traffic", "push_back", "pushed_back"),  # RequestStats, report_throttled, throttle_events
+    # RequestStats, report_throttled, throttle_events.
+    *("Traffic", "push_back", "pushed_back"),
     *("_deaf_until", "_quiet_until", "HASTE", "CLIMB"),  # AdaptiveLimit
     *("fenced", "NOWHERE"),  # restrict_redirects, BLACKHOLE_PROXY
     *("cacheclaims", "cachespace", "cachetogether"),  # in_flight, quota, get_many
@@ -63,10 +64,13 @@ IDENTIFIERS = (
     *("Parcel", "travelling"),  # PickledPayload
     *("Shipment", "Surroundings", "pass_on"),  # BootMessage, ProcessEnvironment, forward
     *("Lender", "Borrower", "lend", "hollow"),  # Allocator, Mapper, allocate, punch_hole
-    *("LastStep", "Arrivals", "LookAhead", "came_back"),  # delivery, BatchQueue, Prefetcher
+    # Delivery, BatchQueue, Prefetcher.
+    *("LastStep", "Arrivals", "LookAhead", "came_back"),
     *("ByDefault", "WindowDataset", "WorkerDied"),  # Unset, TokenDataset, WorkerDiedError
-    *("uneven", "groups_ahead", "ahead_bytes"),  # remainder, prefetch_row_groups, prefetch_bytes
-    *("first_wait", "longest_wait", "at_hand"),  # initial_backoff, max_backoff, cached_reads
+    # Remainder, prefetch_row_groups, prefetch_bytes.
+    *("uneven", "groups_ahead", "ahead_bytes"),
+    # initial_backoff, max_backoff, cached_reads.
+    *("first_wait", "longest_wait", "at_hand"),
     *("CutShardError", "DamagedObjectError", "ReentrantError", "UserStopError", "CaptureError"),
 )
 FORBIDDEN = re.compile(rf"(?<!\w)(?:(?i:{'|'.join(PHRASES)})|{'|'.join(IDENTIFIERS)})(?!\w)")

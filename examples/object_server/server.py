@@ -128,8 +128,10 @@ async def _end_of(stream: BinaryIO) -> None:
 def main() -> None:
     """Fork a server for each request on the control socket; returns in the forks, and when the socket is closed."""
     _sibling("s3"), _sibling("misbehaving")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that have ended are not waited for
+    # Ctrl-C reaches every process of the terminal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Servers that have ended are not waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         while True:
             request, descriptors, _, _ = socket.recv_fds(control, 1, 2)

@@ -29,7 +29,8 @@ _Pixels = np.ndarray[Any, Any]
 _MODES = {"rgb": "RGB", "rgba": "RGBA", "gray": "L"}
 # EXIF orientation to the Pillow `Transpose` that turns the image upright.
 _TURNS = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
-_MP3_FRAME = 1152  # samples; for MP3 without a stated length, libsndfile estimates the length
+# Samples; for MP3 without a stated length, libsndfile estimates the length.
+_MP3_FRAME = 1152
 _TAG = 1024  # bytes; largest tag at the end of an MP3
 # Wrong sizes in libsndfile's log. A wrong size of the whole file is frequent and harmless.
 _SIZES = re.compile(r"^ *(?!RIF|Rif|FORM).*: (\d+) \(should be (\d+)\)", re.M)
@@ -170,7 +171,8 @@ def _decode_fields(
             )
         try:
             value = sample[name]
-            if decoder is str and not isinstance(value, str):  # `__key__` is a str already
+            # `__key__` is a str already.
+            if decoder is str and not isinstance(value, str):
                 value = bytes(value).decode()
             decoded[name] = decoder(value)
         except Exception as error:

@@ -184,7 +184,8 @@ def pack(
     def write(numbers: range, most: float = math.inf) -> ShardWriter:
         """Write samples, up to about `most` bytes, into a temporary file."""
         batches[:] = _batches(numbers, ROWS if format == "parquet" else BATCH)
-        loader.set_epoch(numbers.start)  # random numbers follow from the seed and the shard
+        # Random numbers follow from the seed and the shard.
+        loader.set_epoch(numbers.start)
         writer = _WRITERS[format](Path(folder, str(numbers.start)), schema, inferred)
         with contextlib.closing(writer):
             for batch in loader:
@@ -318,7 +319,8 @@ def _upload(store: Store, writer: ShardWriter, numbers: range) -> _Json:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record |= {"name": key, "bytes": path.stat().st_size, "sha256": digest}
-        if isinstance(writer, TokenWriter):  # first: the shard cannot be read without an index
+        # First: the shard cannot be read without an index.
+        if isinstance(writer, TokenWriter):
             loop.run(store.put(name + ".idx", writer.index()))
         loop.run(store.put(key, path))
         if isinstance(writer, TarWriter):

@@ -64,7 +64,8 @@ class Place:
     """A store, and the options by which a dataset reads it."""
 
     url: str  # of the store's root, without a slash at its end
-    options: Mapping[str, Any] = field(default_factory=dict)  # what a `Store` takes beside the URL
+    # What a `Store` takes beside the URL.
+    options: Mapping[str, Any] = field(default_factory=dict)
     lists: bool = True  # whether it can be asked what it has
     travels: bool = True  # whether another process finds the same objects
 

@@ -75,7 +75,8 @@ def recorder():
         )
 
     recorder = SimpleNamespace(asked=[])
-    recorder.moved = False  # without a Location, as Amazon answers for a bucket of another region
+    # Without a Location, as Amazon answers for a bucket of another region.
+    recorder.moved = False
     with answering(answer) as recorder.url:
         yield recorder
 
@@ -150,7 +151,8 @@ def test_profiles_and_providers_give_credentials_and_region(monkeypatch, tmp_pat
         }
 
     write_profiles(tmp_path)
-    assert "AKIAPROCESS" in read_from(recorder, profile="process")  # by a credential process
+    # By a credential process.
+    assert "AKIAPROCESS" in read_from(recorder, profile="process")
     assert "AKIAPROVIDED" in read_from(recorder, credential_provider=provide)
     monkeypatch.setenv("AWS_PROFILE", "research")
     sent = read_from(recorder)

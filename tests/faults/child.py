@@ -25,7 +25,8 @@ from tests.faults.watching import Numbers, make_signal_pair, watch
 
 def serve(descriptor: int) -> None:
     """Run each program that comes over a socket; the answer is the traceback of its failure, or None."""
-    faulthandler.register(signal.SIGUSR1)  # the clock of the test asks where a program hangs
+    # The clock of the test asks where a program hangs.
+    faulthandler.register(signal.SIGUSR1)
     make_permanent_resources()
     with socket.socket(fileno=descriptor) as wire, wire.makefile("rwb") as stream:
         while stream.peek(1):
@@ -60,7 +61,8 @@ def run_alone(program: Callable[[], object]) -> None:
 def make_permanent_resources() -> None:
     """Make all that headrace, obstore and uvloop keep for the life of a process, so that `watch` sees no change."""
     make_signal_pair()
-    with tempfile.TemporaryDirectory() as folder:  # the background loop, and obstore's threads
+    # The background loop, and obstore's threads.
+    with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "0").touch()
         hr.ObjectDataset(pathlib.Path(folder).as_uri())
     with socket.create_server(

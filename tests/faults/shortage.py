@@ -110,4 +110,5 @@ def mounted(where: Path, options: str) -> Iterator[Path]:
     try:
         yield where
     finally:
-        subprocess.run(["umount", "--lazy", where], check=True)  # the cache has its lock open
+        # The cache has its lock open.
+        subprocess.run(["umount", "--lazy", where], check=True)

@@ -182,7 +182,8 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(forks, folder
     expected = hashlib.sha256(b"".join(map(caches.data_of, range(caches.COUNT)))).digest()
     cache = DiskCache(folder, bound)
     with warnings.catch_warnings(record=True) as caught:
-        for numbers in (range(caches.COUNT), reversed(range(caches.COUNT))):  # the newest first
+        # The newest first.
+        for numbers in (range(caches.COUNT), reversed(range(caches.COUNT))):
             found = {
                 number: bytes(asyncio.run(caches.read_number(cache, number))) for number in numbers
             }
@@ -272,7 +273,8 @@ def of_another_library(path):
 
 
 PAGE = disk_cache.PAGE_SIZE
-DAMAGES = {  # of a database of eight entries: what is done, how many are lost, whether there is a warning
+# Of a database of eight entries: what is done, how many are lost, whether there is a warning.
+DAMAGES = {
     "bytes of entries": (
         lambda path: execute(path.parent.parent, "UPDATE entries SET data = randomblob(6000)"),
         8,

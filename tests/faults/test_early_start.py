@@ -85,7 +85,8 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
             with open(read) as result:  # until the daemon has ended
                 print(result.read(), started)
             sys.stdout.flush()
-            os._exit(0)  # as who starts a daemon does: no exit hook ends the helper process
+            # As who starts a daemon does: no exit hook ends the helper process.
+            os._exit(0)
         os.setsid()
         assert helper() is None
         os.write(write, str([batch.tolist() for batch in made] == [[0, 1], [2, 3]]).encode())

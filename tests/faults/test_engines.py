@@ -28,7 +28,8 @@ from tests.programs import run_by
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-KILLS = int(os.environ.get("HEADRACE_ENGINE_KILLS", "4"))  # 50: as many as docs/faults.md names
+# 50: as many as docs/faults.md names.
+KILLS = int(os.environ.get("HEADRACE_ENGINE_KILLS", "4"))
 
 
 def samples_of(batches: Any) -> list[Any]:
@@ -52,7 +53,8 @@ def by_index(**options: Any) -> hr.DataLoader:
     return hr.DataLoader(Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options)
 
 
-@pytest.mark.parametrize("memory_budget", [None, 1])  # 1: a batch of each engine at a time
+# 1: a batch of each engine at a time.
+@pytest.mark.parametrize("memory_budget", [None, 1])
 @run_by("case")
 def test_order_and_bytes_survive_random_kills(memory_budget: int | None) -> None:
     """With `HEADRACE_ENGINE_KILLS=50`: 50 in 25 epochs of 90 batches."""
@@ -71,7 +73,8 @@ def test_order_and_bytes_survive_random_kills(memory_budget: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("kills", "in_order", "memory_budget"),  # a batch of each engine at a time; as many as planned
+    # A batch of each engine at a time; as many as planned.
+    ("kills", "in_order", "memory_budget"),
     [
         ({10: [0], 40: [1], 70: [2]}, True, 1),
         ({10: [0], 40: [1], 70: [2]}, False, 2**30),

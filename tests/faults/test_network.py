@@ -241,7 +241,8 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(ledger):
     with ledger.loader(ledger.objects(), concurrency=2) as loader:
         batches = iter(loader)
         assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
-        for key, change in changes.items():  # later batches have been fetched, but not the last
+        # Later batches have been fetched, but not the last.
+        for key, change in changes.items():
             request(key, *change)
         for number in range(3, 19):
             assert int(next(batches)) == number

@@ -21,7 +21,8 @@ from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 
-STARTS = ((2, 4), (3, 2), (1, 0))  # ranks, and the batches of each until SIGKILL; 0 for all
+# Ranks, and the batches of each until SIGKILL; 0 for all.
+STARTS = ((2, 4), (3, 2), (1, 0))
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,8 @@ def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
 
         for (
             name
-        ) in shards:  # a raised error costs its batch; with batches of one it costs one sample
+            # A raised error costs its batch; with batches of one it costs one sample.
+        ) in shards:
             check_tar(name, on_error="raise", batch_size=1)
         check_tar("a member missing", on_error="skip", batch_size=4)
         check_tar(

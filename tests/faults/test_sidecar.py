@@ -128,7 +128,8 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(
         next(iterator)
         thread = threading.Thread(target=loader.close)
         thread.start()
-        with contextlib.suppress(hr.errors.LoaderClosedError):  # or all batches have arrived before
+        # Or all batches have arrived before.
+        with contextlib.suppress(hr.errors.LoaderClosedError):
             list(iterator)
         thread.join()
 

@@ -101,7 +101,8 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(
         def busy(index):
             if index < 8:
                 return index
-            os.write(1, b"%d\n" % os.getpid())  # one call for the line: several processes write
+            # One call for the line: several processes write.
+            os.write(1, b"%d\n" % os.getpid())
             while True:
                 pass
 
@@ -115,11 +116,13 @@ def test_workers_and_zygote_end_when_the_trainer_is_killed(
         signal.pause()
 
     with forks.start(program) as trainer:
-        pids = {int(trainer.stdout.readline()) for _ in range(4)}  # zygote, sidecar and two workers
+        # Zygote, sidecar and two workers.
+        pids = {int(trainer.stdout.readline()) for _ in range(4)}
         assert len(pids) == (4 if placement == "process" else 3)
         descriptors = [os.pidfd_open(pid) for pid in pids]
         trainer.send_signal(signal.SIGKILL)
-        _, stderr = trainer.communicate()  # standard output closes when the last process has ended
+        # Standard output closes when the last process has ended.
+        _, stderr = trainer.communicate()
         for descriptor in descriptors:
             wait_for_exit(descriptor)
         assert trainer.wait() == -signal.SIGKILL

@@ -219,7 +219,8 @@ def test_batch_is_retried_after_its_worker_dies_while_writing_it(tmp_path: Path)
 
 @run_by("case")
 def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> None:
-    failing = 12 * len(CONTROL_FLOW)  # indices: of each exception three batches, one for each stage
+    # Indices: of each exception three batches, one for each stage.
+    failing = 12 * len(CONTROL_FLOW)
 
     def stop_at(index, place):
         if index < failing and index % 12 == place:
@@ -300,7 +301,8 @@ def test_close_ends_workers_in_an_endless_loop_and_stopped_ones(tmp_path: Path) 
             Numbers(32), 4, num_workers=1, transform=transform, placement=placement
         )
         assert next(iter(loader)).tolist() == [0, 1, 2, 3]
-        wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)  # called in this turn
+        # Called in this turn.
+        wait_until(lambda: len(os.listdir(folder)) == len(loaders) + 1)
         loaders.append(loader)
 
     before = workers()

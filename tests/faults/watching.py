@@ -118,7 +118,8 @@ def kill(*pids: int) -> None:
 def run_in_fork(program: Callable[[], object]) -> None:
     """Run a program in a fork of this process; it must not fail."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, since Python 3.12
+        # Of threads, since Python 3.12.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         status = 1
@@ -169,7 +170,8 @@ def descriptors() -> dict[int, str]:
     found = {}
     with os.scandir("/proc/self/fd") as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # closed by another thread meanwhile
+            # Closed by another thread meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 found[int(entry.name)] = os.readlink(entry.path)
     return {
         number: name for number, name in found.items() if number != zygote and name != momentary

@@ -111,7 +111,8 @@ def check_layouts(got, sent, own_copy):
             own = own_copy(tensor)
             assert torch.equal(got[name], own), name
             assert got[name].device == own.device, name
-            if name != "expanded":  # where elements share their memory, it depends on who copies
+            # Where elements share their memory, it depends on who copies.
+            if name != "expanded":
                 assert got[name].stride() == own.stride(), name
     assert [small.tolist() for small in got["many"]] == [[number] * 3 for number in range(114)]
     packed = sent["packed"]

@@ -51,7 +51,8 @@ def test_thousand_batches_are_whole_under_slow_kernels_on_other_streams(options)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_device_memory_of_a_batch_is_not_overwritten_before_its_use_has_run(options):
     def late(batch):
-        torch.cuda._sleep(CYCLES)  # the clone comes behind it, and the batch is dropped now
+        # The clone comes behind it, and the batch is dropped now.
+        torch.cuda._sleep(CYCLES)
         return batch
 
     with hr.DataLoader(Rows(300), device="cuda", **options) as loader:
@@ -194,7 +195,8 @@ def test_failed_page_locking_does_not_affect_the_next_kernel():
     assert torch.ones(3, device="cuda").sum().item() == 3
     streams.unregister(tensor.data_ptr())
     assert not tensor.is_pinned()
-    streams.unregister(tensor.data_ptr())  # not registered any more: this error is forgotten too
+    # Not registered any more: this error is forgotten too.
+    streams.unregister(tensor.data_ptr())
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 

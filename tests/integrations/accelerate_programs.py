@@ -391,7 +391,8 @@ def rebuilt(pattern):
         loader = hr.DataLoader(
             OwnSplit(), 2, num_workers=2, multiprocessing_context="fork", transform=tenfold
         )
-        assert sorted(set(everything(accelerator.prepare(loader)))) == ALL  # accelerate pads
+        # Accelerate pads.
+        assert sorted(set(everything(accelerator.prepare(loader)))) == ALL
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     with pytest.raises(
         ValueError, match="rank=0, world_size=2" if ranks["rank"] == 0 else "world_size=2"

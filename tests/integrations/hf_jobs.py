@@ -377,7 +377,8 @@ def evaluated(folder):
     """Metrics and predictions of this Trainer and of the one that it derives from: each sample once, in order."""
     losses = {}
     for name, kind, dataset in (
-        ("headrace", Trainer, Numbers(21)),  # 21 samples: not divisible by batches or ranks
+        # 21 samples: not divisible by batches or ranks.
+        ("headrace", Trainer, Numbers(21)),
         ("stock", transformers.Trainer, TorchNumbers(21)),
     ):
         trainer, _ = trainer_of(

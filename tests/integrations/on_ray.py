@@ -347,7 +347,8 @@ def train(address, folder, pattern):
                 torch.save(training.state(epoch), Path(local, "state.pt"))
                 checkpoint = Checkpoint.from_directory(local)
             ray.train.report({"epoch": epoch}, checkpoint=checkpoint, checkpoint_dir_name=name)
-        ray.train.get_all_reported_checkpoints()  # returns when Ray would restart from this one
+        # Returns when Ray would restart from this one.
+        ray.train.get_all_reported_checkpoints()
 
     def load(checkpoint):
         with checkpoint.as_directory() as local:

@@ -125,7 +125,8 @@ model = Model()
             "dataloader_num_workers=4",
             "num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True",
         ),
-        ("resume_from_checkpoint=True", "resume_from_checkpoint=None"),  # there is none yet
+        # There is none yet.
+        ("resume_from_checkpoint=True", "resume_from_checkpoint=None"),
     ]
     assert run(before, TRANSFORMERS, "", *changes) == list(range(8))
 

@@ -116,7 +116,8 @@ def test_resumed_job_is_exact_with_options_of_the_trainer(kind, options, tmp_pat
 def test_gradients_accumulate_over_the_same_batches_after_a_resume(tmp_path, pattern):
     make = jobs.KINDS["seeded"]
     whole = jobs.train(make(pattern), saves=[jobs.each_step(tmp_path)], accumulate_grad_batches=2)
-    for step, batch in ((2, 4), (3, 5), (4, 7)):  # of 5 batches the last is a step by itself
+    # Of 5 batches the last is a step by itself.
+    for step, batch in ((2, 4), (3, 5), (4, 7)):
         resumed = jobs.train(
             make(pattern), resume=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2
         )

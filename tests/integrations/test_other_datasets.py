@@ -217,7 +217,8 @@ def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_re
         assert first == again
         second, again = restored(places[column], epoch=1)
         assert second == again
-    assert (first != second) == (column != "s3torchconnector, stream")  # it is not shuffled
+    # It is not shuffled.
+    assert (first != second) == (column != "s3torchconnector, stream")
 
 
 def read_in_ranks(folder, url):

@@ -72,7 +72,8 @@ def test_engines_give_the_same_bytes_as_without_ray_and_the_errors_of_the_progra
 
 def test_state_is_continued_without_ray(report):
     with made_loader() as whole, made_loader() as rest:
-        batches = [batch for _ in range(3) for batch in whole]  # the state is of the third epoch
+        # The state is of the third epoch.
+        batches = [batch for _ in range(3) for batch in whole]
         rest.load_state_dict(report["state"])
         assert digest(rest) == digest(batches[2 * BATCHES + 3 :])
 

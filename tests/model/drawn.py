@@ -40,7 +40,8 @@ async def _endless(number):
         yield number
 
 
-DRAWS = 8  # samples of a batch, at most, where a transform draws from the generators of the process
+# Samples of a batch, at most, where a transform draws from the generators of the process.
+DRAWS = 8
 
 
 def _drawn_by(transform):

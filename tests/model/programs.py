@@ -623,7 +623,8 @@ def _ranks(case):
         and case.order == "sequential"
         and any(life.ranks == 1 for life in case.lives)
     ):
-        return {"lives": _every_life(case, ranks=first)}  # one rank has another order than several
+        # One rank has another order than several.
+        return {"lives": _every_life(case, ranks=first)}
     if case.is_dealt:
         return {"lives": case.lives}
     if case.order in ("distributed", "balanced") or (case.is_stream and case.is_async):
@@ -657,7 +658,8 @@ def _restarts(case):
     if len(lives) > 1 and case.order == "distributed":
         changes["set_epoch"] = None
     same_on_all = case.is_dealt or "split" in case.operations
-    if not same_on_all or case.order == "elastic, exact":  # ranks may have unequal numbers of steps
+    # Ranks may have unequal numbers of steps.
+    if not same_on_all or case.order == "elastic, exact":
         changes["merged"] = False
     return {"lives": lives, **changes}
 
@@ -709,7 +711,8 @@ def _looking_back(case):
         changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)
     elastic = case.order == "shuffle" and case.seed is not None and not case.generator
     elastic = elastic or case.order.startswith("elastic") or case.order == "blocks"
-    elastic = elastic and case.data != "mixed, all"  # positions are left out, and not indices
+    # Positions are left out, and not indices.
+    elastic = elastic and case.data != "mixed, all"
     if not (elastic and case.in_order and case.size >= 8 and not case.failing):
         changes["excluded"] = False
     return changes

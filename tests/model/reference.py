@@ -395,7 +395,8 @@ class Position(NamedTuple):
     sampler: object = None  # state of a sampler of the user's
     generator: object = None  # state of `generator=`
     excluded: tuple = ()
-    lost: frozenset = frozenset()  # batches that lost all their samples: pairs of epoch and number
+    # Batches that lost all their samples: pairs of epoch and number.
+    lost: frozenset = frozenset()
     # whether workers that persist have begun: torch draws their seed once
     has_workers: bool = False
 

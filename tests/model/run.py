@@ -45,7 +45,8 @@ def check(seeds, *, processes):
 
 def share(seeds, with_processes):
     """Run the programs of one job."""
-    logging.getLogger("headrace").setLevel(logging.ERROR)  # workers that are killed are warnings
+    # Workers that are killed are warnings.
+    logging.getLogger("headrace").setLevel(logging.ERROR)
     return check(seeds, processes=False) + check(with_processes, processes=True)
 
 

@@ -33,7 +33,8 @@ SEED = 42
 # test has imported it.
 OF_THE_MACHINE = re.compile(
     r"This DataLoader will create|This process \(pid=\d+\) is multi-threaded, use of fork\(\)|lance is not fork-safe"
-    "|pin memory device is set|'pin_memory_device' is set"  # torch 2.6 to 2.8, of a loader made anew
+    # Torch 2.6 to 2.8, of a loader made anew.
+    "|pin memory device is set|'pin_memory_device' is set"
 )
 
 
@@ -159,7 +160,8 @@ class Side:
 
     loader_class: Any
     options: Mapping[str, Any]  # arguments that the program does not give
-    twin: Callable[[Any], Any]  # what the program's dataset becomes before the loader gets it
+    # What the program's dataset becomes before the loader gets it.
+    twin: Callable[[Any], Any]
     made: list[Any] = field(default_factory=list)
 
     @property

@@ -126,7 +126,8 @@ class Nests(data.Dataset):
         return 3
 
     def __getitem__(self, index):
-        generator = torch.Generator()  # its own, as the global one is another in another process
+        # Its own, as the global one is another in another process.
+        generator = torch.Generator()
         samples = list(range(index, index + 4))
         loader = self.loader_class(samples, batch_size=2, generator=generator, **self.options)
         return [batch.tolist() for batch in loader]

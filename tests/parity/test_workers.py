@@ -349,7 +349,8 @@ def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
             prefetch_factor=workers or None,
         )
         iterator = iter(loader)
-        first = next(iterator) if num_workers else None  # a worker may take longer to come up
+        # A worker may take longer to come up.
+        first = next(iterator) if num_workers else None
         if first is None:
             next(iterator)
         with pytest.raises(RuntimeError) as caught:
@@ -425,7 +426,8 @@ class Kills(Indices):
 @parity("torch: a killed worker ends the run; here the worker is replaced, and an error names the batch",
         not_for=NO_WORKERS | {WORKERS: NOT_READ_THERE})  # fmt: skip
 def test_killed_worker_is_an_error_as_in_torch(same):
-    def to_the_first_error(DataLoader):  # behind it torch gives batches, or waits for ever
+    # Behind it torch gives batches, or waits for ever.
+    def to_the_first_error(DataLoader):
         return raised_by(lambda: list(DataLoader(Kills(), batch_size=2)))
 
     def to_the_end(DataLoader):

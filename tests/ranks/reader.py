@@ -56,7 +56,8 @@ def main():
         )
         for placement, workers in PLACES
     }
-    if "GLOO" in os.environ:  # neither the launcher nor the environment says which rank this is
+    # Neither the launcher nor the environment says which rank this is.
+    if "GLOO" in os.environ:
         rank, world_size, file = os.environ["GLOO"].split(",")
         dist.init_process_group(
             "gloo", f"file://{file}", rank=int(rank), world_size=int(world_size)

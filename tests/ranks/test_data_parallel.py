@@ -54,7 +54,8 @@ def test_tensor_parallel_ranks_get_the_same_batches_and_data_parallel_ranks_shar
 def test_rank_is_that_in_data_parallel_in_all_code_that_a_loader_runs(ranks, name):
     for number, row in enumerate(ranks):
         for sample in itertools.chain.from_iterable(itertools.chain.from_iterable(row[0][name])):
-            assert sample[1:-1] == [number, 2, number, 2]  # in the dataset and in the transform
+            # In the dataset and in the transform.
+            assert sample[1:-1] == [number, 2, number, 2]
     drawn = [{sample[-1] for batch in row[0][name][0] for sample in batch} for row in ranks]
     assert not drawn[0] & drawn[1]  # random numbers
 

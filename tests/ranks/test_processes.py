@@ -25,7 +25,8 @@ def test_rank_is_known_in_all_code_that_a_loader_runs(launcher, forks, tmp_path)
             (infos_seen,) = answers[f"{placement}, {workers} workers"]
             in_init = [rank, 2] if workers else []
             *infos, environment, in_collate, of = infos_seen
-            assert infos == [rank, 2, rank, 2, *in_init]  # in aget, transform and worker_init_fn
+            # In aget, transform and worker_init_fn.
+            assert infos == [rank, 2, rank, 2, *in_init]
             assert [in_collate, of] == [rank, 2]
             # in a thread without workers, the environment is the consumer's own
             assert environment == rank or (placement, workers) == ("thread", 0)

@@ -246,5 +246,6 @@ def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
     # Else it would copy every page of the trainer's heap into each forked worker.
     with hr.DataLoader(_Frozen(), num_workers=1, multiprocessing_context="fork") as loader:
         for frozen, collects in loader:
-            assert frozen.item() > gc.get_freeze_count() + 10_000  # importing torch makes 170,000
+            # Importing torch makes 170,000.
+            assert frozen.item() > gc.get_freeze_count() + 10_000
             assert collects.item()

@@ -355,7 +355,8 @@ def test_directory_with_other_content_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is not empty: it has precious\.tar"):
         hr.pack(data, tmp_path)
     assert hr.pack(data, tmp_path / "shards").samples == 1
-    assert hr.pack(data, tmp_path / "shards").samples == 0  # again: there is nothing to do
+    # Again: there is nothing to do.
+    assert hr.pack(data, tmp_path / "shards").samples == 0
     for other, name in (
         ({"format": "parquet"}, "format='tar', and not 'parquet'"),
         ({"samples_per_shard": 3}, "samples_per_shard=None, and not 3"),

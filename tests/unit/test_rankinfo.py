@@ -36,7 +36,8 @@ def set_all(monkeypatch, variables):
         ("RANK=3 WORLD_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=2", 3, 4),
         ("SLURM_PROCID=1 SLURM_NTASKS=2", 1, 2),
         ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NAME=train", 1, 2),
-        ("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),  # the batch script, without srun
+        # The batch script, without srun.
+        ("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
         (
             "SLURM_JOB_ID=9 SLURM_STEP_ID=4294967290 SLURM_JOB_NAME=interactive SLURM_PROCID=0 SLURM_NTASKS=4",
             0,

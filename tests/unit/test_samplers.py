@@ -55,7 +55,8 @@ def test_a_group_that_is_not_full_comes_at_a_random_place_and_in_random_order():
     places = set()
     for epoch in range(40):
         sampler.set_epoch(epoch)
-        places.add(list(sampler).index(124) // 12)  # the last sample is always of that group
+        # The last sample is always of that group.
+        places.add(list(sampler).index(124) // 12)
     assert len(places) > 5
     small = [
         list(hr.BlockShuffleSampler(12, block_size=6, blocks_at_once=64, seed=seed))

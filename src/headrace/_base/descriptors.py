@@ -60,7 +60,8 @@ class Reserve:
     """
 
     def __init__(self, count: int) -> None:
-        self.error: OSError | None = None  # the error, if fewer than `count` could be opened
+        # The error, if fewer than `count` could be opened.
+        self.error: OSError | None = None
         self._count = count
         self._held: list[int] = []
         self._fill()

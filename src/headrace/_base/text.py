@@ -78,7 +78,8 @@ def check_function(name: str, function: object) -> None:
         )
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError, NameError):  # of a built-in function, or with names for types
+    except (TypeError, ValueError, NameError):
+        # Of a built-in function, or with names for types.
         return
     try:
         signature.bind(None)

@@ -88,7 +88,8 @@ class LoaderControl:
         # Open iterations, with the numbers of the epochs.
         self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
         self._closings = 0  # number of calls of `close_epochs`
-        self._agreement: StepGroup | None = None  # of the last epoch with `coordinated=True`
+        # Of the last epoch with `coordinated=True`.
+        self._agreement: StepGroup | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         copied = self.position.copied(self.spec)

@@ -59,7 +59,8 @@ class FailureHandler:
         self.lost = False
         self._warned_of_loss = False
         self._deaths_in_a_row = self._lost_in_a_row = 0  # batches
-        self._lost_place: object = None  # shard and member in the error of the last lost batch
+        # Shard and member in the error of the last lost batch.
+        self._lost_place: object = None
 
     @property
     def losses(self) -> Losses:
@@ -144,7 +145,8 @@ class FailureHandler:
             )
         error = host.failures[0].error
         place = (error.shard, error.member) if isinstance(error, ShardError) else None
-        if place is None or place != self._lost_place:  # a large row group has many batches
+        # A large row group has many batches.
+        if place is None or place != self._lost_place:
             self._lost_in_a_row += 1
         self._lost_place = place
         if self._lost_in_a_row >= LOST_IN_A_ROW:

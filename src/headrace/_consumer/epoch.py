@@ -49,7 +49,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 WAIT = object()
 _NO_RECORD = nullcontext()
-ANSWER_TIMEOUT = 0.2  # seconds for the engine to report a batch's status, after a time-out
+# Seconds for the engine to report a batch's status, after a time-out.
+ANSWER_TIMEOUT = 0.2
 # Seconds between readings of the thread's CPU clock. A reading takes 0.4 µs; a call takes 6 µs.
 CPU_READING = 0.005
 
@@ -82,11 +83,13 @@ class Epoch:
         progress: EpochProgress,
         session: Session | DeviceStage,  # the receiver of plans; owned from here on
         *,
-        look_ahead: LookAheadSize | None,  # None: plan single batches, in the caller's thread
+        # None: plan single batches, in the caller's thread.
+        look_ahead: LookAheadSize | None,
         finish: Finish | None,
-        tune: Callable[[], float],  # changes the number of workers; returns when to call this again
-        agreement: StepGroup
-        | None,  # agrees with other ranks on the number of steps; None without coordination
+        # Changes the number of workers; returns when to call this again.
+        tune: Callable[[], float],
+        # Agrees with other ranks on the number of steps; None without coordination.
+        agreement: StepGroup | None,
     ) -> None:
         arguments = position.spec
         self._loader, self._position = loader, position
@@ -138,7 +141,8 @@ class Epoch:
         self._tune_at = 0.0  # by `time.perf_counter`
         # start of the wait in the running call of next(); 0.0 after the batch was taken
         self._called = 0.0
-        self._cpu = self._cpu_read = 0.0  # CPU seconds of the thread, and the time of this reading
+        # CPU seconds of the thread, and the time of this reading.
+        self._cpu = self._cpu_read = 0.0
         self._over = False
         self.closed = False
         self._turn = threading.RLock()
@@ -447,7 +451,8 @@ class Epoch:
                 session.send(StatusRequest(self._ahead.oldest.number))
                 yield from session.waits(ANSWER_TIMEOUT)
                 self._time_out()
-        except BaseException:  # a time-out, a cancellation or Ctrl-C: the next call begins anew
+        except BaseException:
+            # A time-out, a cancellation or Ctrl-C: the next call begins anew.
             self._called = 0.0
             raise
 

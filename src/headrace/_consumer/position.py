@@ -177,7 +177,8 @@ class Position:
             batches=since.batches + batches,
             cursor=since.cursor + cursor,
             ranks=order.rank_of(rank).world_size,
-            sampler=None,  # earlier batches are drawn again, even from a sampler with a state
+            # Earlier batches are drawn again, even from a sampler with a state.
+            sampler=None,
             streams={},
         )
         self.resumed = (state,)

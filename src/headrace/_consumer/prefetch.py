@@ -77,7 +77,8 @@ class Prefetcher:
     _prompt: int = PROMPT
     _prompt_again: int = PROMPT
     _stalled: float | None = None  # start time of the consumer's wait for the next batch
-    _unstalled: int = 0  # batches since the last stall or the last reduction of the look-ahead
+    # Batches since the last stall or the last reduction of the look-ahead.
+    _unstalled: int = 0
 
     def fill(self) -> None:
         """Draw plans until the look-ahead is full, and send due plans."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.telemetry.counters import BatchRecord
 
-if TYPE_CHECKING:  # imported at the first look: `import headrace` takes a fifteenth less time
+# Imported at the first look: `import headrace` takes a fifteenth less time.
+if TYPE_CHECKING:
     from headrace.telemetry.diagnosis import Setup
     from headrace.telemetry.figures import Figures
 
@@ -26,7 +27,8 @@ RECORDS = 1024  # maximum number of records in a look
 LEAST_GAIN = 0.5  # minimum gain, as a share of the predicted gain
 # If fewer workers are busy than this share of the remaining workers, a worker is not needed.
 IDLE = 0.5
-START_SECONDS = 10.0  # maximum time until a new worker counts, if the worker makes no batch
+# Maximum time until a new worker counts, if the worker makes no batch.
+START_SECONDS = 10.0
 # Seconds between two looks without a change, doubled after each look.
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
 # Seconds without a trial after a failed trial, doubled after each failed trial.

@@ -43,10 +43,13 @@ HOLD, LONGEST_HOLD = (1.0, 30.0)
 # Seconds after a decrease: throttling in this time concerns earlier requests.
 GRACE = 0.5
 LEAST_DECREASE, MOST_DECREASE = 0.9, 0.5  # factors of the limit
-MOST_PEERS = 8  # maximum number of counted engines; with more engines, a share is lost in noise
+# Maximum number of counted engines; with more engines, a share is lost in noise.
+MOST_PEERS = 8
 CLIMB_INTERVAL = 0.5  # seconds between two increases after throttling
-CLIMB_STEP = 0.25  # an increase after throttling, as a multiple of the square root of the limit
-TRIAL_TIMEOUT = 5.0  # seconds until a trial is given up, if a slow consumer prevents the trial
+# An increase after throttling, as a multiple of the square root of the limit.
+CLIMB_STEP = 0.25
+# Seconds until a trial is given up, if a slow consumer prevents the trial.
+TRIAL_TIMEOUT = 5.0
 
 # A separate generator. Transforms seed the functions of the module `random`, and engines with the
 # same seed would make trials together.

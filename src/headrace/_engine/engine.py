@@ -87,7 +87,8 @@ class Engine:
         self.watch = LoopWatch(type(config.dataset).__qualname__)
         # The searches of the last epoch, by what is counted.
         self._searches: dict[str, AdaptiveLimit] = {}
-        self.budget: int | None = None  # bytes of batches, and of each operation of a stream
+        # Bytes of batches, and of each operation of a stream.
+        self.budget: int | None = None
         if config.options["memory_budget"] is not None and is_bounded(config.kind, config.dataset):
             share = 1 + holders(config.dataset)
             self.budget = max(1, config.options["memory_budget"] // share)
@@ -247,7 +248,8 @@ class EngineSession:
             joins = capabilities(dataset).ranges or reads_whole_blocks(dataset)
             joins = joins and not isinstance(dataset, FetchedDataset)
             self._memory = MemoryBudget(engine.budget, self._sizes, joins=joins)
-        self._plans: deque[BatchPlan] = deque()  # plans waiting for memory, by ascending number
+        # Plans waiting for memory, by ascending number.
+        self._plans: deque[BatchPlan] = deque()
         # Plans received and not delivered, with the times of receipt.
         self._outstanding: dict[int, tuple[BatchPlan, float]] = {}
         self._assembling: dict[int, RawBatch] = {}
@@ -319,7 +321,8 @@ class EngineSession:
 
         However the session ends, a `SessionEnd` is sent.
         """
-        session_stats.set(self._requests)  # in this task's context, copied by the fetchers
+        # In this task's context, copied by the fetchers.
+        session_stats.set(self._requests)
         self._requests.bodies = BodyReader()
         error: BaseException | None = None
         try:

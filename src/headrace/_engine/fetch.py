@@ -69,7 +69,8 @@ class FetchContext:
     spawn: Spawn  # starts a coroutine as a task
     requests: RequestStats
     hedges: bool = False  # whether slow requests are sent twice
-    recorder: FetchRecorder | None = None  # recorder of single fetches, while a trace is written
+    # Recorder of single fetches, while a trace is written.
+    recorder: FetchRecorder | None = None
     # Whether the session is ending. Then no fetch begins, and exceptions are ignored.
     stopping: bool = False
 
@@ -221,7 +222,8 @@ class Fetchers:
                 # While waiting, hold no sample, and no error with frames of the program.
                 batch = argument = result = None
                 if completes:
-                    await asyncio.sleep(0)  # send the batch now, even if no fetch ever waits
+                    # Send the batch now, even if no fetch ever waits.
+                    await asyncio.sleep(0)
                 if self._surplus:
                     self._surplus = self._busy > self.size
                     if self._surplus:

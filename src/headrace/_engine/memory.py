@@ -15,7 +15,8 @@ from headrace._records.failure import Failure
 FIRST_SAMPLES = 4
 # Samples to admit then, for each sample with a known size: later sizes may be larger.
 GROWTH = 4
-MEASURED_SAMPLES = 8  # number of measured samples in a batch; the mean stands for all samples
+# Number of measured samples in a batch; the mean stands for all samples.
+MEASURED_SAMPLES = 8
 # Number of batches to measure at the beginning. Afterwards, a batch in so many is measured (an odd
 # number, because sizes may repeat).
 MEASURED_BATCHES = 7

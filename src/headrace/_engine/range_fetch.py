@@ -175,7 +175,8 @@ class RangeFetch(SampleFetch):
                 self.context.recorder.add(oldest, number, began)
             if len(data) != size:
                 raise ValueError(f"read_range gave {len(data)} bytes in place of {size}")
-        except BaseException:  # user code; `aget` of each member then names the error and sample
+        except BaseException:
+            # User code; `aget` of each member then names the error and sample.
             if not self.context.stopping:
                 self._fetch_singly(plan.locate(span.members))
             return
@@ -217,7 +218,8 @@ class RangeFetch(SampleFetch):
                 raise ValueError(
                     f"samples_of gave {len(samples)} samples for {len(indices)} indices"
                 )
-        except BaseException:  # user code; making the samples singly finds the failed sample
+        except BaseException:
+            # User code; making the samples singly finds the failed sample.
             return None
         return samples
 

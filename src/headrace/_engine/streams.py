@@ -332,7 +332,8 @@ class StreamFetch(FetchStage):
         try:
             if stream is not None:
                 await stream.aclose()
-        except BaseException as error:  # user code; all samples are delivered, or not needed
+        except BaseException as error:
+            # User code; all samples are delivered, or not needed.
             if self.context.stopping and isinstance(error, asyncio.CancelledError):
                 raise
             message = f"closing a stream of {type(self._dataset).__name__} failed"

@@ -256,7 +256,8 @@ class BatchReader:
     With `seeds`, random generators are seeded before each batch is read.
     """
 
-    _gather: Gather | None = None  # makes a batch from indices, if no user code has to run
+    # Makes a batch from indices, if no user code has to run.
+    _gather: Gather | None = None
 
     def __init__(
         self,
@@ -385,7 +386,8 @@ class StreamReader(BatchReader):
             self._stream = iter(dataset)
         elif self._progress.ended:
             self._stream = iter(())  # nothing is left to read
-            restore_dataset(dataset, state["stream"])  # the next epoch needs the restored dataset
+            # The next epoch needs the restored dataset.
+            restore_dataset(dataset, state["stream"])
         else:
             self._stream, again = restore_user(dataset, state["stream"], lambda: iter(dataset))
             self._errors = state["stream"]["errors"]

@@ -70,7 +70,8 @@ class Results:
         """Schedule `deliver` on the loop. Any thread may call `flush`."""
         if not self._flushing:
             self._flushing = True
-            with contextlib.suppress(RuntimeError):  # if the loop is closed, no caller is left
+            # If the loop is closed, no caller is left.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
@@ -167,7 +168,8 @@ class _BatchedExecutor:
                 if now > until:
                     break
                 self._results.flush()
-        with contextlib.suppress(RuntimeError):  # if the loop is closed, no caller is left
+        # If the loop is closed, no caller is left.
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._on_end)
 
     def _on_end(self) -> None:

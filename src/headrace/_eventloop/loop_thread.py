@@ -35,7 +35,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     asyncio is used if uvloop is absent or ``HEADRACE_EVENT_LOOP=asyncio``.
     """
-    check_free(_DESCRIPTORS)  # a half-constructed loop would print an error to standard error
+    # A half-constructed loop would print an error to standard error.
+    check_free(_DESCRIPTORS)
     loop: asyncio.AbstractEventLoop = import_event_loop().new_event_loop()
     return loop
 
@@ -216,7 +217,8 @@ class LoopThread:
     def _run(self) -> None:
         try:
             loop = self._loop = new_event_loop()
-        except BaseException as error:  # raised by the constructor, in the thread that waits
+        except BaseException as error:
+            # Raised by the constructor, in the thread that waits.
             self._died = error
             self._running.set()
             return

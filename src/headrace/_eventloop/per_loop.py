@@ -69,7 +69,8 @@ class Owner:
         try:
             try:
                 resource = make()
-                del make  # an open resource does not keep `make` and the object of `make` alive
+                # An open resource does not keep `make` and the object of `make` alive.
+                del make
                 if inspect.isawaitable(resource) and (
                     close is not None or not hasattr(resource, "__aexit__")
                 ):

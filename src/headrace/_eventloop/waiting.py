@@ -155,7 +155,8 @@ def _signals() -> Iterator[list[socket.socket]]:
     except ValueError:  # not the main thread, the only thread that handles signals
         yield []
         return
-    if before == wake:  # a handler raised at the end of the last wait, and left the descriptor set
+    # A handler raised at the end of the last wait, and left the descriptor set.
+    if before == wake:
         before = -1
     try:
         yield [pair.source]
@@ -164,7 +165,8 @@ def _signals() -> Iterator[list[socket.socket]]:
         # BlockingIOError: no signal, or the loop's pipe is full, and a full pipe wakes the loop.
         with suppress(BlockingIOError):
             numbers = pair.source.recv(4096)
-            if before != -1:  # an event loop blocked in this call reads signals from `before`
+            # An event loop blocked in this call reads signals from `before`.
+            if before != -1:
                 os.write(before, numbers)
 
 

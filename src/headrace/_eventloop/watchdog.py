@@ -27,7 +27,8 @@ from headrace._base.cgroup import queued_seconds
 BEAT = 0.025  # seconds between beats
 GRACE = 0.025  # seconds by which a beat is late when sampling begins
 TICK = 0.01  # seconds between samples
-REPORTED = 0.08  # seconds of a late beat in a function; up to 0.05 pass before the first sample
+# Seconds of a late beat in a function; up to 0.05 pass before the first sample.
+REPORTED = 0.08
 CLOSING = 1.0  # seconds for the thread to end
 WARNING = (
     "%s: %s has blocked the loader's event loop for %.2f s so far, in which nothing else was "
@@ -37,7 +38,8 @@ WARNING = (
 )
 
 _HEADRACE = os.path.join(str(Path(__file__).parents[2]), "")
-_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")  # importing `sysconfig`: 1.6 ms
+# Importing `sysconfig`: 1.6 ms.
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LOOPS = (f"{os.sep}anyio{os.sep}", f"{os.sep}uvloop{os.sep}")
 _log = logging.getLogger("headrace")
@@ -51,7 +53,8 @@ class LoopWatch:
     """
 
     def __init__(self, dataset: str) -> None:
-        self.blocked_seconds = 0.0  # seconds in which user code has blocked the loop so far
+        # Seconds in which user code has blocked the loop so far.
+        self.blocked_seconds = 0.0
         # Seconds in which the loop's thread could have computed and had no core. 0.0 if unknown.
         self.queued_seconds = 0.0
         self.place: str | None = None  # line of user code that blocked the loop last
@@ -63,7 +66,8 @@ class LoopWatch:
         self._watchdog: threading.Thread | None = None
         # False ends the thread. Not a Queue: a fork may copy the locks of a Queue while held.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._late: dict[types.CodeType, float] = {}  # seconds of the late beat, by function
+        # Seconds of the late beat, by function.
+        self._late: dict[types.CodeType, float] = {}
 
     def begin(self) -> None:
         self._sessions += 1
@@ -94,7 +98,8 @@ class LoopWatch:
         self._wake.put(False)
         thread = self._watchdog
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-            thread.join(CLOSING)  # the watchdog may be in a log handler that waits for this thread
+            # The watchdog may be in a log handler that waits for this thread.
+            thread.join(CLOSING)
 
     def _beat(self) -> None:
         self._beats = self._loop.call_later(BEAT, self._beat)

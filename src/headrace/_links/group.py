@@ -32,7 +32,8 @@ from headrace._streams.kinds import capabilities
 from headrace.errors import EngineDiedError, EngineStartError
 
 DEATHS_ALONE = 2  # deaths of engines with a single batch; then the batch is the reason
-DEATHS_WITHOUT_BATCH = 3  # deaths of an engine without a batch; then the engine is given up
+# Deaths of an engine without a batch; then the engine is given up.
+DEATHS_WITHOUT_BATCH = 3
 
 
 class EngineGroup(Link):
@@ -299,6 +300,7 @@ class EngineGroup(Link):
             return f"it has ended {times}, and is not started again in this epoch"
         try:
             self._add(number)
-        except (OSError, EngineDiedError) as error:  # a shortage of descriptors or of memory
+        except (OSError, EngineDiedError) as error:
+            # A shortage of descriptors or of memory.
             return f"it could not be started again ({error})"
         return "it is started again" if self._cluster is None else "another is asked for"

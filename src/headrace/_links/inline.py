@@ -75,7 +75,8 @@ class InlineLink(Link):
         plan = self._plans.popleft()
         try:
             host = self._in_context(self._read, plan)
-        except BaseException:  # Ctrl-C: read the batch again; a stream continues with later samples
+        except BaseException:
+            # Ctrl-C: read the batch again; a stream continues with later samples.
             self._plans.appendleft(plan)
             raise
         self.messages.append(host.located(self._sample_key) if host.failures else host)

@@ -36,7 +36,8 @@ class Placement(ABC):
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions still referred to
+        # Sessions still referred to.
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     @property
     @abstractmethod

@@ -111,7 +111,8 @@ class SidecarProcess:
             with contextlib.closing(theirs):
                 self.hand_over(theirs)
             return ProcessLink(ours, self.process, opening)
-        except BaseException as error:  # also of user code: `__reduce__` of an object in a state
+        except BaseException as error:
+            # Also of user code: `__reduce__` of an object in a state.
             ours.close()
             if isinstance(error, OSError):
                 raise end_of(self.process)[0] from error
@@ -168,7 +169,8 @@ class ProcessLink(Link):
         self._channel.send(opening)
         self._process = process
         self._pid = os.getpid()
-        self._plans: dict[int, BatchPlan] = {}  # plans without an arrived batch, by number
+        # Plans without an arrived batch, by number.
+        self._plans: dict[int, BatchPlan] = {}
         self._over = False  # nothing more is read
         self.messages: deque[Answer] = deque()
 
@@ -244,7 +246,8 @@ def end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
 
     Waits a second for the end of the process.
     """
-    if not _ends_within(process, CLOSE_DEADLINE):  # also reads why a process was not started
+    # Also reads why a process was not started.
+    if not _ends_within(process, CLOSE_DEADLINE):
         # On a busy machine the end is known late. In any case the process is of no use any more.
         process.signal(signal.SIGKILL)
         if not _ends_within(process, WORK_DEADLINE):

@@ -170,7 +170,8 @@ class RemoteLink(Mailbox):
         self._place = f"node {address}"
         if address != connected.getsockname()[0]:
             self._ahead = -math.inf
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # plans without an answer of the other machine
+        # Plans without an answer of the other machine.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE)
         over = asyncio.Event()
         try:
@@ -261,7 +262,8 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
                     received = received + more if more else b""
             if hmac.compare_digest(received, token):
                 return connected
-        except OSError:  # a stranger, silent or gone: the next connection may be the engine's
+        except OSError:
+            # A stranger, silent or gone: the next connection may be the engine's.
             pass
         except BaseException:  # the link is left
             connected.close()

@@ -77,8 +77,10 @@ class PlacementSelector:
         self._remote = remote
         self._asked = engines
         self._current: Placement | None = None
-        self._config: EngineConfig | None = None  # the first configuration of the current engine
-        self._made_with: SharedPickle | None = None  # the first functions of the current engine
+        # The first configuration of the current engine.
+        self._config: EngineConfig | None = None
+        # The first functions of the current engine.
+        self._made_with: SharedPickle | None = None
         # The snapshot of the dataset, if the current engine has a copy of the dataset.
         self._seen: list[object] | None = None
         self._retired: list[Placement] = []
@@ -122,7 +124,8 @@ class PlacementSelector:
             current = self._current = self._place(config, work)
             self._config, self._made_with = config, work
             self._seen = snapshot(config.dataset) if current.has_copy else None
-        if current.is_current:  # in aget: a session there would start another session, recursively
+        # In aget: a session there would start another session, recursively.
+        if current.is_current:
             raise DeadlockError(what="iter() of a loader")
         self.where = current.name
         return current.open(config, work, start)

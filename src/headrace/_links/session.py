@@ -32,7 +32,8 @@ class Session:
         link: Link,  # to the engine, or to several; owned from here on
         *,
         work: WorkOnConsumersThread | None = None,
-        on_close: Callable[[], None] | None = None,  # called once, after the session is closed
+        # Called once, after the session is closed.
+        on_close: Callable[[], None] | None = None,
         inline_state: Callable[[], State | None]
         | None = None,  # of a dataset that is read when a batch is taken
     ) -> None:
@@ -49,7 +50,8 @@ class Session:
         self._guard = CloseGuard(lambda: None, link.close)
 
     def _check_process(self) -> None:
-        if self._link.source is not None:  # otherwise no other thread or process is involved
+        if self._link.source is not None:
+            # Otherwise no other thread or process is involved.
             check_not_forked(self._pid)
 
     @property

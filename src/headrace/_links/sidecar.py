@@ -217,7 +217,8 @@ class _SessionServer:
                 if isinstance(obj, list):
                     self._plans.update((plan.number, plan) for plan in obj)
                 self._session.handle(cast(EngineRequest, obj))
-        except BaseException as error:  # user code: imports of the user's modules, set_epoch
+        except BaseException as error:
+            # User code: imports of the user's modules, set_epoch.
             if self._session is not None:
                 self._session.cancel()
             self.send(SessionEnd(error))

@@ -109,7 +109,8 @@ class ThreadPlacement(Placement):
         self._for_one_session = for_one_session
         try:
             self._loop = LoopThread("headrace-engine")
-        except BaseException:  # no thread could be started, or Ctrl-C; the engine has workers
+        except BaseException:
+            # No thread could be started, or Ctrl-C; the engine has workers.
             engine.executor.release()
             raise
         self._ended = False

@@ -117,7 +117,8 @@ class BlockOrder:
         return _Group(number, begin, int(self._starts[number + 1]) - begin)
 
     def _group_in_order(self, size: int, within: IntArray) -> IntArray:
-        each, longer = divmod(size, self._lanes)  # the first `longer` lanes have a sample more
+        # The first `longer` lanes have a sample more.
+        each, longer = divmod(size, self._lanes)
         steps, lane = np.divmod(within, self._lanes)
         starts = lane * each + np.minimum(lane, longer)
         return starts + steps
@@ -127,7 +128,8 @@ class BlockOrder:
         draws = np.random.Philox(key=batch_seed(self._seed, 0, number)).random_raw(
             lanes * (each + 1)
         )
-        ranges = _ranks_of(draws[:lanes])  # number of the part of the group, for each lane
+        # Number of the part of the group, for each lane.
+        ranges = _ranks_of(draws[:lanes])
         steps, lane = np.divmod(within, lanes)
         own = np.flatnonzero(np.bincount(lane, minlength=lanes))  # the lanes of `within`
         draws = draws[lanes:].reshape(lanes, each)[own]

@@ -21,8 +21,10 @@ FEWEST_ROWS = 64
 """Least number of rows of the shortest source. At the end, lanes differ by up to 2 rows."""
 
 _ROWS = 8  # rows of a window: a position needs all rows of the position's window
-_STRIDE = 11  # slots between two rows of a window: a prime above 8, for windows that are cut short
-_SCALE = 1 << 30  # sum of the shares as whole numbers: a share times a row fits into 64 bits
+# Slots between two rows of a window: a prime above 8, for windows that are cut short.
+_STRIDE = 11
+# Sum of the shares as whole numbers: a share times a row fits into 64 bits.
+_SCALE = 1 << 30
 _OF_WINDOWS = 3  # purpose of a seed derived for windows; `BlockOrder` uses 1 and 2
 
 

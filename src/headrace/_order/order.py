@@ -90,7 +90,8 @@ class EpochOrder:
         # Whether a `DistributedSampler` decides on the order now, not at the first index.
         at_once: bool = False,
     ) -> None:
-        self._index_sampler: Any = loader._index_sampler  # not the loader, which holds this order
+        # Not the loader, which holds this order.
+        self._index_sampler: Any = loader._index_sampler
         self._dataset: Any = loader.dataset
         self._at_once = at_once
         self._batch_sampler: Any = loader.batch_sampler
@@ -410,7 +411,8 @@ class StreamOrder(EpochOrder):
         return "each rank reads a part of the stream"
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        return 0, _SAMPLES_AT_MOST  # only the reader knows how many samples are in a batch
+        # Only the reader knows how many samples are in a batch.
+        return 0, _SAMPLES_AT_MOST
 
     def describe(self) -> str:
         return "stream"

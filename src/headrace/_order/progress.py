@@ -21,7 +21,8 @@ from headrace._records.batches import BatchPlan, HostBatch, SessionStart, Stream
 from headrace._records.failure import interrupted
 from headrace._streams.resumable import State, state_of_dataset
 
-KEPT_POINTS = 9  # the positions after the last 8 batches, and the position before these batches
+# The positions after the last 8 batches, and the position before these batches.
+KEPT_POINTS = 9
 
 
 class _Drawn(NamedTuple):
@@ -38,7 +39,8 @@ class _Point(NamedTuple):
 
     batches: int  # number of the epoch's batches that were given out without a gap
     drawn: _Drawn  # draws up to the last of the batches before a gap
-    streams: Mapping[int | None, StreamState]  # stream states by worker; None for the loader
+    # Stream states by worker; None for the loader.
+    streams: Mapping[int | None, StreamState]
     last_worker: int  # worker of the last batch
     beyond: Mapping[int, _Drawn]  # batches given out after a gap, by number
     losses: Losses
@@ -69,10 +71,13 @@ class EpochProgress(Iterator[BatchPlan]):
         rank: RankInfo,
         *,
         restored: bool,  # whether the dataset has to be restored to `begun`
-        batched: bool,  # whether the sampler gives sequences of indices, not single indices
+        # Whether the sampler gives sequences of indices, not single indices.
+        batched: bool,
         readers: int,  # workers that each read a copy of the dataset; 1 without workers
-        per_rank: bool,  # whether the state is always this rank's; else depends on the order
-        keeps_dataset: bool,  # whether the next epoch uses the dataset and the dataset's own state
+        # Whether the state is always this rank's; else depends on the order.
+        per_rank: bool,
+        # Whether the next epoch uses the dataset and the dataset's own state.
+        keeps_dataset: bool,
     ) -> None:
         self.begun, self.rank, self.base_seed, self.draws = begun, rank, base_seed, draws
         self._order = order
@@ -120,7 +125,8 @@ class EpochProgress(Iterator[BatchPlan]):
         # Draw of the plan after the next plan, if the order is computed.
         self._drawn_ahead: list[Any] = []
         self._interruption: str | None = None  # of the last draw, as by Ctrl-C
-        self._most: int | None = None  # number of plans in the epoch, once the sampler has ended
+        # Number of plans in the epoch, once the sampler has ended.
+        self._most: int | None = None
         # State of the sampler at the sampler's end. May differ from the state after the last plan.
         self._sampler_at_end: object = None
 
@@ -219,7 +225,8 @@ class EpochProgress(Iterator[BatchPlan]):
         self.before_first = None
         number = host.plan.number
         drawn = self._drawn.get(number)
-        if drawn is not None:  # otherwise a call of `next()` that Ctrl-C interrupted recorded it
+        if drawn is not None:
+            # Otherwise a call of `next()` that Ctrl-C interrupted recorded it.
             before = self._last
             batches, last, streams = before.batches, before.drawn, before.streams
             last_worker = before.last_worker if host.worker is None else host.worker
@@ -302,7 +309,8 @@ class EpochProgress(Iterator[BatchPlan]):
         # An epoch without a batch ends with the call of `next()` that finds no batch.
         over = self.begun.over or (self._most is not None and point.batches >= self._most > 0)
         if size is not None and self._ranks > 1:
-            cursor = size if over else min(cursor, size)  # ranks may have unequal last batches
+            # Ranks may have unequal last batches.
+            cursor = size if over else min(cursor, size)
         return self.begun._replace(
             cursor=cursor,
             # Batches after these `batches` may be in `delivered`.

@@ -154,7 +154,8 @@ class CursorSampler(ABC):
             rounds = len(range(first, n, step))
         positions = range(first, first + rounds * step, step)
         parts = [range(first, min(positions.stop, n), step)]
-        if positions and positions[-1] >= n:  # at most a single position is beyond the end
+        # At most a single position is beyond the end.
+        if positions and positions[-1] >= n:
             wrapped = positions[-1] % n
             parts.append(range(wrapped, wrapped + 1))
         if isinstance(order, range):
@@ -166,7 +167,8 @@ class CursorSampler(ABC):
         self.epoch = operator.index(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        return self._from_beginning(self._shard())  # the rank now, not at the first `next()`
+        # The rank now, not at the first `next()`.
+        return self._from_beginning(self._shard())
 
     def _from_beginning(self, shard: ReaderShare) -> Iterator[int]:
         # The epoch starts at the first `next()`: torch's loader calls iter() twice for an epoch,

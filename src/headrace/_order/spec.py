@@ -82,7 +82,8 @@ def drawn_freely(loader: TorchLoader) -> float:
         sampler.replacement or len(sampler) != len(sampler.data_source)
     ):
         return 0
-    return len(loader._index_sampler) - 1  # with the last batch, torch's samplers draw once more
+    # With the last batch, torch's samplers draw once more.
+    return len(loader._index_sampler) - 1
 
 
 def is_automatic(loader: TorchLoader) -> bool:
@@ -105,7 +106,8 @@ class LoaderSpec(NamedTuple):
 
     source: Any  # the dataset to fetch from
     kind: DatasetKind
-    maps: tuple[Callable[[Any], Any], ...]  # functions put by `map` before the loader's transform
+    # Functions put by `map` before the loader's transform.
+    maps: tuple[Callable[[Any], Any], ...]
     options: LoaderOptions  # checked
     policy: ErrorPolicy  # policy of `on_error`
     device: torch.device | None  # target of copies of batches; None for host memory

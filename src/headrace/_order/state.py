@@ -41,7 +41,8 @@ class Fingerprint(NamedTuple):
     """Properties of a loader that a state must agree with."""
 
     kind: str  # kind of the dataset
-    length: int | None  # number of samples of a map-style dataset; None if unknown, or of a stream
+    # Number of samples of a map-style dataset; None if unknown, or of a stream.
+    length: int | None
     order: str  # the sampler, with the arguments that decide on the order
     seed: int | None  # seed of the loader
     # Workers that each read a copy of a stream. None if the number does not matter.
@@ -126,12 +127,14 @@ class LoaderState(NamedTuple):
     over: bool = False  # whether the sampler has ended
     rank: int | None = None  # rank of the state; None if all ranks have the same state
     ranks: int = 1  # number of ranks
-    base_seed: int | None = None  # source of the batches' seeds, if drawn; None with `seed=`
+    # Source of the batches' seeds, if drawn; None with `seed=`.
+    base_seed: int | None = None
     # First seed of persistent workers, in a state before an epoch. None without persistent workers.
     kept_seed: int | None = None
     # Epoch of a sampler with `set_epoch` that derives the order from the epoch. None without.
     sampler_epoch: int | None = None
-    generator: str | None = None  # state of the sampler's generator at the epoch's start, in base64
+    # State of the sampler's generator at the epoch's start, in base64.
+    generator: str | None = None
     sampler: object = None  # state of a user's sampler after the samples given out
     last_draw: LastDraw | None = None
     # Stream state of each worker that reads a stream. The key None is the loader itself.

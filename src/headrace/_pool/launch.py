@@ -222,7 +222,8 @@ class _ZygoteProcess(WorkerProcess):
 
 class _Template(NamedTuple):
     modules: tuple[str, ...]  # the imported modules
-    sources: frozenset[tuple[str, int, int]]  # the program's sources at the time of the import
+    # The program's sources at the time of the import.
+    sources: frozenset[tuple[str, int, int]]
     control: socket.socket
 
 

@@ -190,7 +190,8 @@ class Pool:
         self._workers: dict[int, NumberedWorker] = {}
         self.pinned_ahead = PINNED_AHEAD
         self._waiting: deque[Job] = deque()
-        self.broken: WorkerDiedError | None = None  # the reason why the pool runs no more jobs
+        # The reason why the pool runs no more jobs.
+        self.broken: WorkerDiedError | None = None
         # Deaths of started processes since the reader of this count last set it to 0.
         self.deaths = 0
         # Has a thread call a function that may fork this process.
@@ -438,7 +439,8 @@ class Pool:
         refusal = worker.process.refusal
         self.deaths += refusal is None
         job = worker.jobs.popleft() if worker.jobs else None
-        suspect = job if worker.started else None  # a worker reads no job before the start
+        # A worker reads no job before the start.
+        suspect = job if worker.started else None
         died = worker.death(suspect)
         worker.close_channel()
         # `multiprocessing` may start the replacement late. If another worker took the job, random
@@ -469,7 +471,8 @@ class Pool:
         if refusal is not None:
             self._break(worker.cannot_start(refusal))
             return
-        if suspect is None or not suspect.answer.done():  # otherwise an error reports the death
+        if suspect is None or not suspect.answer.done():
+            # Otherwise an error reports the death.
             _log.warning("%s Another process takes its place.", died)
         self._replace(worker)
 
@@ -484,7 +487,8 @@ class Pool:
         loop = asyncio.get_running_loop()
 
         def start() -> None:
-            if self._workers.get(dead.number) is dead:  # otherwise an earlier call was enough
+            if self._workers.get(dead.number) is dead:
+                # Otherwise an earlier call was enough.
                 successor = self._successor(dead)
                 try:
                     loop.call_soon_threadsafe(self._take_over, dead, successor)

@@ -183,7 +183,8 @@ def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers
 
 def _begin_process(name: str) -> None:
     current_process().name = name
-    torch.set_num_threads(1)  # as in torch: the processes and their threads share the cores
+    # As in torch: the processes and their threads share the cores.
+    torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher may have blocked SIGTERM
     # Ctrl-C goes to the whole process group. The consumer decides, and closes the channel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -215,7 +216,8 @@ class Worker:
         try:
             task = make()
             task.start(*self._position)
-        except BaseException as error:  # user code: imports of the user's modules, worker_init_fn
+        except BaseException as error:
+            # User code: imports of the user's modules, worker_init_fn.
             self._tasks[number] = Failed.caught(error, starting=True)
         else:
             self._tasks[number] = task

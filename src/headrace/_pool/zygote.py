@@ -163,7 +163,8 @@ class _Zygote:
             os.close(descriptor)
         self._listen_to(socket.socket(fileno=own))
         # The pid goes first on the status pipe. The exit status follows when the process ends.
-        with suppress(BrokenPipeError):  # the requester has ended, and so its control socket closes
+        # The requester has ended, and so its control socket closes.
+        with suppress(BrokenPipeError):
             os.write(status, EXIT_STATUS.pack(pid))
 
     def _fork_template(self, _: socket.socket, own: int, request: int) -> None:
@@ -173,7 +174,8 @@ class _Zygote:
             environment.adopt()
             import_modules(modules)
             gc.freeze()
-            _flush_output()  # otherwise each fork would copy the buffered output of modules
+            # Otherwise each fork would copy the buffered output of modules.
+            _flush_output()
             if not has_threads():
                 _serve(socket.socket(fileno=own))
 
@@ -196,7 +198,8 @@ class _Zygote:
             gc.enable()
             run()
             code = 0
-        except BaseException:  # print the error as an interpreter does: the process ends here
+        except BaseException:
+            # Print the error as an interpreter does: the process ends here.
             traceback.print_exc()
         finally:
             # Never return to the zygote's loop. Exit hooks of user code do not run, as in any
@@ -209,7 +212,8 @@ class _Zygote:
         self._poller.register(control, select.POLLIN)
 
     def _reap(self) -> None:
-        with suppress(BlockingIOError):  # a single read takes the bytes of several signals
+        # A single read takes the bytes of several signals.
+        with suppress(BlockingIOError):
             os.read(self._woken, 4096)
         while True:
             try:
@@ -246,7 +250,8 @@ class _Zygote:
         """
         for pid, child in self._children.items():
             if of is None or child.requester == of:
-                os.kill(pid, signal.SIGKILL)  # safe: until `_reap`, the pid cannot be reused
+                # Safe: until `_reap`, the pid cannot be reused.
+                os.kill(pid, signal.SIGKILL)
 
 
 def _flush_output() -> None:

@@ -45,7 +45,8 @@ current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample",
 @overload
 def randomized(fn: Callable[[T, np.random.Generator], U]) -> Randomized[T, U]: ...
 @overload
-def randomized(fn: Callable[[Any, T, np.random.Generator], U]) -> Randomized[T, U]: ...  # a method
+# A method.
+def randomized(fn: Callable[[Any, T, np.random.Generator], U]) -> Randomized[T, U]: ...
 def randomized(fn: Callable[..., U]) -> Randomized[Any, U]:
     """Make a transform with reproducible random numbers.
 

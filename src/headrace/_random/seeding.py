@@ -190,7 +190,8 @@ def _setter(part: Any) -> Callable[[int], Any] | None:
     if isinstance(part, torch.Generator):
         return part.manual_seed if part.device.type == "cpu" else None
     if callable(getattr(type(part), "set_random_seed", None)):
-        return lambda seed: part.set_random_seed(seed & 0xFFFF_FFFF)  # libraries take 32 bits
+        # Libraries take 32 bits.
+        return lambda seed: part.set_random_seed(seed & 0xFFFF_FFFF)
     return None
 
 
@@ -224,7 +225,8 @@ def _held_by(part: Any) -> Iterable[object]:
         return ()
     held = gc.get_referents(part)
     classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
-    methods = [value for items in classes for _, value in sorted(items)]  # methods use globals
+    # Methods use globals.
+    methods = [value for items in classes for _, value in sorted(items)]
     # The attributes of an instance come first, in the order of `__dict__`. The order of the garbage
     # collector may differ between processes.
     return (

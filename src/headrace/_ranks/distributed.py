@@ -63,7 +63,8 @@ class RankChoice:
         self.given: ReaderShare | None = None
         # In a spawned worker of torch's own loader: rank of the parent process.
         self._of_parent: ReaderShare | None = None
-        self._divided = False  # in a spawned worker: whether the parent's reader divides the stream
+        # In a spawned worker: whether the parent's reader divides the stream.
+        self._divided = False
         if rank is not None and world_size is not None:
             rank, world_size = operator.index(rank), operator.index(world_size)
             if not 0 <= rank < world_size:

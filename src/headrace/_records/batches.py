@@ -32,7 +32,8 @@ def dump_state(state: StreamState | None) -> bytes | None:
         return state
     try:
         return pickle.dumps(state, protocol=5)
-    except Exception:  # cloudpickle pickles classes of a script by value, at a fifth of the speed
+    except Exception:
+        # Cloudpickle pickles classes of a script by value, at a fifth of the speed.
         return cast(bytes, cloudpickle.dumps(state, protocol=5))
 
 

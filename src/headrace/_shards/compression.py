@@ -123,7 +123,8 @@ class Codec:
         while rest or (self._stream is not None and not getattr(self._stream, "needs_input", True)):
             if self._stream is None:
                 if self.begins and self._format == "gzip":
-                    rest = rest.lstrip(b"\0")  # padding after a stream; gzip itself accepts padding
+                    # Padding after a stream; gzip itself accepts padding.
+                    rest = rest.lstrip(b"\0")
                     if not rest:
                         return
                 if not self.begins or self._offset - self.begins[-1][1] >= STREAM_BYTES:

@@ -161,7 +161,8 @@ class IndexFile:
             ShardError: a sample is not within the shard.
         """
         places, is_last = self.firsts[shards] + rows, rows + 1 == self.counts[shards]
-        both = np.stack((places, places + ~is_last))  # each sample, and the next in the shard
+        # Each sample, and the next in the shard.
+        both = np.stack((places, places + ~is_last))
         starts, stops = self._begins[both].astype(np.int64)
         ends = self.ends[shards]
         stops = np.where(is_last, ends, stops)

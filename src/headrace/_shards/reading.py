@@ -100,7 +100,8 @@ class ChunkReader:
     def __init__(self, shard: Shard, ahead: ReadAhead, start: int) -> None:
         self._shard = shard
         self._ahead = ahead
-        self.head = shard.head  # None before the first response, unless a listing gave the head
+        # None before the first response, unless a listing gave the head.
+        self.head = shard.head
         # A task returns the exception instead of raising the exception. Otherwise a task that is
         # never awaited would log a complaint.
         self._tasks: deque[asyncio.Task[InitialRead | Exception]] = deque()
@@ -112,7 +113,8 @@ class ChunkReader:
         """Return the next bytes, or None at the end."""
         if not self._tasks or self._closed:
             return None
-        await asyncio.wait((self._tasks[0],))  # cancelling this wait does not cancel the request
+        # Cancelling this wait does not cancel the request.
+        await asyncio.wait((self._tasks[0],))
         result = self._tasks.popleft().result()
         if isinstance(result, Exception):
             await self.aclose()

@@ -61,7 +61,8 @@ class Selection:
     """Columns that a dataset reads and gives from a file."""
 
     columns: tuple[str, ...] | None  # names of the columns to read; None for all
-    added: Mapping[str, Any]  # columns of a single value (an Arrow scalar), not in the file
+    # Columns of a single value (an Arrow scalar), not in the file.
+    added: Mapping[str, Any]
     # The schema of the given columns, with the types of the file. As bytes: a pickled dataset does
     # not name pyarrow, which each template of worker processes would import.
     serialized: bytes

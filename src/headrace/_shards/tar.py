@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 TAR_BLOCK = 512  # bytes; headers, and contents with padding, are multiples of a block
-MEMBER_LIMIT = 1 << 30  # bytes; memory holds a whole member, and a larger member may be an attack
-EXTENSION_LIMIT = 1 << 20  # bytes of a long name or of pax records; paths end at 4,096 bytes
+# Bytes; memory holds a whole member, and a larger member may be an attack.
+MEMBER_LIMIT = 1 << 30
+# Bytes of a long name or of pax records; paths end at 4,096 bytes.
+EXTENSION_LIMIT = 1 << 20
 
 _HEADER = struct.Struct("100s 24x 12s 12x 8s c 100x 6s 82x 155s 12x")
 """Name, size, checksum, type, magic, prefix."""
@@ -100,7 +102,8 @@ class TarSamples(Decoder):
         self._exact = fields is None and uniform
         # The archive.
         self._offset = 0  # of the next byte
-        self._pending: Member | None = None  # the member whose content is next; None at a header
+        # The member whose content is next; None at a header.
+        self._pending: Member | None = None
         self._missing = TAR_BLOCK  # bytes of the header, or of the content
         self._parts: list[memoryview | bytes] = []  # of the header, or of the content
         self._zero_blocks = 0
@@ -109,7 +112,8 @@ class TarSamples(Decoder):
         self._pax: dict[bytes, bytes] = {}
         # The current sample.
         self._key: bytes | None = None  # as in the archive; None before the first member
-        self._contents: dict[str, Any] = {}  # by field; None for a content that is not wanted
+        # By field; None for a content that is not wanted.
+        self._contents: dict[str, Any] = {}
         self._latest: tuple[int, bytes] = 0, b""  # offset and name of the latest member
         self._end = 0  # of the latest member
         self._broken: ShardError | None = None  # why the sample cannot be given
@@ -147,7 +151,8 @@ class TarSamples(Decoder):
         if self._exact and learned is not None:
             self._required = frozenset(learned)
         if self._offset:
-            self._seen.add(b"")  # the archive has samples; repeated keys are found from here on
+            # The archive has samples; repeated keys are found from here on.
+            self._seen.add(b"")
 
     def finish(self) -> Iterator[Any]:
         self._check_end()
@@ -181,7 +186,8 @@ class TarSamples(Decoder):
                 self._offset = end
                 return
             if self._pending is None and not self._parts:
-                self._offset = min(end, self._offset + -self._offset % TAR_BLOCK)  # padding
+                # Padding.
+                self._offset = min(end, self._offset + -self._offset % TAR_BLOCK)
                 if not self._zero_blocks and not self._pax and self._long_name is None:
                     yield from self._plain(view, begin)
                 if self._offset == end:

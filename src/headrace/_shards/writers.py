@@ -213,7 +213,8 @@ def _array(values: list[Any], kind: Any) -> Any:
     import pyarrow
 
     try:
-        array = pyarrow.array(values)  # a cast then finds values that another type would lose
+        # A cast then finds values that another type would lose.
+        array = pyarrow.array(values)
     except (pyarrow.ArrowException, OverflowError):
         array = pyarrow.array(values, kind)
     found = array.to_pylist() if "[us" in str(array.type) else values

@@ -30,7 +30,8 @@ T = TypeVar("T")
 # the folder puts away the database with the files that SQLite writes beside the database.
 FORMAT = "headrace-3"
 DATABASE = "entries.sqlite"
-PAGE_SIZE = 16 << 10  # bytes: pages of 4 KiB cost more CPU time, pages of 64 KiB more room
+# Bytes: pages of 4 KiB cost more CPU time, pages of 64 KiB more room.
+PAGE_SIZE = 16 << 10
 # Bytes. SQLite copies the log to the database after each 256 pages, as far as readers allow. A
 # writer of a log of this length waits for the readers.
 LOG_LIMIT = 16 << 20

@@ -37,7 +37,8 @@ NATIVE_ERRORS = (BaseError, OSError, ValueError)
 """Exceptions of obstore: a store refuses or fails, or a key cannot be requested."""
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
-_TRANSPORT = re.compile(r"(?<!Generic )HTTP error")  # a store over HTTP has "Generic HTTP error"
+# A store over HTTP has "Generic HTTP error".
+_TRANSPORT = re.compile(r"(?<!Generic )HTTP error")
 _KIND = re.compile(r"kind: (\w+)")
 # Names that stores give to expired credentials. Tokens that never were valid have other names.
 _EXPIRED = re.compile(

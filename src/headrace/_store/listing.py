@@ -172,7 +172,8 @@ def align_labels(labels: Labels, keys: Sequence[str]) -> Sequence[Any] | None:
     if labels is None:
         return None
     if callable(labels):
-        return compact(labels(key) for key in keys)  # not `map`: a StopIteration would end `map`
+        # Not `map`: a StopIteration would end `map`.
+        return compact(labels(key) for key in keys)
     if isinstance(labels, Mapping):
         missing = [key for key in keys if key not in labels]
         if missing:

@@ -65,7 +65,8 @@ class StoreTraits:
     # directory is a store.
     bucket: bool = True
     quoted: bool = False  # URLs have percent-encoded keys
-    prefix: str = ""  # prefix of environment variables and of long option names; empty for none
+    # Prefix of environment variables and of long option names; empty for none.
+    prefix: str = ""
     # Options for the endpoint. The first group with a value counts.
     endpoint_options: tuple[tuple[str, ...], ...] = ()
     # Options for credentials. If none is set, the client asks other hosts for credentials.
@@ -235,7 +236,8 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
     """
     settings = StoreOptions(url, options)
     traits = settings.traits
-    place = url if traits.bucket else url.rstrip("/") or url  # obstore appends another slash
+    # Obstore appends another slash.
+    place = url if traits.bucket else url.rstrip("/") or url
     own = (ALLOW_REDIRECTS, PROFILE) if traits.prefix == "aws_" else (ALLOW_REDIRECTS,)
     given = settings.others if traits.remote else options
     chosen = {name: value for name, value in given.items() if name not in own}
@@ -285,7 +287,8 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
             elif "recognise URL" in cause:
                 cause += f". It must begin with {', '.join(_BY_SCHEME)}://"
             failure = ValueError(f"cannot open a store for {safe}: {cause}")
-    raise failure  # outside of `except`: obstore's error may have secrets and is no context
+    # Outside of `except`: obstore's error may have secrets and is no context.
+    raise failure
 
 
 def _profile_provider(profile: str) -> object:

@@ -36,7 +36,8 @@ ENOUGH = 20
 class RequestStats(RequestCounts):
     """Request counters of a loader since the last `take`."""
 
-    retry: RetryPolicy | None = None  # policy of the loader; None for the policy of the store
+    # Policy of the loader; None for the policy of the store.
+    retry: RetryPolicy | None = None
     bodies: BodyReader | None = None  # owned and closed by the running session
     throttle_events: int = 0  # throttled and timed out requests of the whole session
 
@@ -95,7 +96,8 @@ class BodyReader:
         self._queued = 0  # bodies given to the thread so far, also bodies already read
         self._read = 0  # bodies that the thread has read so far
         self._due = 0  # value that `_read` must have reached at the next check
-        self._timer: asyncio.TimerHandle | None = None  # timer of the next check, if bodies wait
+        # Timer of the next check, if bodies wait.
+        self._timer: asyncio.TimerHandle | None = None
         self._thread: threading.Thread | None = None
 
     async def read(self, result: GetResult, length: int) -> Bytes:

@@ -65,7 +65,8 @@ AT_ONCE = 8  # parts of an object in flight; 64 MiB in flight cover 10 Gbit/s at
 # Bytes. Largest object to receive whole for a part, from a store that ignores ranges.
 LARGEST_WHOLE = 64 * 2**20
 _NOTHING = memoryview(b"")
-RENEWAL_INTERVAL = 5.0  # seconds; requests with the old credentials fail a few seconds later
+# Seconds; requests with the old credentials fail a few seconds later.
+RENEWAL_INTERVAL = 5.0
 
 forked_from: int | None = None
 """Process ID of the ancestor that used a store before forking, or None.

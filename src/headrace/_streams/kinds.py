@@ -217,7 +217,8 @@ def kind_of(dataset: object) -> DatasetKind:
     if can.aget:
         return DatasetKind.ASYNC_MAP
     advance = getattr(type(dataset), "__next__", getattr(type(dataset), "__anext__", None))
-    if isinstance(advance, types.WrapperDescriptorType):  # a built-in iterator: generator, file
+    # A built-in iterator: generator, file.
+    if isinstance(advance, types.WrapperDescriptorType):
         raise DatasetTypeError(
             f"{short_repr(dataset)} can be read only once: each later epoch would be empty. "
             f"Give a list of the samples, an object whose __iter__ starts anew, "

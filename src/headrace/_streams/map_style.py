@@ -122,7 +122,8 @@ class AsyncDataset(Dataset[T_co]):
 
 
 async def _aget(dataset: Any, index: Any) -> Any:
-    return await dataset.aget(index)  # called on the loop: `aget` may return any awaitable
+    # Called on the loop: `aget` may return any awaitable.
+    return await dataset.aget(index)
 
 
 class RangedDataset(AsyncDataset[T_co]):

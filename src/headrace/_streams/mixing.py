@@ -59,10 +59,12 @@ class Mix(StreamOperation[object]):
         self._weights = weights
         self._stop = stop
         self._order = order
-        self._rank = ranks.shard().in_worker().index  # 0 if the mix is divided after reading
+        # 0 if the mix is divided after reading.
+        self._rank = ranks.shard().in_worker().index
         self._drawn = 0  # random numbers used so far
         self._over = False
-        self._gave = [False] * count  # for each stream: the current pass has given a sample
+        # For each stream: the current pass has given a sample.
+        self._gave = [False] * count
         self._left_out = [False] * count  # for each stream: no longer drawn from
         self._passes = [0] * count  # for each stream: completed passes
         self._key = spawn_key()

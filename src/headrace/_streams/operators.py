@@ -106,7 +106,8 @@ class Repeat(Concat):
     def __init__(self, dataset: Any, times: int | None) -> None:
         super().__init__([dataset])
         self._times = times
-        self._repetition = current_repetition.get()  # of this iterator, in an outer `Repeat`
+        # Of this iterator, in an outer `Repeat`.
+        self._repetition = current_repetition.get()
 
     def _is_over(self) -> bool:
         return not self._gave if self._times is None else self._begun == self._times
@@ -182,7 +183,8 @@ class ShuffleBuffer(ReplayOperation[T]):
         # mark.
         self._ahead_position: State | None = None
         self._read_before = 0  # samples and errors read before the window being read
-        self._samples: list[T] = []  # rest of the window being given, the next sample last
+        # Rest of the window being given, the next sample last.
+        self._samples: list[T] = []
 
     def _put(self, sample: T) -> Any:
         self._ahead.append(sample)

@@ -16,7 +16,8 @@ from headrace.errors import StateError
 PackStrategy = Literal["concat", "first_fit", "best_fit"]
 PackLabels = Literal["next", "same"]
 PackTooLong = Literal["cut", "truncate", "drop"]
-_LONGEST_WAIT = 4  # windows of sequences; an open sequence waits at most so long for documents
+# Windows of sequences; an open sequence waits at most so long for documents.
+_LONGEST_WAIT = 4
 _IGNORED = -100  # label ignored by torch's cross entropy
 
 

@@ -62,7 +62,8 @@ class ReadAhead(ReplayOperation[Any]):
 
     reads_ahead = True
     fields = ("read",)
-    saved_samples = 1  # at most so many samples, or a chunk, lie between two saved positions
+    # At most so many samples, or a chunk, lie between two saved positions.
+    saved_samples = 1
 
     def __init__(self, source: Any, *, in_place: bool) -> None:
         super().__init__(source)

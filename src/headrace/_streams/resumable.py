@@ -54,7 +54,8 @@ def copies_have_state(kind: DatasetKind, dataset: object) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _has_state_without_arguments(kind: type) -> bool:
-    with contextlib.suppress(AttributeError, ValueError):  # an instance attribute, a builtin
+    # An instance attribute, a builtin.
+    with contextlib.suppress(AttributeError, ValueError):
         try:
             signature_of(kind.state_dict).bind(None)  # type: ignore[attr-defined]
         except TypeError:
@@ -381,7 +382,8 @@ class StreamOperation(ResumableIterator[T]):
     options: ClassVar[tuple[str, ...]] = ()
     fields: ClassVar[tuple[str, ...]] = ()  # ints, bools, lists of both, `Order`s
     reads_ahead: ClassVar[bool] = False
-    ranks_differ: ClassVar[bool] = False  # equal numbers of samples on ranks may become unequal
+    # Equal numbers of samples on ranks may become unequal.
+    ranks_differ: ClassVar[bool] = False
 
     def __init__(self, source: AsyncIterable[Any] | None) -> None:
         self._inner: Any = None if source is None else start_stream(source)
@@ -447,7 +449,8 @@ class Origins(deque[tuple[int, Callable[[int], Any] | None]]):
     def of(self, number: int) -> Any:
         for first, origin in reversed(list(self)):  # a copy: another thread may append
             if first <= number:
-                with contextlib.suppress(LookupError):  # the outcome is not read again yet
+                # The outcome is not read again yet.
+                with contextlib.suppress(LookupError):
                     return origin and origin(number - first)
                 break
         return None
@@ -481,10 +484,12 @@ class ReplayOperation(StreamOperation[T]):
         self._ended = False
         self._ready: deque[Any] = deque()
         self._read = 0  # samples and errors read from the stream
-        self._given = 0  # samples and errors given since the start or the restored position
+        # Samples and errors given since the start or the restored position.
+        self._given = 0
         self._errors = 0  # errors among `_given`
         self._dropped = 0  # samples dropped in a row
-        self._passes = 0  # passes of a repeated stream when `_dropped` reached `most_dropped`
+        # Passes of a repeated stream when `_dropped` reached `most_dropped`.
+        self._passes = 0
         self._mark: Mark | None = None
         self._reread = Reread()
         self._saved: State = {}  # the state while samples are read again

@@ -123,7 +123,8 @@ class SampleFunctions(ReadAhead):
             return await self._run(samples, first)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # the worker died, or the request cannot be pickled
+        except BaseException as error:
+            # The worker died, or the request cannot be pickled.
             if len(samples) == 1:
                 return [BadRecord(as_exception(error))]
             # Send each sample alone, so no other sample is lost.

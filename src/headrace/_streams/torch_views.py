@@ -185,7 +185,8 @@ class _Adapter:
         return type(self._adapted)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_adapted":  # not set yet while the adapter is constructed or unpickled
+        # Not set yet while the adapter is constructed or unpickled.
+        if name == "_adapted":
             raise AttributeError(name)
         return getattr(self._adapted, name)
 

@@ -153,7 +153,8 @@ class _Channel:
         self._mapper = Mapper(connection.descriptors)
         # Memory for the next message. Data made in the arena need no copy for sending.
         self.arena = Arena(self._allocator)
-        self._arrived: deque[object] = deque()  # received objects, or errors of unpickling
+        # Received objects, or errors of unpickling.
+        self._arrived: deque[object] = deque()
         self._shared = memoryview(bytearray(_BUFFER_SIZE))
         self._memory = self._shared
         self._start = self._filled = 0  # range of received bytes, not yet parsed
@@ -267,7 +268,8 @@ class _Channel:
                 region = part[self._region :]
                 if self._memory is not self._shared:
                     self._memory, self._start, self._filled = self._shared, 0, 0
-                elif region:  # views outlive the next read; unlike bytearray, numpy does not clear
+                elif region:
+                    # Views outlive the next read; unlike bytearray, numpy does not clear.
                     region, shared = np.empty(len(region), dtype=np.uint8).data, region
                     region[:] = shared
                 self._load(header, part[: self._region], region)
@@ -427,7 +429,8 @@ class EngineChannel(_Channel):
             self._write(self._unsent)
         except BlockingIOError:
             return False
-        except OSError:  # the other end has closed; a later read finds the end after all objects
+        except OSError:
+            # The other end has closed; a later read finds the end after all objects.
             self._unsent.clear()
         return True
 

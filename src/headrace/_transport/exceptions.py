@@ -77,7 +77,8 @@ def _make(
     try:
         error = builtin.__new__(cls, *arguments)
         builtin.__init__(error, *arguments)
-    except TypeError:  # the layout comes from an extension module, or the base lacks arguments
+    except TypeError:
+        # The layout comes from an extension module, or the base lacks arguments.
         error = cls(*arguments)
     vars(BaseException)["args"].__set__(error, args)
     return error

@@ -254,7 +254,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is memoryview:
             return _restore_memoryview, (out_of_band(obj), obj.format, obj.shape)
         if type(obj) is np.ndarray and not obj.flags.writeable:
-            return obj.copy().__reduce_ex__(5)  # arrives writable, like any copy of an array
+            # Arrives writable, like any copy of an array.
+            return obj.copy().__reduce_ex__(5)
         if is_table(obj):
             return _restore_table, (pickle.PickleBuffer(_table_bytes(obj)),)
         if isinstance(obj, BaseException):
@@ -273,7 +274,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, type) and not issubclass(obj, enum.Enum):
                 slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
-                state[0].pop("__slotnames__", None)  # added by pickling an object of the class
+                # Added by pickling an object of the class.
+                state[0].pop("__slotnames__", None)
             return reduced
         return NotImplemented
 

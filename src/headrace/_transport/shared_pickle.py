@@ -58,8 +58,10 @@ class SharedPickle:
     # buffer in `memory` is the pickle.
     pickled: bytes
     memory: Descriptor | None  # the large buffers; None if there are none
-    extents: tuple[tuple[int, int], ...]  # offset and size of each buffer in `memory`, in bytes
-    descriptors: tuple[Descriptor, ...]  # other descriptors in the pickle: shared tensors, pipes
+    # Offset and size of each buffer in `memory`, in bytes.
+    extents: tuple[tuple[int, int], ...]
+    # Other descriptors in the pickle: shared tensors, pipes.
+    descriptors: tuple[Descriptor, ...]
     # The descriptor of the resource tracker, if any. The tracker unlinks named shared memory at
     # exit.
     tracker: Descriptor | None

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 # First bytes of a message, and kinds of messages.
 _MARK, _DICTIONARY, _BATCH = b"\xff" * 4, 2, 3
-_MAGIC, _PIECE = b"ARROW1", 16 << 10  # `_PIECE`: bytes of a request for the header of a message
+# `_PIECE`: bytes of a request for the header of a message.
+_MAGIC, _PIECE = b"ARROW1", 16 << 10
 _SAVED = re.compile(r"(.*)/data-\d{5}-of-(\d{5})\.arrow")  # names given by `save_to_disk`
 
 
@@ -168,7 +169,8 @@ async def _open(shard: Shard) -> _ArrowFile:
             at += body
             if schema is None:
                 schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
-                any(schema.names)  # decode the names here, so a corrupt name is an error now
+                # Decode the names here, so a corrupt name is an error now.
+                any(schema.names)
             elif kind not in (_DICTIONARY, _BATCH) or count < 0 or body < 0 or at > size:
                 raise ValueError("no record batch, or outside the file")
             elif kind == _DICTIONARY:

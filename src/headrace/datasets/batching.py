@@ -108,7 +108,8 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         self._drop_last = drop_last
         buckets = len(boundaries) + 1
         self._samples: list[list[object]] = [[] for _ in range(buckets)]
-        self._counts = [0] * buckets  # samples, including samples from before a restored position
+        # Samples, including samples from before a restored position.
+        self._counts = [0] * buckets
         self._longest = [0] * buckets  # tokens
         self._tokens = [0] * buckets
         self._first = [0] * buckets  # number of the read that gave the first sample

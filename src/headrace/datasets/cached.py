@@ -245,7 +245,8 @@ class _CachedShards(CachedDataset[T_co]):
         super().__init__(dataset, cache, version)
         self.ranges, self.sample_of = dataset.ranges, dataset.sample_of
         self.samples_of = dataset.samples_of
-        self._shards: dict[int, bytes] = {}  # for each shard the common part of the names of blocks
+        # For each shard the common part of the names of blocks.
+        self._shards: dict[int, bytes] = {}
 
     def _capabilities(self) -> Capabilities:
         return Capabilities(aget=True, ranges=True)
@@ -261,7 +262,8 @@ class _CachedShards(CachedDataset[T_co]):
         except Exception:  # fresh bytes will show whether the cache was at fault
             sample: T_co = await self.dataset.aget(index)
         await self._cache.discard(self._blocks(number, start, stop))
-        await self.read_range(number, start, stop)  # other processes will find fresh blocks
+        # Other processes will find fresh blocks.
+        await self.read_range(number, start, stop)
         return sample
 
     def _blocks(self, number: int, start: int, stop: int) -> list[bytes]:

@@ -18,8 +18,10 @@ from headrace._store.redaction import redact_url
 from headrace._streams.map_style import AsyncDataset
 from headrace.errors import EmptyListingError
 
-LARGE = 16 * 2**20  # bytes; read from the page cache in 5 ms, during which the thread is occupied
-PIECE = 2 * 2**20  # bytes; a call in a thread costs 40 µs, reading a piece more than 0.5 ms
+# Bytes; read from the page cache in 5 ms, during which the thread is occupied.
+LARGE = 16 * 2**20
+# Bytes; a call in a thread costs 40 µs, reading a piece more than 0.5 ms.
+PIECE = 2 * 2**20
 
 
 class FileSample(NamedTuple):

@@ -93,7 +93,8 @@ class _IndexIterator(StreamOperation[Any]):
         reader = ReaderShare(*self._reader)
         self._first = self._given
         self._sampler = self._stream.sampler(reader, self._order)
-        self._rest = self._sampler.indices_from(self._given * reader.count)  # not requested yet
+        # Not requested yet.
+        self._rest = self._sampler.indices_from(self._given * reader.count)
 
     async def __anext__(self) -> Any:
         while not self._samples:

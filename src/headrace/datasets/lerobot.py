@@ -101,7 +101,8 @@ class _Encoded(NamedTuple):
     """Frames of a sample, not decoded."""
 
     file: str
-    clips: list[Any]  # rows of `VideoDataset.clips`, then `VideoClip`s; or the bytes of images
+    # Rows of `VideoDataset.clips`, then `VideoClip`s; or the bytes of images.
+    clips: list[Any]
     times: torch.Tensor | None  # of the frames in the clips
     stacked: bool
 
@@ -115,7 +116,8 @@ class _EncodedRows(ParquetDataset):
         offsets: for some features, the wanted rows of a sample, relative to the row of the sample.
     """
 
-    _rows_ahead = 1 << 10  # plan a single row group ahead: frames take more memory than rows
+    # Plan a single row group ahead: frames take more memory than rows.
+    _rows_ahead = 1 << 10
 
     def __init__(self, files: _Files, info: Any, tolerance: float) -> None:
         self.kinds: dict[str, str] = {}

@@ -126,7 +126,8 @@ class _Lines(RecordDecoder):
         self.pages = given and format != "json"
         # Whether the next value may be the whole file.
         self._first = format == "json" and not given
-        self._held: list[tuple[Any, int]] = []  # the first value, and the byte after the line
+        # The first value, and the byte after the line.
+        self._held: list[tuple[Any, int]] = []
         self._format = format
         self.format = "lines of JSON" if format == "json" else "lines of text"
         self._limit = limit

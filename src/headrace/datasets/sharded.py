@@ -43,7 +43,8 @@ from headrace.datasets.cached import RangedShards
 # loader 0.86 of the rate. The environment's MALLOC_TRIM_THRESHOLD_ and similar settings take
 # precedence.
 _KEPT_BYTES = (32 << 20) - (64 << 10)
-PARTS_IN_BLOCK = 4  # pieces of a compressed shard in a block; a block reads about one more piece
+# Pieces of a compressed shard in a block; a block reads about one more piece.
+PARTS_IN_BLOCK = 4
 MOST_DECODERS = 1024  # in memory, a kilobyte each
 
 

@@ -22,7 +22,8 @@ from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
 _SUFFIXES = (".bin", ".ds", ".npy")
-_BEGINNING = 4096  # bytes read of each shard; the header of a one-dimensional array takes 128
+# Bytes read of each shard; the header of a one-dimensional array takes 128.
+_BEGINNING = 4096
 _VOCABULARY = 1 << 20  # largest vocabulary, in tokens
 # Bytes: 256 numbers of 32 bits. The first two say the type, the third counts the tokens.
 _LLMC_HEADER = 1024

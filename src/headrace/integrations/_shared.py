@@ -173,7 +173,8 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
     """
     path = _path(folder, name, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")  # ranks with equal batches write the same file
+    # Ranks with equal batches write the same file.
+    part = path.with_suffix(f".{os.getpid()}")
     torch.save(dict(state), part)
     try:
         torch.load(part, weights_only=True)

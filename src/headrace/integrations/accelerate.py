@@ -169,7 +169,8 @@ class PreparedLoader(DataLoader[T_co]):
                 try:
                     with self._as_rank():
                         following = next(batches, _END)
-                except Exception as raised:  # raised below, in the turn of the failed batch
+                except Exception as raised:
+                    # Raised below, in the turn of the failed batch.
                     error = raised
                 self.end_of_dataloader = following is _END
                 if self._iteration is iteration:
@@ -241,7 +242,8 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) ->
     sampler: Any = getattr(order, "sampler", order)
     own = next((each for each in (sampler, order) if isinstance(each, DistributedSampler)), None)
     if loader._control.spec.kind.is_iterable or own is not None:
-        _check_ranks(loader, own, rank)  # the stream or sampler divides samples among ranks
+        # The stream or sampler divides samples among ranks.
+        _check_ranks(loader, own, rank)
     elif type(loader.batch_sampler) is BatchSampler:
         _share_order(loader, accelerator, loader.batch_sampler)
     elif order is sampler and loader.batch_sampler is None:

@@ -40,7 +40,8 @@ class _Begun(NamedTuple):
     """An iteration of a training loader."""
 
     batches: int = 0  # batches of earlier iterations in this epoch
-    ready: int = -1  # Lightning's count of all ready batches at the start of the iteration
+    # Lightning's count of all ready batches at the start of the iteration.
+    ready: int = -1
 
 
 # Warnings point to this module, because programs often ignore the warnings of Lightning's modules.
@@ -61,7 +62,8 @@ class _Positions:
     checkpoint: dict[str, Any] | None = None
     begun: dict[Any, _Begun]
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Lightning pickles callbacks for spawned processes
+    # Lightning pickles callbacks for spawned processes.
+    def __reduce__(self) -> tuple[Any, ...]:
         return _callback, (self.package,)
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -86,7 +88,8 @@ class _Positions:
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
             step = trainer.lightning_module.training_step
             if "dataloader_iter" in signature_of(step).parameters:
-                trained = None  # Lightning counts steps, and a step may take several batches
+                # Lightning counts steps, and a step may take several batches.
+                trained = None
             pairs = zip(_stateful(trainer.train_dataloader), states, strict=True)
             saved["combined_loader"] = [
                 self._state(each, trained) if isinstance(each, DataLoader) else state

@@ -313,7 +313,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "on_error= must be 'raise' in evaluation by several ranks: "
                 "results are gathered by batch"
             )
-        loader = _divided(self.accelerator, dataloader)  # prepares a loader made by the user
+        # Prepares a loader made by the user.
+        loader = _divided(self.accelerator, dataloader)
         try:
             return super().evaluation_loop(loader, *args, **kwargs)
         finally:

@@ -33,13 +33,16 @@ BLOCKED_WAITING = 0.25
 # Ratio of a quick fetch to a quick fetch among the first. With a larger ratio, more fetches in
 # flight only wait longer.
 QUEUEING = 2.0
-TURNS = 10  # consecutive fetches; then concurrency="auto" has tried more fetches in flight
+# Consecutive fetches; then concurrency="auto" has tried more fetches in flight.
+TURNS = 10
 # With more cores, several engines have a core each, beside the training loop and the workers.
 MANY_CORES = 3
 IDLE_WORKERS = 0.7  # share of busy workers; with less, more workers would not help
-BUSY_WORKERS = 0.9  # share of busy workers; with more, workers are the limit, whatever the wait
+# Share of busy workers; with more, workers are the limit, whatever the wait.
+BUSY_WORKERS = 0.9
 TAKEN = 0.2  # share of the time; threads that wait less for a core have cores enough
-GAIN = 1.05  # factor of batches a second after a change; a change with less is not advised
+# Factor of batches a second after a change; a change with less is not advised.
+GAIN = 1.05
 
 # Steps of waits in `next()`, by the cause of the wait.
 STAGES = {

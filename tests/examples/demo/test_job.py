@@ -18,7 +18,8 @@ def test_the_demo_trains_compares_and_leaves_no_process():
         text=True,
         start_new_session=True,
     )
-    output, errors = demo.communicate()  # returns when all processes have closed the pipes
+    # Returns when all processes have closed the pipes.
+    output, errors = demo.communicate()
     assert demo.returncode == 0, errors
     assert errors == ""
     for promise in (

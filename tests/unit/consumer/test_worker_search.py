@@ -7,7 +7,8 @@ from headrace._records.batches import StageTimes
 from headrace.telemetry.counters import BatchRecord
 from headrace.telemetry.diagnosis import Setup
 
-COMPUTE, WORK = 0.01, 0.04  # seconds of the loop, and of transforms and collation, for a batch
+# Seconds of the loop, and of transforms and collation, for a batch.
+COMPUTE, WORK = 0.01, 0.04
 
 
 class Machine:

@@ -103,7 +103,8 @@ def test_wrong_sizes_in_headers():
     assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (1, 40_320)
     flac = written("FLAC")
     for claims in (
-        flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:],  # unknown, as of a pipe
+        # Unknown, as of a pipe.
+        flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:],
         flac[:22] + b"\xff" * 4 + flac[26:],
         data[:40] + bytes(4) + data[44:],
     ):

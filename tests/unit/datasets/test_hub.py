@@ -82,7 +82,8 @@ def test_datasets_read_by_signed_urls_that_never_get_the_token(server):
     assert {(host, token) for host, _, _, token in server.requests} == {("hub", TOKEN), ("cdn", "")}
     resolved = [path for host, _, path, _ in server.requests if "/resolve/" in path]
     assert all(path.startswith(f"/datasets/org/name/resolve/{OLD}/") for path in resolved)
-    server.requests.clear()  # a large file is read in parts, and a HEAD request would not be signed
+    # A large file is read in parts, and a HEAD request would not be signed.
+    server.requests.clear()
     assert asyncio.run(hub("large.bin")[0].read_version(20 << 20))[1] == FILES["large.bin"]
     assert {method for _, method, _, _ in server.requests} == {"GET"}
 

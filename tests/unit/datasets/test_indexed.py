@@ -127,7 +127,8 @@ def test_indexed_samples_are_those_of_the_stream(tmp_path, monkeypatch, kind, fi
     reordered = [expected[index] for index in order]
     with hr.DataLoader(dataset, 7, sampler=order, collate_fn=list, placement="process") as loader:
         assert [sample for batch in loader for sample in batch] == reordered
-    monkeypatch.setattr("headrace.datasets.cached.CACHE_BLOCK", 700)  # borders within samples
+    # Borders within samples.
+    monkeypatch.setattr("headrace.datasets.cached.CACHE_BLOCK", 700)
     cached = dataset.cache(tmp_path / "cache")
     for epoch in range(2):
         with hr.DataLoader(cached, 7, sampler=order, collate_fn=list) as loader:

@@ -68,7 +68,8 @@ def test_one_rank_without_shuffle_reads_in_the_order_of_the_dataset(tokens, read
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_rank_reads_blocks_of_its_own(tokens, read, shuffle):
-    full = SAMPLES // (50 * 192) * 192  # blocks of whole groups, in the order of the dataset
+    # Blocks of whole groups, in the order of the dataset.
+    full = SAMPLES // (50 * 192) * 192
     blocks = [
         {sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]} for rank in range(4)
     ]

@@ -38,7 +38,8 @@ def check(samples, rows, case="plain"):
     for name, values in wanted.items():
         found = np.stack([make.stored(name, sample[name]) for sample in samples])
         assert (found.dtype.kind, found.shape[1:]) == (values.dtype.kind, values.shape[1:])
-        if values.dtype == np.uint8:  # releases of FFmpeg may round the colours in another way
+        # Releases of FFmpeg may round the colours in another way.
+        if values.dtype == np.uint8:
             assert abs(found.astype(int) - values[rows]).max() <= 2
         else:
             assert np.array_equal(found, values[rows])

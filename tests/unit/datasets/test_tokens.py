@@ -55,12 +55,14 @@ def llmc(magic, tokens, version=1):
     ("name", "dtype", "content"),
     [
         ("a.bin", None, llmc(20240520, np.arange(700, dtype="<u2"))),  # of llm.c, GPT-2
-        ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"), 7)),  # of llm.c, Llama 3
+        # Of llm.c, Llama 3.
+        ("a.bin", "uint16", llmc(20240801, np.arange(700, dtype="<u4"), 7)),
         ("a.bin", None, npy(np.arange(700, dtype="<u4"))),
         ("a.npy", "uint16", np.arange(700, dtype="<u2").tobytes()),  # of OLMo
         ("a.npy", None, npy(np.arange(700, dtype=">u2"))),
         ("a.npy", "uint8", (np.arange(700) % 256).astype("u1").tobytes()),
-        ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),  # of Megatron, without its index
+        # Of Megatron, without its index.
+        ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),
     ],
 )
 def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dtype, content):

@@ -38,7 +38,8 @@ def test_batches_arrive_in_order_and_complete(streams, options):
         first, second = iter(loader), iter(loader)
         next(first), next(second)
         assert len(streams.sides) == 2  # and iterations at the same time on one each
-    assert not any(side.work for side in streams.sides)  # leaving has waited for the copies
+    # Leaving has waited for the copies.
+    assert not any(side.work for side in streams.sides)
 
 
 def channels_last(rows):

@@ -39,7 +39,8 @@ def raises():
 
 def test_timeout_or_a_signal_handler_that_returns_ends_the_wait(pair, handled):
     for timeout in (0.0, 0.01):
-        while wait_readable(pair[1], timeout=timeout):  # a future of an earlier test may wake it
+        # A future of an earlier test may wake it.
+        while wait_readable(pair[1], timeout=timeout):
             pass
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     assert wait_readable(pair[1], timeout=None)
@@ -52,7 +53,8 @@ def interrupts(wait, turns):
 
     def send():
         for _ in range(turns):
-            os.read(asked, 1)  # not an Event: the handler may raise in the midst of its set()
+            # Not an Event: the handler may raise in the midst of its set().
+            os.read(asked, 1)
             os.kill(os.getpid(), signal.SIGUSR1)
 
     interrupted = 0
@@ -76,7 +78,8 @@ def test_signal_just_before_or_during_the_wait_always_interrupts_it(pair, raises
     def wait():
         if future:
             wait_done(Future())  # which never is done
-        while True:  # a signal that ends a wait in its last moments leaves word of it to the next
+        # A signal that ends a wait in its last moments leaves word of it to the next.
+        while True:
             assert wait_readable(pair[1], timeout=120), "the signal was slept through"
 
     assert interrupts(wait, turns=200) == 200
@@ -101,7 +104,8 @@ async def test_signal_while_a_loop_is_blocked_in_a_wait_reaches_the_loop(pair):
     loop.add_signal_handler(signal.SIGUSR1, arrived.set)
     try:
         threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        assert wait_readable(pair[1], timeout=None)  # as a careless caller does, on its own loop
+        # As a careless caller does, on its own loop.
+        assert wait_readable(pair[1], timeout=None)
         await asyncio.wait_for(arrived.wait(), 20)
     finally:
         loop.remove_signal_handler(signal.SIGUSR1)

@@ -180,7 +180,8 @@ async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
     iterator = aiter(
         hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2)
     )
-    await outcomes(iterator, 70)  # near the end of the first two: the next ones are opened ahead
+    # Near the end of the first two: the next ones are opened ahead.
+    await outcomes(iterator, 70)
     state = iterator.state_dict()
     assert len(asyncio.all_tasks()) > 1
     await iterator.aclose()

@@ -62,7 +62,8 @@ async def test_a_stalled_body_holds_up_no_other(reader):
         assert await asyncio.gather(*queued) == [other.body for other in others]
         assert reader.late
         later = Result()
-        assert await reader.read(later, 4) == b"body"  # at once: the thread is still occupied
+        # At once: the thread is still occupied.
+        assert await reader.read(later, 4) == b"body"
     assert not waiting.done()
     assert {name for other in [*others, later] for name in other.threads} == {
         threading.current_thread().name
@@ -71,7 +72,8 @@ async def test_a_stalled_body_holds_up_no_other(reader):
     stalled.arrive()
     assert await waiting == b"body"
     async with asyncio.timeout(TIMEOUT):
-        while "headrace-bodies" not in later.threads:  # the thread is free, and used again
+        # The thread is free, and used again.
+        while "headrace-bodies" not in later.threads:
             await reader.read(later, 4)
     long = Result()
     await reader.read(long, SMALL + 1)

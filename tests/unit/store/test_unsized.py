@@ -14,7 +14,8 @@ from tests.servers import store_of
 from tests.unit.shards.resuming import in_folder, in_memory
 
 QUICK = RetryPolicy(initial_backoff=0.001)
-BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)  # no two parts of it are alike
+# No two parts of it are alike.
+BODY = hashlib.shake_128(b"large").digest(LARGE + 2 * PART + 5)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,8 @@ class Images:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            for _ in range(random.randrange(1, 12)):  # ends in another order than it began
+            # Ends in another order than it began.
+            for _ in range(random.randrange(1, 12)):
                 await asyncio.sleep(0)
             if row in self.failing:
                 raise FileNotFoundError(f"no image of row {row}")

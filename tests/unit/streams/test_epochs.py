@@ -124,7 +124,8 @@ def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
             return self.epoch
 
     with hr.DataLoader(EpochRecorder(), num_workers=1, persistent_workers=True) as loader:
-        assert [batch.item() for batch in loader] == [-1]  # as with torch, which does not call it
+        # As with torch, which does not call it.
+        assert [batch.item() for batch in loader] == [-1]
         loader.set_epoch(5)
         assert [batch.item() for batch in loader] == [5]
         assert [batch.item() for batch in loader] == [5]

@@ -239,7 +239,8 @@ async def test_cancelled_wait_keeps_the_position(
     for position in range(0, len(expected), 2):
         iterator = start_stream(make())
         before = await outcomes(iterator, position)
-        for turns in range(4):  # first while it reads on, then while a restored one reads again
+        # First while it reads on, then while a restored one reads again.
+        for turns in range(4):
             task = asyncio.ensure_future(anext(iterator))
             for _ in range(turns):
                 await asyncio.sleep(0)

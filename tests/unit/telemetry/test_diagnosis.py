@@ -139,7 +139,8 @@ def test_limit_is_the_step_that_the_loop_waits_for(limit, steps):
             "concurrency=32",
             0.0,
         ),  # 20 ms of waiting and 10 ms of computing: three times the rate is needed
-        (12, 0.1, "concurrency=12", 0.5),  # 20 ms for a batch, of which 10 ms are computed
+        # 20 ms for a batch, of which 10 ms are computed.
+        (12, 0.1, "concurrency=12", 0.5),
         (
             1024,
             0.7,
